@@ -1,0 +1,158 @@
+"""Named tables of what is tested: shapes, masks, memory layouts and element types, and the tensors they describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem: q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+
+    @property
+    def q(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads_q, self.seqlen_q, self.head_dim
+
+    @property
+    def kv(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads_kv, self.seqlen_k, self.head_dim
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask arguments of flash_cute.forward and, written out independently of it, what they mean."""
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+
+    @property
+    def options(self) -> dict:
+        return {"causal": self.causal, "window": self.window}
+
+    def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(seqlen_q, seqlen_k) booleans: query i sees key j iff i + sk - sq - left <= j <= i + sk - sq + right."""
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+        key = torch.arange(seqlen_k, device=device)[None, :]
+        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+        if left is not None:
+            seen &= key >= diagonal - left
+        if right is not None:
+            seen &= key <= diagonal + right
+        return seen
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a (batch, heads, seqlen, head_dim) tensor lies in a larger buffer whose every other element is NaN.
+
+    order: the dimensions from the outermost to the innermost in memory. rows, columns: how many more of them the
+    buffer has at the end of seqlen and head_dim. offset: elements before the first. step: stride of the innermost
+    dimension. expand: dimensions that hold one entry, repeated with stride 0.
+    """
+
+    order: str = "bhsd"
+    rows: int = 0
+    columns: int = 0
+    offset: int = 0
+    step: int = 1
+    expand: str = ""
+
+    def make(self, size: tuple[int, ...], dtype: torch.dtype, device, generator: torch.Generator) -> torch.Tensor:
+        names = "bhsd"
+        stored = {name: 1 if name in self.expand else length for name, length in zip(names, size)}
+        room = dict(stored, s=stored["s"] + self.rows, d=stored["d"] + self.columns)
+        innermost = self.order[-1]
+        room[innermost] *= self.step
+        buffer = torch.full((self.offset + torch.Size(room.values()).numel(),), torch.nan, dtype=dtype, device=device)
+        view = buffer[self.offset :].view([room[name] for name in self.order])
+        view = view.permute([self.order.index(name) for name in names])
+        if self.step > 1:
+            axis = names.index(innermost)
+            view = view[(slice(None),) * axis + (slice(None, None, self.step),)]
+        view = view[:, :, : stored["s"], : stored["d"]]
+        view.copy_(torch.randn(view.shape, generator=generator, device=device))
+        return view.expand(size)
+
+
+CONTIGUOUS = Layout()
+TRANSPOSED = Layout("bshd")  # what a projection followed by view and transpose gives
+
+# Layouts of q, k and v. K and V differ in strides wherever the name does not say otherwise.
+LAYOUTS = {
+    "contiguous": (CONTIGUOUS, CONTIGUOUS, CONTIGUOUS),
+    "transposed": (TRANSPOSED, TRANSPOSED, TRANSPOSED),
+    "mixed": (TRANSPOSED, CONTIGUOUS, Layout("sbhd")),
+    "head_innermost_but_one": (Layout("bsdh"), TRANSPOSED, CONTIGUOUS),
+    "padded_rows": (Layout(rows=3), Layout("bshd", rows=70), Layout(rows=130)),
+    "padded_columns": (Layout(columns=8), Layout("bshd", columns=16), Layout(columns=64)),
+    "rows_not_16_bytes": (Layout(columns=1), Layout("bshd", columns=3), Layout(columns=4)),
+    "misaligned_start": (Layout(offset=1), Layout("bshd", offset=4), Layout(offset=2)),
+    "aligned_start": (Layout(offset=8), Layout("bshd", offset=24), Layout(offset=64)),
+    "every_second_element": (Layout(step=2), Layout("bshd", step=3), Layout(step=2, offset=1)),
+    "columns_of_rows": (Layout("bhds"), Layout("bhds", rows=8), Layout("hbds")),
+    "expanded_heads": (CONTIGUOUS, Layout("bshd", expand="h"), Layout(expand="h")),
+    "expanded_batch": (Layout("bshd", expand="b"), Layout(expand="b"), Layout("bshd", expand="bh")),
+    "expanded_rows": (Layout(expand="s"), Layout(expand="s", columns=8), Layout("bshd")),
+    "expanded_columns": (CONTIGUOUS, Layout("bshd", expand="d"), Layout(expand="d")),
+}
+
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window_symmetric": Mask(window=(17, 17)),
+    "window_left": Mask(window=(40, None)),
+    "window_right": Mask(window=(None, 9)),
+    "window_causal": Mask(causal=True, window=(33, None)),
+    "window_diagonal": Mask(window=(0, 0)),
+    "window_wider_than_all": Mask(window=(10_000, 10_000)),
+    "window_left_zero": Mask(window=(0, 100)),
+}
+
+# Tiles have 64 to 192 rows and columns: lengths on, just before and just after their edges, and some that fit none.
+SHAPES = {
+    "one_tile": Shape(2, 3, 3, 128, 128, 64),
+    "several_tiles": Shape(2, 2, 2, 384, 512, 64),
+    "no_tile_divides": Shape(2, 3, 3, 197, 331, 64),
+    "one_before_a_tile": Shape(1, 4, 4, 127, 255, 64),
+    "one_after_a_tile": Shape(1, 4, 4, 129, 257, 64),
+    "single_query": Shape(3, 4, 4, 1, 413, 64),
+    "single_key": Shape(3, 4, 4, 413, 1, 64),
+    "single_both": Shape(4, 8, 8, 1, 1, 64),
+    "few_of_each": Shape(4, 8, 8, 3, 5, 64),
+    "more_keys": Shape(2, 2, 2, 113, 700, 64),
+    "more_queries": Shape(2, 2, 2, 700, 113, 64),
+    "grouped_heads": Shape(2, 6, 2, 150, 190, 64),
+    "one_kv_head": Shape(2, 8, 1, 130, 260, 64),
+    "long_one_head": Shape(1, 1, 1, 1024, 1024, 64),
+    "many_short": Shape(32, 8, 8, 33, 47, 64),
+}
+
+HEAD_DIMS = tuple(range(8, 257, 8))
+ODD_HEAD_DIMS = (1, 4, 15, 33, 63, 100, 130, 250)
+BUCKETS = (64, 96, 128, 192, 256)
+
+
+def with_head_dim(shape: Shape, head_dim: int) -> Shape:
+    return replace(shape, head_dim=head_dim)
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed", seed: int | None = None):
+    """Fresh random (q, k, v). The seed is drawn anew unless given, and printed, so that a failure can be repeated."""
+    seed = torch.seed() % 2**31 if seed is None else seed
+    print(f"{shape} {dtype} {layout} seed={seed}")
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes = shape.q, shape.kv, shape.kv
+    return tuple(part.make(size, dtype, device, generator) for part, size in zip(LAYOUTS[layout], sizes))

@@ -1,0 +1,97 @@
+"""Fixtures: the device, every kernel family that runs on it, and a summary of what this machine cannot test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+# The benchmarks are tested from the checkout, but an installed flash_cute goes before the checkout's sources.
+sys.path.append(str(ROOT))
+
+import flash_cute  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run the forward: a kernel family on the GPU, or PyTorch's operators on the CPU (family None)."""
+
+    device: torch.device
+    family: str | None
+
+    def forward(self, q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_cute.forward(q, k, v, family=self.family, **options)
+
+
+def kernels(device: torch.device) -> list[Kernel]:
+    """Every family that is compiled and runs on this device, as flash_cute.supported() tells."""
+    if device.type == "cpu":
+        return [Kernel(device, None)]
+    return [Kernel(device, family) for family in flash_cute.supported()["families"]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default=None, help="where to run: cuda or cpu (default: cuda if there is one)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "multi_gpu: needs two CUDA devices")
+    config.addinivalue_line("markers", "big_memory(gib): needs a CUDA device with this much free memory")
+    name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    config.stash[DEVICE] = torch.device(name)
+
+
+DEVICE = pytest.StashKey[torch.device]()
+
+
+def missing(item: pytest.Item) -> str | None:
+    """Why this machine cannot run a marked test, or None."""
+    on_gpu = item.config.stash[DEVICE].type == "cuda"
+    if any(item.iter_markers("gpu")) and not on_gpu:
+        return "needs a CUDA device"
+    if any(item.iter_markers("multi_gpu")) and torch.cuda.device_count() < 2:
+        return "needs two CUDA devices"
+    for mark in item.iter_markers("big_memory"):
+        if not on_gpu or torch.cuda.mem_get_info()[1] < mark.args[0] * 2**30:
+            return "needs a CUDA device with much memory"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if reason := missing(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kernel" in metafunc.fixturenames:
+        choices = kernels(metafunc.config.stash[DEVICE])
+        metafunc.parametrize("kernel", choices, ids=[kernel.family or "cpu" for kernel in choices])
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    return pytestconfig.stash[DEVICE]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = config.stash[DEVICE]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {os.cpu_count()} cores"
+    families = ", ".join(kernel.family or "cpu" for kernel in kernels(device))
+    return f"flash_cute: {Path(flash_cute.__file__).parent}, device: {name}, kernels: {families}"
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """What was skipped and why, in one line each, whatever flags pytest was given."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.section("not run here")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count} tests: {reason}")

@@ -1,0 +1,87 @@
+"""flash_cute.forward against float64 over shapes, masks, head dims, element types and layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import (
+    BUCKETS, DTYPES, HEAD_DIMS, LAYOUTS, MASKS, ODD_HEAD_DIMS, SHAPES, Shape, make_inputs, with_head_dim,
+)
+from tolerance import assert_attention
+
+import flash_cute
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+full_and_causal = pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"]], ids=["full", "causal"])
+
+
+def check(kernel, shape, dtype, mask, layout="mixed", softmax_scale=None):
+    q, k, v = make_inputs(shape, dtype, kernel.device, layout)
+    result = kernel.forward(q, k, v, softmax_scale=softmax_scale, **mask.options)
+    assert_attention(result, q, k, v, mask, softmax_scale)
+
+
+@dtypes
+@masks
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes_and_masks(kernel, shape, mask, dtype):
+    check(kernel, shape, dtype, mask)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.gpu  # head dims choose kernels there only
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_shapes_in_every_bucket(kernel, shape, head_dim, mask, dtype):
+    check(kernel, with_head_dim(shape, head_dim), dtype, mask)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("head_dim", HEAD_DIMS + ODD_HEAD_DIMS)
+def test_head_dims(kernel, head_dim, mask, dtype):
+    check(kernel, Shape(2, 4, 2, 150, 201, head_dim), dtype, mask)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kernel, layout, head_dim, mask, dtype):
+    check(kernel, Shape(2, 4, 2, 150, 201, head_dim), dtype, mask, layout)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("softmax_scale", [1e-3, 0.3, 1.0, 2.0])
+def test_softmax_scale(kernel, softmax_scale, mask, dtype):
+    check(kernel, Shape(2, 4, 4, 150, 201, 64), dtype, mask, softmax_scale=softmax_scale)
+
+
+@dtypes
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", [2048, 4000])
+def test_long_sequences(kernel, seqlen, dtype):
+    check(kernel, Shape(1, 2, 1, seqlen, seqlen, 128), dtype, MASKS["causal"])
+
+
+def test_attention_is_forwards_output(kernel):
+    q, k, v = make_inputs(SHAPES["no_tile_divides"], torch.bfloat16, kernel.device)
+    out = flash_cute.attention(q, k, v, causal=True, family=kernel.family)
+    assert torch.equal(out, kernel.forward(q, k, v, causal=True)[0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_output_keeps_the_queries_layout(kernel, layout):
+    q, k, v = make_inputs(Shape(2, 4, 4, 150, 201, 64), torch.bfloat16, kernel.device, layout)
+    assert kernel.forward(q, k, v)[0].stride() == torch.empty_like(q).stride()
+
+
+@dtypes
+def test_large_scores_do_not_overflow(kernel, dtype):
+    """Scores of some thousands: exp() of them overflows, of their distance from the row's maximum it does not."""
+    q, k, v = make_inputs(Shape(2, 2, 2, 150, 201, 64), dtype, kernel.device)
+    q, k = q * 30, k * 30
+    assert_attention(kernel.forward(q, k, v), q, k, v)
