@@ -1,0 +1,66 @@
+// Which keys a query sees, and which blocks of keys a tile of queries has to visit.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_cute/core/platform.hpp"
+
+namespace flash_cute {
+
+// Half open; empty when begin >= end.
+struct BlockRange {
+  int begin, end;
+
+  FLASH_CUTE_HOST_DEVICE bool empty() const { return begin >= end; }
+  FLASH_CUTE_HOST_DEVICE bool contains(int block) const { return begin <= block && block < end; }
+};
+
+// Bottom-right aligned window: row i sees column j iff i + shift - left <= j <= i + shift + right, where
+// shift = seqlen_k - seqlen_q. Full attention is an unlimited window and causal one with right = 0, so that one
+// kernel serves all three; limits never exceed what the sequence can use, which keeps the sums within int.
+struct WindowMask {
+  int seqlen_q, seqlen_k, left, right;
+
+  static WindowMask make(int seqlen_q, int seqlen_k, int64_t left, int64_t right) {
+    int64_t const unlimited = int64_t(seqlen_q) + seqlen_k;
+    return {seqlen_q, seqlen_k, int(smaller(left, unlimited)), int(smaller(right, unlimited))};
+  }
+
+  FLASH_CUTE_HOST_DEVICE int shift() const { return seqlen_k - seqlen_q; }
+
+  FLASH_CUTE_HOST_DEVICE int first_key(int row) const { return larger(0, row + shift() - left); }
+  FLASH_CUTE_HOST_DEVICE int end_key(int row) const { return smaller(seqlen_k, row + shift() + right + 1); }
+
+  FLASH_CUTE_HOST_DEVICE bool visible(int row, int key) const {
+    return first_key(row) <= key && key < end_key(row);
+  }
+
+  // Blocks with at least one visible pair in the tile of rows [m_begin, m_begin + block_m).
+  FLASH_CUTE_HOST_DEVICE BlockRange visited(int m_begin, int block_m, int block_n) const {
+    int const begin = first_key(m_begin), end = end_key(last_row(m_begin, block_m));
+    return end <= begin ? BlockRange{0, 0} : BlockRange{begin / block_n, ceil_div(end, block_n)};
+  }
+
+  // Blocks in which every pair of the tile is visible: these need no element test.
+  FLASH_CUTE_HOST_DEVICE BlockRange unmasked(int m_begin, int block_m, int block_n) const {
+    int const begin = first_key(last_row(m_begin, block_m)), end = larger(0, end_key(m_begin));
+    return {ceil_div(begin, block_n), end / block_n};
+  }
+
+  // Keys below this one are seen by no query at all: the host cuts them off before the launch.
+  int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
+
+  // Visible (query, key) pairs of one head; what FLOP counts are made of.
+  int64_t visible_pairs() const {
+    int64_t pairs = 0;
+    for (int row = 0; row < seqlen_q; ++row) pairs += larger(0, end_key(row) - first_key(row));
+    return pairs;
+  }
+
+ private:
+  FLASH_CUTE_HOST_DEVICE int last_row(int m_begin, int block_m) const {
+    return smaller(m_begin + block_m, seqlen_q) - 1;
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,46 @@
+// Predicated tile copies between global and shared memory.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace flash_cute {
+
+using namespace cute;
+
+// The valid part of a tile; what lies outside is never read, and is zero in shared memory.
+struct TileBounds {
+  int rows, cols;
+
+  template <class Coord>
+  CUTE_DEVICE bool contains(Coord const& coord) const {
+    return get<0>(coord) < rows && get<1>(coord) < cols;
+  }
+};
+
+// Issues cp.async for this thread's part of a tile, all (COPY, COPY_M, COPY_K); zero fill outside of bounds.
+template <class Atom, class Source, class Target, class Coords>
+CUTE_DEVICE void copy_async(Atom const& atom, Source const& source, Target&& target, Coords const& coords,
+                            TileBounds bounds) {
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(source); ++m) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(source); ++k) {
+      copy(atom.with(bounds.contains(coords(_0{}, m, k))), source(_, m, k), target(_, m, k));
+    }
+  }
+}
+
+// Plain stores of what lies inside of bounds.
+template <class Atom, class Source, class Target, class Coords>
+CUTE_DEVICE void copy_inside(Atom const& atom, Source const& source, Target&& target, Coords const& coords,
+                             TileBounds bounds) {
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(source); ++m) {
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(source); ++k) {
+      if (bounds.contains(coords(_0{}, m, k))) copy(atom, source(_, m, k), target(_, m, k));
+    }
+  }
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,28 @@
+// The Ampere family's forward kernel: one thread block per tile of queries.
+#pragma once
+
+#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/forward/epilogue.hpp"
+#include "flash_cute/forward/mainloop_sm80.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ TileOrder const order) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  int const thread = threadIdx.x;
+  TileCoord const tile = order(blockIdx.x);
+
+  Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
+                                      Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
+  clear(acc_o);
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
+
+  ForwardMainloopSm80<Traits>::run(params, tile, shared, thread, softmax, acc_o);
+  softmax.finish(acc_o);
+  ForwardEpilogueSm80<Traits>::store(params, tile, shared, thread, softmax, acc_o);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,118 @@
+// The Ampere family's forward maths: O = softmax(Q K^T) V over the blocks of keys that one tile of queries visits.
+#pragma once
+
+#include "flash_cute/attention/mask.hpp"
+#include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/core/copy.hpp"
+#include "flash_cute/core/gemm.hpp"
+#include "flash_cute/core/layout.hpp"
+#include "flash_cute/forward/tile_views.hpp"
+#include "flash_cute/forward/traits_sm80.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct ForwardMainloopSm80 {
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  using TileShapeQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
+  using TileShapeKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
+  static constexpr int kStages = Traits::kStages;
+  static_assert(kStages == 1 || kStages == 2);
+
+  // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while block n
+  // is computed, and one barrier a block suffices; with one stage, V(n) loads behind Q K^T and K(n - 1) behind P V.
+  template <class Softmax, class Output>
+  CUTE_DEVICE static void run(ForwardParams const& params, TileCoord const& tile, SharedStorage& shared, int thread,
+                              Softmax& softmax, Output& acc_o) {
+    ProblemShape const& shape = params.shape;
+    WindowMask const& mask = params.mask;
+    int const m_begin = tile.m_block * Traits::kBlockM;
+    BlockRange const visited = mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN);
+    BlockRange const unmasked = mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN);
+    if (visited.empty()) return;
+    int const head_kv = tile.head / (shape.heads_q / shape.heads_kv);
+
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});   // (N, D, STAGE)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});   // (N, D, STAGE)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
+
+    // Global memory to shared memory.
+    auto const loader = typename Traits::TiledLoad{}.get_slice(thread);
+    typename Traits::LoadAtom const load_atom;
+    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int begin, int rows, auto&& target) {
+      Tensor source = local_tensor<Element>(view, tile.batch, head, begin, tile_shape);
+      copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
+                 loader.partition_S(make_identity_tensor(tile_shape)), TileBounds{rows - begin, shape.head_dim});
+    };
+    auto load_k = [&](int block) {
+      load_tile(TileShapeKV{}, params.k, head_kv, block * Traits::kBlockN, shape.seqlen_k, sK(_, _, block % kStages));
+    };
+    auto load_v = [&](int block) {
+      load_tile(TileShapeKV{}, params.v, head_kv, block * Traits::kBlockN, shape.seqlen_k, sV(_, _, block % kStages));
+    };
+
+    // Shared memory to registers.
+    typename Traits::TiledMma const mma;
+    auto const thread_mma = mma.get_slice(thread);
+    Tensor tSrQ = thread_mma.partition_fragment_A(sQ);                          // (MMA, MMA_M, MMA_K)
+    Tensor tSrK = thread_mma.partition_fragment_B(sK(_, _, 0));                 // (MMA, MMA_N, MMA_K)
+    Tensor tOrV = thread_mma.partition_fragment_B(plain_like(sVt(_, _, 0)));    // (MMA, MMA_D, MMA_N)
+    auto const copy_q = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma);
+    auto const copy_k = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma);
+    auto const copy_v = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma);
+    Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);
+    Tensor tSsK = copy_k.get_slice(thread).partition_S(sK);
+    Tensor tOsV = copy_v.get_slice(thread).partition_S(sVt);
+    Tensor tSrQ_copy = copy_q.get_slice(thread).retile_D(tSrQ);
+    Tensor tSrK_copy = copy_k.get_slice(thread).retile_D(tSrK);
+    Tensor tOrV_copy = copy_v.get_slice(thread).retile_D(tOrV);
+    Tensor cS = thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
+
+    load_tile(TileShapeQ{}, params.q, tile.head, m_begin, shape.seqlen_q, sQ);
+    load_k(visited.end - 1);
+    if constexpr (kStages == 2) load_v(visited.end - 1);
+    cp_async_fence();
+
+    for (int block = visited.end - 1; block >= visited.begin; --block) {
+      int const stage = block % kStages;
+      bool const more = block > visited.begin;
+      cp_async_wait<0>();
+      __syncthreads();
+      if constexpr (kStages == 2) {
+        if (more) {
+          load_k(block - 1);
+          load_v(block - 1);
+        }
+      } else {
+        load_v(block);
+      }
+      cp_async_fence();
+
+      Tensor acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});
+      clear(acc_s);
+      gemm_from_shared(
+          mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
+          [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
+      if (!unmasked.contains(block)) {
+        hide_invisible(mask, m_begin, block * Traits::kBlockN, cS, acc_s);
+      }
+      softmax.update(acc_s, acc_o);
+      Tensor rP = convert<Element>(acc_s);
+      Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
+
+      if constexpr (kStages == 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (more) load_k(block - 1);
+        cp_async_fence();
+      }
+      gemm_from_shared(
+          mma, acc_o, tOrP, tOrV, [](int) {},
+          [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
+    }
+  }
+};
+
+}  // namespace flash_cute
