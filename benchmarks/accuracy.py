@@ -1,0 +1,108 @@
+"""Error against float64 of every family of ours and every peer, on the same inputs.
+
+    python -m benchmarks.accuracy
+    python -m benchmarks.accuracy --shape 2,8,2,1024,1024,128 --mask causal --dtype fp16 --seeds 9
+
+Each problem is drawn several times; the table has the median over the draws and, in brackets, the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+
+import flash_cute.reference
+
+from . import contenders, timing
+from .problem import DTYPES, Problem, parse_shape, parse_window
+from .report import table, title
+from .results import choose_device, environment, save
+
+MASKS = {"full": [False], "causal": [True], "both": [False, True]}
+SHAPES = {
+    "cuda": [(2, 8, heads_kv, seqlen, seqlen, dim) for dim in (64, 128, 256) for heads_kv, seqlen in ((8, 512), (2, 4096))],
+    "cpu": [(1, 2, 2, 100, 100, 64)],
+}
+NORMS = {
+    "max": lambda error: error.abs().amax().item(),
+    "RMS": lambda error: error.square().mean().sqrt().item(),
+}
+
+
+def errors(result: tuple[torch.Tensor, ...], oracle: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """{'out max', 'out RMS', 'LSE max', 'LSE RMS'}; without the LSE's where a contender gives none."""
+    found = {}
+    for name, ours, exact in zip(("out", "LSE"), result, oracle):
+        if name == "LSE" and ours.dim() > exact.dim():  # cuDNN's has a last dimension of one
+            ours = ours.squeeze(-1)
+        ours = ours[:, :, : exact.shape[2]]  # the efficient kernel's LSE is padded
+        visible = torch.isfinite(exact)
+        found |= {f"{name} {norm}": measure((ours.double() - exact)[visible]) for norm, measure in NORMS.items()}
+    return found
+
+
+def measure(problem: Problem, names: list[str], seeds: int, device: torch.device) -> dict:
+    """One problem: contender -> measure -> its value for each seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for seed in range(seeds):
+        q, k, v = problem.inputs(device, seed=seed)
+        oracle = flash_cute.reference.forward(q, k, v, causal=problem.causal, window=problem.window)
+        for name in names:
+            try:
+                result = contenders.prepare(name, problem, q, k, v)()
+            except contenders.CannotRun:
+                continue
+            if not contenders.agrees(result[0], oracle[0]):
+                continue
+            for what, value in errors(result[:2], oracle).items():
+                found.setdefault(name, {}).setdefault(what, []).append(value)
+    return {"problem": problem.to_json(), "errors": found}
+
+
+def markdown(cells: list[dict]) -> str:
+    measures = [f"{name} {norm}" for name in ("out", "LSE") for norm in NORMS]
+    rows = []
+    for cell in cells:
+        problem = cell["problem"]
+        for name, values in cell["errors"].items():
+            row = [f"d{problem['head_dim']}, {title(problem)}, {problem['dtype']}: {name}"]
+            for what in measures:
+                seen = values.get(what)
+                row.append(f"{statistics.median(seen):.2e} ({max(seen):.2e})" if seen else "–")
+            rows.append(row)
+    return "\n".join(table(["", *measures], rows))
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.splitlines()[0])
+    args.add_argument("--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D")
+    args.add_argument("--mask", choices=MASKS, default="both")
+    args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
+    args.add_argument("--dtype", choices=[*DTYPES, "both"], default="both")
+    args.add_argument("--seeds", type=int, default=5)
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="accuracy", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    names = contenders.families(device)
+    names += contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.PEERS
+    problems = [
+        Problem(*shape, causal=causal, window=options.window, dtype=dtype)
+        for shape in options.shape or SHAPES[device.type]
+        for causal in MASKS[options.mask]
+        for dtype in (DTYPES if options.dtype == "both" else [options.dtype])
+    ]
+    cells = [measure(problem, names, options.seeds, device) for problem in timing.progress(problems, "accuracy")]
+    path = save({"environment": environment(device), "cells": cells}, options.name, options.output)
+    text = "Error against float64, median (largest) over the draws:\n\n" + markdown(cells)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\nwritten to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Speed of the forward beside PyTorch's own kernels, in one interleaved run.
+
+    python -m benchmarks.attention                                    the papers' grid
+    python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0
+
+Each cell times every family of ours, every peer, an 8192^3 bf16 matrix product and a large copy in turn, many rounds
+long. Results go to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` makes tables and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from . import contenders, report, timing
+from .problem import DTYPES, Problem, paper_grid, parse_shape, parse_window
+from .results import choose_device, environment, save
+
+MASKS = {"full": [False], "causal": [True], "both": [False, True]}
+MATMUL_SIZE = {"cuda": 8192, "cpu": 128}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**22}
+
+
+def yardsticks(device: torch.device) -> dict:
+    """The two ceilings, timed beside every cell: a large matrix product and a large copy."""
+    size, length = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.randint(0, 127, (length,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+
+
+def yardstick_rates(times: dict, device: torch.device) -> dict[str, float]:
+    """Operations and bytes (read and written) per second from the yardsticks' medians."""
+    return {
+        "matmul_flops": 2 * MATMUL_SIZE[device.type] ** 3 / times["matmul"]["median"] * 1e6,
+        "copy_bytes": 2 * COPY_BYTES[device.type] / times["copy"]["median"] * 1e6,
+    }
+
+
+def measure(problem: Problem, names: list[str], yards: dict, device: torch.device, options) -> dict:
+    """One cell: times of all contenders that can run it, and why the others cannot."""
+    inputs = problem.inputs(device, options.layout)
+    running, excluded, first_out = {}, {}, None
+    for name in names:
+        try:
+            run = contenders.prepare(name, problem, *inputs)
+        except contenders.CannotRun as reason:
+            excluded[name] = str(reason)
+            continue
+        out = run()[0]
+        first_out = out if first_out is None else first_out
+        if contenders.agrees(out, first_out):
+            running[name] = timing.graphed(run) if options.graph else run
+        else:
+            excluded[name] = "its result differs"
+    del first_out, out
+    samples = timing.interleaved(running | yards, device, options.seconds)
+    times = {name: timing.summary(values) for name, values in samples.items()}
+    speedup = {
+        mine: {
+            peer: timing.paired_speedup(samples[mine], samples[peer])
+            for peer in running
+            if peer in contenders.PEERS
+        }
+        for mine in running
+        if mine not in contenders.PEERS
+    }
+    return {
+        "problem": problem.to_json(),
+        "rounds": len(samples["matmul"]),
+        "times_us": times,
+        "rates": yardstick_rates(times, device),
+        "speedup": speedup,
+        "excluded": excluded,
+    }
+
+
+def problems(options) -> list[Problem]:
+    causal = MASKS[options.mask]
+    if not options.shape:
+        grid = options.tokens, options.hidden, options.head_dims, options.seqlens
+        return paper_grid(*grid, causal, options.dtype)
+    return [
+        Problem(*shape, causal=is_causal, window=options.window, dtype=options.dtype)
+        for shape in options.shape
+        for is_causal in causal
+    ]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    args.add_argument("--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid")
+    args.add_argument("--mask", choices=MASKS, default="both")
+    args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems")
+    args.add_argument("--dtype", choices=DTYPES, default="bf16")
+    args.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory")
+    args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
+    args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
+    args.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
+    args.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
+    args.add_argument("--families", type=lambda text: text.split(","), help="ours (default: all that run here)")
+    args.add_argument("--peers", type=lambda text: text.split(","), help="of " + ", ".join(contenders.PEERS))
+    args.add_argument("--seconds", type=float, default=1.0, help="of measuring per cell")
+    args.add_argument("--graph", action="store_true", help="replay CUDA graphs, for kernels shorter than their launch")
+    args.add_argument("--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h100.json on H100)")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="attention", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = parser().parse_args(arguments)
+    device = choose_device(options.device)
+    mine = options.families or contenders.families(device)
+    peers = options.peers or list(contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS)
+    yards = yardsticks(device)
+    cells = [
+        measure(problem, mine + peers, yards, device, options)
+        for problem in timing.progress(problems(options), "attention")
+    ]
+    results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}
+    path = save(results, options.name, options.output)
+    print(report.markdown(results, report.baseline_for(results, options.baseline)))
+    print(f"\nwritten to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

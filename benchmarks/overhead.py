@@ -1,0 +1,113 @@
+"""What a call costs beside its kernel: host microseconds, and end to end at tiny sizes, plain and in a CUDA graph.
+
+    python -m benchmarks.overhead
+
+"host" is the time a call takes to return while the device is faster than the host, so that no queue fills.
+"latency" is a call and the wait for its result. "in a graph" is one call's share of replaying many of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import flash_cute
+
+from . import contenders, timing
+from .problem import Problem
+from .report import table
+from .results import choose_device, environment, save
+
+TINY = [Problem(1, 2, 2, 64, 64, 64, causal=True), Problem(4, 8, 8, 128, 128, 128, causal=True)]
+CALLS = {"cuda": 400, "cpu": 5}  # of one sample
+GRAPH_CALLS = 50
+
+
+def host_us(function: Callable, calls: int, device: torch.device) -> float:
+    """Host time of a call that nothing holds up: the device is idle before and keeps pace after."""
+    timing.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    elapsed = time.perf_counter() - begin
+    timing.synchronize(device)
+    return 1e6 * elapsed / calls
+
+
+def latency_us(function: Callable, calls: int, device: torch.device) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+        timing.synchronize(device)
+    return 1e6 * (time.perf_counter() - begin) / calls
+
+
+def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
+    """Our face, our bare operator, the peers' bare operators, SDPA's face, and one allocation for scale."""
+    q, k, v = problem.inputs(device)
+    found = {
+        "flash_cute.forward": partial(flash_cute.forward, q, k, v, problem.causal),
+        "torch.ops.flash_cute.forward": partial(torch.ops.flash_cute.forward, q, k, v, problem.causal),
+    }
+    for family in contenders.families(device)[1:]:
+        found[f"flash_cute.forward, {family}"] = partial(flash_cute.forward, q, k, v, problem.causal, family=family)
+    for peer in ("flash",) if device.type == "cpu" else contenders.DEFAULT_PEERS:
+        found[f"aten {peer}"] = contenders.prepare(peer, problem, q, k, v)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return found | {"SDPA": partial(sdpa, q, k, v, is_causal=problem.causal), "empty_like": partial(torch.empty_like, q)}
+
+
+def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
+    """Each measure's samples are taken in turn over all functions, like the speeds in benchmarks.attention."""
+    running = functions(problem, device)
+    measures = {"host": partial(host_us, device=device), "latency": partial(latency_us, device=device)}
+    found: dict[str, dict[str, dict]] = {name: {} for name in running}
+    for what, clock in measures.items():
+        samples: dict[str, list[float]] = {name: [] for name in running}
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds or len(samples["empty_like"]) < timing.ROUNDS.start:
+            for name, function in running.items():
+                samples[name].append(clock(function, CALLS[device.type]))
+        for name, values in samples.items():
+            found[name][what] = timing.summary(values)
+    if device.type == "cuda":
+        graphs = {name: timing.graphed(function, GRAPH_CALLS) for name, function in running.items()}
+        for name, values in timing.interleaved(graphs, device, seconds).items():
+            found[name]["in a graph"] = timing.summary([value / GRAPH_CALLS for value in values])
+    return {"problem": problem.to_json(), "us": found}
+
+
+def markdown(cells: list[dict]) -> str:
+    lines = []
+    for cell in cells:
+        p, times = cell["problem"], cell["us"]
+        shape = f"({p['batch']}, {p['heads_q']}, {p['seqlen_q']}, {p['head_dim']}) {p['mask']}, {p['dtype']}"
+        measures = list(next(iter(times.values())))
+        rows = [[name, *(f"{us[what]['median']:.1f}" for what in measures)] for name, us in times.items()]
+        lines += [f"{shape}, microseconds per call:", "", *table(["", *measures], rows), ""]
+    return "\n".join(lines).rstrip()
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
+    args.add_argument("--seconds", type=float, default=2.0, help="per problem and measure")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="overhead", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    cells = [measure(problem, device, options.seconds) for problem in timing.progress(TINY, "overhead")]
+    path = save({"environment": environment(device), "cells": cells}, options.name, options.output)
+    text = markdown(cells)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\nwritten to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

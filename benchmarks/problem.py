@@ -1,0 +1,96 @@
+"""One attention problem to measure: its shape, mask and type, its inputs, and the work that it demands."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    dtype: str = "bf16"
+
+    @property
+    def mask(self) -> str:
+        window = "" if self.window is None else f"window {self.window[0]},{self.window[1]}"
+        return " ".join(filter(None, ["causal" if self.causal else "", window])) or "full"
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        count = 0
+        for diagonal in range(self.seqlen_k - self.seqlen_q, self.seqlen_k):
+            first = 0 if left is None else max(0, diagonal - left)
+            last = self.seqlen_k - 1 if right is None else min(self.seqlen_k - 1, diagonal + right)
+            count += max(0, last - first + 1)
+        return count
+
+    @property
+    def flops(self) -> int:
+        """Both products, of visible pairs only: for causal half of the square plus half of its diagonal."""
+        return 4 * self.head_dim * self.pairs * self.batch * self.heads_q
+
+    @property
+    def bytes(self) -> int:
+        """Each input read once, out and LSE written once."""
+        q = self.batch * self.heads_q * self.seqlen_q
+        kv = self.batch * self.heads_kv * self.seqlen_k
+        return 2 * (q + kv) * self.head_dim * DTYPES[self.dtype].itemsize + q * LSE_BYTES
+
+    def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
+        """Random (q, k, v); layout bshd stores a token's heads together, as projections do, bhsd each head apart."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def make(heads: int, seqlen: int) -> torch.Tensor:
+            stored = (heads, seqlen) if layout == "bhsd" else (seqlen, heads)
+            values = torch.randn(self.batch, *stored, self.head_dim, generator=generator, device=device)
+            values = values.to(DTYPES[self.dtype])
+            return values if layout == "bhsd" else values.transpose(1, 2)
+
+        return make(self.heads_q, self.seqlen_q), *(make(self.heads_kv, self.seqlen_k) for _ in range(2))
+
+    def to_json(self) -> dict:
+        return asdict(self) | {"mask": self.mask, "flops": self.flops, "bytes": self.bytes}
+
+
+def parse_window(text: str) -> tuple[int | None, int | None]:
+    """'left,right', each a number or empty for unlimited; one number alone stands for both."""
+    sides = [int(side) if side.strip() else None for side in text.split(",")]
+    if len(sides) > 2:
+        raise argparse.ArgumentTypeError(f"a window is left,right, not {text!r}")
+    return sides[0], sides[-1]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """'batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim'."""
+    shape = tuple(int(length) for length in text.split(","))
+    if len(shape) != 6:
+        raise argparse.ArgumentTypeError(f"a shape is batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim, not {text!r}")
+    return shape
+
+
+def paper_grid(tokens: int, hidden: int, head_dims: list[int], seqlens: list[int], masks: list[bool], dtype: str):
+    """The grid of the FlashAttention papers: a fixed number of tokens and hidden size, heads = hidden / head_dim."""
+    return [
+        Problem(tokens // seqlen, hidden // dim, hidden // dim, seqlen, seqlen, dim, causal=causal, dtype=dtype)
+        for dim in head_dims
+        for causal in masks
+        for seqlen in seqlens
+    ]

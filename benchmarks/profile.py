@@ -1,0 +1,67 @@
+"""A few launches of one kernel for a profiler, each under an NVTX range; docs/profiling.md has the command lines.
+
+    ncu --profile-from-start off --nvtx --set full -o report python -m benchmarks.profile --mask causal
+
+Everything before the profiled launches (compilation, inputs, warm-up) lies outside the profiler's window.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import contextmanager
+
+import torch
+
+from . import contenders, timing
+from .problem import DTYPES, Problem, parse_shape, parse_window
+from .results import choose_device
+
+DEFAULT_SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 128, 128, 64)}
+
+
+@contextmanager
+def profiled(device: torch.device):
+    """The profiler's window: ncu --profile-from-start off and nsys --capture-range=cudaProfilerApi wait for it."""
+    timing.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.profiler.start()
+    yield
+    timing.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.profiler.stop()
+
+
+@contextmanager
+def named_range(name: str, device: torch.device):
+    if device.type == "cuda":
+        with torch.cuda.nvtx.range(name):
+            yield
+    else:
+        yield
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.splitlines()[0])
+    args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="default: 16k tokens, d128")
+    args.add_argument("--mask", choices=["full", "causal"], default="full")
+    args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
+    args.add_argument("--dtype", choices=DTYPES, default="bf16")
+    args.add_argument("--who", help="a family of ours or a peer: " + ", ".join(contenders.PEERS))
+    args.add_argument("--launches", type=int, default=3)
+    args.add_argument("--device", help="cpu runs a small form of it")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    shape = options.shape or DEFAULT_SHAPE[device.type]
+    problem = Problem(*shape, causal=options.mask == "causal", window=options.window, dtype=options.dtype)
+    who = options.who or contenders.families(device)[-1]
+    run = contenders.prepare(who, problem, *problem.inputs(device))
+    timing.start(run, timing.WARM_UP_CALLS, device)
+    with profiled(device):
+        for i in range(options.launches):
+            with named_range(f"{who} {problem.mask} d{problem.head_dim} launch {i}", device):
+                run()
+    print(f"{options.launches} launches of {who} on {problem}: run this under ncu or nsys (docs/profiling.md)")
+
+
+if __name__ == "__main__":
+    main()

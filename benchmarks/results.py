@@ -1,0 +1,62 @@
+"""Where results go and what is written down with them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def environment(device: torch.device) -> dict:
+    """The machine, the software and the command behind a result."""
+    on_gpu = device.type == "cuda"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "driver": driver.splitlines()[0] if driver else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "python": platform.python_version(),
+        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+    }
+
+
+def slug(name: str) -> str:
+    """A device's name as a folder: 'NVIDIA H100 80GB HBM3' -> 'nvidia-h100-80gb-hbm3'."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def save(results: dict, name: str, folder: Path | None = None) -> Path:
+    """Write results as <folder>/<device>/<name>.json, the folder being benchmarks/results unless given."""
+    path = (folder or FOLDER) / slug(results["environment"]["device"]) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of a benchmark: the one named, or a GPU if there is one; on a machine without, a plain refusal."""
+    if name is None and not torch.cuda.is_available():
+        print("This measures a GPU and there is none here; --device cpu runs a small form of it.", file=sys.stderr)
+        sys.exit(2)
+    return torch.device(name or "cuda")
