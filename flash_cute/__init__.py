@@ -1,0 +1,16 @@
+"""flash_cute: exact attention for PyTorch, written in C++/CUDA on CuTe.
+
+    out, lse = flash_cute.forward(q, k, v, causal=True)
+
+forward and attention compute, supported and explain tell with what, flash_cute.reference checks.
+"""
+
+from pkgutil import extend_path
+
+# A checkout's folder hides the installed package's, where the native library is: look there as well.
+__path__ = extend_path(__path__, __name__)
+
+from flash_cute import reference
+from flash_cute.interface import attention, explain, forward, supported
+
+__all__ = ["attention", "explain", "forward", "reference", "supported"]

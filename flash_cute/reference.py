@@ -1,0 +1,72 @@
+"""Attention in plain PyTorch: the float64 oracle, the yardstick in the inputs' dtype, and the error between.
+
+Quadratic in memory on purpose: what is computed should be plain to see. Works on any device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+Window = int | tuple[int | None, int | None] | None
+
+
+def visible(
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool = False,
+    window: Window = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """The mask as booleans, (seqlen_q, seqlen_k), aligned at the bottom right.
+
+    Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
+    """
+    left, right = window if isinstance(window, tuple | list) else (window, window)
+    right = 0 if causal else right
+    diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=device)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left is not None:
+        seen &= key >= diagonal - left
+    if right is not None:
+        seen &= key <= diagonal + right
+    return seen
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: Window = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_cute.forward by its definition, computed in dtype. Differentiable.
+
+    In float64 it is the oracle. In q.dtype it is the yardstick of the tolerance rule: attention written with
+    PyTorch's operators, which rounds scores and weights to that type.
+
+    Returns out, (batch, heads_q, seqlen_q, head_dim) in dtype, and lse, (batch, heads_q, seqlen_q) in
+    dtype or float32, whichever is wider.
+    """
+    group = q.shape[1] // max(1, k.shape[1])
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    seen = visible(q.shape[2], k.shape[2], causal, window, q.device)
+    sees_nothing, unreachable = ~seen.any(1, keepdim=True), ~seen.any(0).unsqueeze(1)
+
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
+    scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(sees_nothing, 0)
+    out = weights @ v.masked_fill(unreachable, 0)  # 0 x NaN would be NaN
+    return out, scores.to(torch.promote_types(dtype, torch.float32)).logsumexp(-1)
+
+
+def error(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, float]:
+    """Maximum and root mean square of result - oracle, both inf where only one of the two is finite."""
+    if not torch.equal(result.isfinite(), oracle.isfinite()):
+        return math.inf, math.inf
+    difference = (result - oracle).where(oracle.isfinite(), 0)
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()

@@ -1,0 +1,109 @@
+"""What a call would run, and the least time that its device would need for the work."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device's best: dense 16-bit matrix products and memory traffic; source says how that is known."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    source: str
+
+
+# By the name that CUDA gives the device.
+MEASURED = {"NVIDIA H100 80GB HBM3": Rates(788e12, 3.02e12, "measured: cuBLAS, copy")}
+
+# FLOPs per clock and multiprocessor, 16-bit inputs summed in fp32, by compute capability, from NVIDIA's
+# architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.
+FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+
+
+def rates_of(device: torch.device) -> Rates | None:
+    """The device's rates as measured, or estimated from its clocks; None where neither is possible."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    flops_per_clock = FLOPS_PER_CLOCK.get((properties.major, properties.minor))
+    if properties.name in MEASURED or not flops_per_clock:
+        return MEASURED.get(properties.name)
+    clock, memory_clock = 1e3 * properties.clock_rate, 1e3 * properties.memory_clock_rate  # torch gives kHz
+    return Rates(
+        flops_per_second=flops_per_clock * properties.multi_processor_count * clock,
+        bytes_per_second=2 * memory_clock * properties.memory_bus_width / 8,  # two transfers a clock; bits
+        source="estimated from its clocks",
+    )
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def scaled(value: float, unit: str) -> str:
+    """value to three digits with a decimal prefix: scaled(2.5e9, "B") is "2.5 GB"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value * 1e6:.3g} µ{unit}"
+
+
+class Explanation(dict):
+    """The plan of a call: a dict that prints as a table.
+
+    Keys: device, family ("cpu" where there is no kernel), head_dim, softmax_scale, window_left and
+    window_right (None is unlimited), copies (inputs that are copied first, and why), flops (4 for each
+    visible pair and element of head_dim), bytes (each input read and each output written once), roofline (None
+    where the device's rates are unknown, else seconds, bound_by "compute" or "memory", and the rates).
+
+    Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
+    threads, registers and local_bytes (spills) per thread, smem_bytes, grid in blocks, seqlen_k_used.
+    """
+
+    @classmethod
+    def of(cls, plan: dict[str, Any], device: torch.device) -> Explanation:
+        roofline = None
+        if rates := rates_of(device):
+            compute = plan["flops"] / rates.flops_per_second
+            memory = plan["bytes"] / rates.bytes_per_second
+            bound_by = "compute" if compute > memory else "memory"
+            roofline = {"seconds": max(compute, memory), "bound_by": bound_by, **asdict(rates)}
+        return cls(plan, device=device_name(device), roofline=roofline)
+
+    def __str__(self) -> str:
+        limits = (self["window_left"], self["window_right"])
+        left, right = ("all" if limit is None else limit for limit in limits)
+        rows = {
+            "device": self["device"],
+            **self._kernel_rows(),
+            "window": f"{left} keys before each query's own, {right} after it",
+            "work": f"{scaled(self['flops'], 'FLOP')}, {scaled(self['bytes'], 'B')}",
+            "copies": "; ".join(self["copies"]) or "none",
+            "roofline": self._roofline_text(),
+        }
+        return "\n".join(f"{title:<9} {text}" for title, text in rows.items())
+
+    def _kernel_rows(self) -> dict[str, str]:
+        if self["family"] == "cpu":
+            return {"kernel": "PyTorch's CPU flash attention, in float32"}
+        return {
+            "kernel": f"{self['family']}, {self['element']}, for head_dim up to {self['bucket']}",
+            "tile": f"{self['block_m']} queries x {self['block_n']} keys, {self['stages']} stages",
+            "block": f"{self['threads']} threads, {self['registers']} registers, "
+            f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
+            "grid": f"{self['grid']} blocks",
+        }
+
+    def _roofline_text(self) -> str:
+        if self["roofline"] is None:
+            return "unknown for this device"
+        seconds, bound_by, flops, bandwidth, source = self["roofline"].values()
+        rates = f"{scaled(flops, 'FLOP/s')}, {scaled(bandwidth, 'B/s')}, {source}"
+        return f"{scaled(seconds, 's')}, bound by {bound_by} ({rates})"
