@@ -46,4 +46,10 @@ struct TileOrder {
   }
 };
 
+template <class Traits>
+TileOrder forward_order(ForwardParams const& params) {
+  return TileOrder::make(params.shape, params.mask, Traits::kBlockM, sizeof(typename Traits::Element),
+                         params.device.l2_bytes);
+}
+
 }  // namespace flash_cute

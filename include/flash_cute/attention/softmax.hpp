@@ -41,11 +41,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raw scores become probabilities relative to the new row maxima; acc_o follows to the same reference.
-  template <class Scores, class Output>
-  CUTE_DEVICE void update(Scores& acc_s, Output& acc_o) {
+  // Raw scores become probabilities relative to the new row maxima. Returns what brings earlier results to them.
+  template <class Scores>
+  CUTE_DEVICE cute::array<float, kRows> update(Scores& acc_s) {
     auto scores = row_col_view(acc_s);
-    auto output = row_col_view(acc_o);
+    cute::array<float, kRows> correction;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float highest = row_max[row];
@@ -54,7 +54,7 @@ struct OnlineSoftmax {
       highest = reduce_quad(highest, MaxOp{});
       // A row that has seen no key yet keeps -inf as its maximum and 0 as its reference: -inf - -inf is NaN.
       float const reference = highest == -INFINITY ? 0.f : highest * scale_log2;
-      float const correction = fast_exp2(row_max[row] * scale_log2 - reference);
+      correction[row] = fast_exp2(row_max[row] * scale_log2 - reference);
       row_max[row] = highest;
       float sum = 0.f;
       CUTE_UNROLL
@@ -62,24 +62,32 @@ struct OnlineSoftmax {
         scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - reference);
         sum += scores(row, col);
       }
-      row_sum[row] = row_sum[row] * correction + sum;
+      row_sum[row] = row_sum[row] * correction[row] + sum;
+    }
+    return correction;
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void rescale(Output& acc_o, cute::array<float, kRows> const& factor) {
+    auto output = row_col_view(acc_o);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
-      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= correction;
+      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
     }
   }
 
   // Divides acc_o by the row sums and leaves the natural-log LSE of the scaled scores in row_max.
   template <class Output>
   CUTE_DEVICE void finish(Output& acc_o) {
-    auto output = row_col_view(acc_o);
+    cute::array<float, kRows> inverse;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      float const inverse = sum == 0.f ? 0.f : 1.f / sum;
+      inverse[row] = sum == 0.f ? 0.f : 1.f / sum;
       row_max[row] = sum == 0.f ? -INFINITY : (row_max[row] * scale_log2 + log2f(sum)) * float(M_LN2);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= inverse;
     }
+    rescale(acc_o, inverse);
   }
 
   CUTE_DEVICE float lse(int row) const { return row_max[row]; }

@@ -22,6 +22,15 @@ constexpr ForwardTile forward_tile(Family family, int head_dim) {
       case 256: return {.block_m = 128, .block_n = 64, .stages = 1, .warps = 8};
     }
   }
+  if (family == Family::sm90) {
+    switch (head_dim) {
+      case 64: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8};
+      case 96: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8};
+      case 128: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8};
+      case 192: return {.block_m = 128, .block_n = 96, .stages = 2, .warps = 8};
+      case 256: return {.block_m = 128, .block_n = 80, .stages = 2, .warps = 8};
+    }
+  }
   return {};
 }
 

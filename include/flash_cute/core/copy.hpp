@@ -1,4 +1,4 @@
-// Predicated tile copies between global and shared memory.
+// Predicated tile copies from global to shared memory.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -26,19 +26,6 @@ CUTE_DEVICE void copy_async(Atom const& atom, Source const& source, Target&& tar
     CUTE_UNROLL
     for (int k = 0; k < size<2>(source); ++k) {
       copy(atom.with(bounds.contains(coords(_0{}, m, k))), source(_, m, k), target(_, m, k));
-    }
-  }
-}
-
-// Plain stores of what lies inside of bounds.
-template <class Atom, class Source, class Target, class Coords>
-CUTE_DEVICE void copy_inside(Atom const& atom, Source const& source, Target&& target, Coords const& coords,
-                             TileBounds bounds) {
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(source); ++m) {
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(source); ++k) {
-      if (bounds.contains(coords(_0{}, m, k))) copy(atom, source(_, m, k), target(_, m, k));
     }
   }
 }

@@ -21,24 +21,57 @@ CUTE_HOST_DEVICE constexpr auto row_col_view(Accumulator&& acc) {
   }
 }
 
-// ((2, 2), MMA_M, MMA_N) of S's accumulator -> ((2, 2, 2), MMA_M, MMA_N / 2), the A operand of m16n8k16.
+// S's accumulator as the A operand of P V: pairs of eight columns make the sixteen of a k step.
+// mma.sync ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2); WGMMA ((2, 2, N8), M, N) -> ((2, 2, 2), M, (N8 / 2, N)).
 template <class Accumulator>
 CUTE_HOST_DEVICE constexpr auto operand_a_view(Accumulator&& acc) {
-  auto const halves = logical_divide(acc.layout(), Shape<X, X, _2>{});  // ((2, 2), MMA_M, (2, MMA_N / 2))
-  return make_tensor(acc.data(), make_layout(make_layout(get<0>(halves), get<2, 0>(halves)), get<1>(halves),
-                                             get<2, 1>(halves)));
+  auto const layout = acc.layout();
+  if constexpr (decltype(rank<0>(layout))::value == 2) {
+    auto const halves = logical_divide(get<2>(layout), Int<2>{});
+    return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
+                                               get<1>(layout), get<1>(halves)));
+  } else {
+    auto const halves = logical_divide(get<0, 2>(layout), Int<2>{});
+    return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
+                                               get<1>(layout), make_layout(get<1>(halves), get<2>(layout))));
+  }
 }
 
-// A register tensor with the same layout in another element type, two elements per conversion.
-template <class To, class Engine, class Layout>
-CUTE_DEVICE auto convert(Tensor<Engine, Layout> const& source) {
-  using From = typename Engine::value_type;
-  Tensor result = make_tensor<To>(source.layout());
-  auto const from = recast<cutlass::Array<From, 2> const>(source);
-  auto to = recast<cutlass::Array<To, 2>>(result);
+// Two floats in one word of 16-bit elements.
+template <class Element>
+CUTE_DEVICE uint32_t pack(float low, float high) {
+  cutlass::Array<Element, 2> const pair = cutlass::NumericArrayConverter<Element, float, 2>{}(cutlass::Array<float, 2>{low, high});
+  return reinterpret_cast<uint32_t const&>(pair);
+}
+
+template <class Element, class Source, class Target>
+CUTE_DEVICE void convert_into(Source const& source, Target& target) {
+  auto words = recast<uint32_t>(target);
   CUTE_UNROLL
-  for (int i = 0; i < size(to); ++i) to(i) = cutlass::NumericArrayConverter<To, From, 2>{}(from(i));
-  return result;
+  for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(source(2 * i), source(2 * i + 1));
+}
+
+// A register tensor with the same layout in a 16-bit element type.
+template <class Element, class Source>
+CUTE_DEVICE auto convert(Source const& source) {
+  Tensor target = make_tensor<Element>(source.layout());
+  convert_into<Element>(source, target);
+  return target;
+}
+
+// Word j of lane t becomes word t of lane j, among the four lanes of a quad: one exchange per bit of the index.
+CUTE_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
+  CUTE_UNROLL
+  for (int bit = 1; bit < 4; bit *= 2) {
+    bool const upper = lane & bit;
+    CUTE_UNROLL
+    for (int low = 0; low < 4; ++low) {
+      if (low & bit) continue;
+      uint32_t const received = __shfl_xor_sync(0xffffffffu, upper ? words[low] : words[low + bit], bit);
+      words[low] = upper ? received : words[low];
+      words[low + bit] = upper ? words[low + bit] : received;
+    }
+  }
 }
 
 }  // namespace flash_cute

@@ -1,8 +1,7 @@
-// How results leave: LSE from the softmax's registers, O through shared memory in 16-byte rows.
+// How results leave: straight from the registers of the compute warps, in both families.
 #pragma once
 
 #include "flash_cute/attention/scheduler.hpp"
-#include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/layout.hpp"
 #include "flash_cute/forward/tile_views.hpp"
 
@@ -22,33 +21,37 @@ CUTE_DEVICE void store_lse(ForwardParams const& params, TileCoord const& tile, i
   }
 }
 
-template <class Traits>
-struct ForwardEpilogueSm80 {
-  using Element = typename Traits::Element;
-  using TileShape = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
-
-  template <class Softmax, class Output>
-  CUTE_DEVICE static void store(ForwardParams const& params, TileCoord const& tile,
-                                typename Traits::SharedStorage& shared, int thread, Softmax const& softmax,
-                                Output const& acc_o) {
-    typename Traits::TiledMma const mma;
-    int const m_begin = tile.m_block * Traits::kBlockM;
-    Tensor cO = mma.get_slice(thread).partition_C(make_identity_tensor(TileShape{}));
-    store_lse(params, tile, m_begin, softmax, cO);
-
-    // O takes Q's place: a warp overwrites only the rows of Q that it alone has read.
-    Tensor sO = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});
-    Tensor rO = convert<Element>(acc_o);
-    auto const writer = make_tiled_copy_C(typename Traits::OutputAtom{}, mma).get_slice(thread);
-    copy(typename Traits::OutputAtom{}, writer.retile_S(rO), writer.partition_D(sO));
-    __syncthreads();
-
-    Tensor gO = local_tensor<Element>(params.out, tile.batch, tile.head, m_begin, TileShape{});
-    auto const storer = typename Traits::TiledStore{}.get_slice(thread);
-    copy_inside(typename Traits::StoreAtom{}, storer.partition_S(sO), storer.partition_D(gO),
-                storer.partition_S(make_identity_tensor(TileShape{})),
-                TileBounds{params.shape.seqlen_q - m_begin, params.shape.head_dim});
+// Writes O in chunks of 16 bytes. The four lanes of a quad own two neighbouring columns each of every eight; after a
+// transpose among them each lane owns eight neighbouring columns. Shared memory and its barriers stay out of it.
+template <class Element, class Output, class Coords>
+CUTE_DEVICE void store_output(ForwardParams const& params, TileCoord const& tile, int m_begin, Output const& acc_o,
+                              Coords const& cO) {
+  constexpr int kWords = 4, kColumns = 2 * kWords;  // that a lane owns of 32 columns
+  auto const output = row_col_view(acc_o);
+  auto const coords = row_col_view(cO);
+  static_assert(decltype(size<1>(output))::value % kColumns == 0, "head dims come in multiples of 32");
+  Element* const data = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
+                        tile.head * params.out.head_stride + m_begin * params.out.row_stride;
+  int const lane = threadIdx.x % kWords;
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(output); ++i) {
+    int const row = get<0>(coords(i, 0));
+    CUTE_UNROLL
+    for (int group = 0; group < size<1>(output) / kColumns; ++group) {
+      uint32_t words[kWords];
+      CUTE_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        int const column = group * kColumns + 2 * word;
+        words[word] = pack<Element>(output(i, column), output(i, column + 1));
+      }
+      transpose_quad(words, lane);
+      int const column = (group * kWords + lane) * kColumns;
+      if (m_begin + row < params.shape.seqlen_q && column < params.shape.head_dim) {
+        *reinterpret_cast<uint4*>(data + row * params.out.row_stride + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
   }
-};
+}
 
 }  // namespace flash_cute

@@ -22,7 +22,12 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   ForwardMainloopSm80<Traits>::run(params, tile, shared, thread, softmax, acc_o);
   softmax.finish(acc_o);
-  ForwardEpilogueSm80<Traits>::store(params, tile, shared, thread, softmax, acc_o);
+
+  int const m_begin = tile.m_block * Traits::kBlockM;
+  Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
+      make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
+  store_lse(params, tile, m_begin, softmax, cO);
+  store_output<typename Traits::Element>(params, tile, m_begin, acc_o, cO);
 }
 
 }  // namespace flash_cute

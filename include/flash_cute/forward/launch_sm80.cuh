@@ -8,15 +8,8 @@
 namespace flash_cute {
 
 template <class Instance>
-TileOrder forward_order(ForwardParams const& params) {
-  using Traits = ForwardTraitsSm80<Instance>;
-  return TileOrder::make(params.shape, params.mask, Traits::kBlockM, sizeof(typename Traits::Element),
-                         params.device.l2_bytes);
-}
-
-template <class Instance>
 int ForwardLaunch<Instance>::grid(ForwardParams const& params) {
-  return forward_order<Instance>(params).tiles();
+  return forward_order<ForwardTraitsSm80<Instance>>(params).tiles();
 }
 
 template <class Instance>
@@ -27,7 +20,7 @@ int ForwardLaunch<Instance>::smem_bytes() {
 template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   using Traits = ForwardTraitsSm80<Instance>;
-  TileOrder const order = forward_order<Instance>(params);
+  TileOrder const order = forward_order<Traits>(params);
   return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads, smem_bytes(), stream, params,
                        order);
 }

@@ -98,7 +98,7 @@ struct ForwardMainloopSm80 {
       if (!unmasked.contains(block)) {
         hide_invisible(mask, m_begin, block * Traits::kBlockN, cS, acc_s);
       }
-      softmax.update(acc_s, acc_o);
+      softmax.rescale(acc_o, softmax.update(acc_s));
       Tensor rP = convert<Element>(acc_s);
       Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
 

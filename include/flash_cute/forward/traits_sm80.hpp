@@ -37,26 +37,23 @@ struct ForwardTraitsSm80 {
                          Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
 
   struct SharedStorage {
-    alignas(128) Element q[cosize_v<LayoutQ>];  // O on the way out
+    alignas(128) Element q[cosize_v<LayoutQ>];
     alignas(128) Element k[cosize_v<LayoutKV>];
     alignas(128) Element v[cosize_v<LayoutKV>];
   };
 
-  // Global <-> shared memory in chunks of 16 bytes, neighbouring threads along a row.
+  // Global to shared memory in chunks of 16 bytes, neighbouring threads along a row.
   static constexpr int kChunk = 16 / sizeof(Element);
   static constexpr int kChunksPerPanel = kPanel / kChunk;
   using ThreadLayout =
       Layout<Shape<Int<kThreads / kChunksPerPanel>, Int<kChunksPerPanel>>, Stride<Int<kChunksPerPanel>, _1>>;
   using ValueLayout = Layout<Shape<_1, Int<kChunk>>>;
   using LoadAtom = Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>;
-  using StoreAtom = Copy_Atom<UniversalCopy<uint128_t>, Element>;
   using TiledLoad = decltype(make_tiled_copy(LoadAtom{}, ThreadLayout{}, ValueLayout{}));
-  using TiledStore = decltype(make_tiled_copy(StoreAtom{}, ThreadLayout{}, ValueLayout{}));
 
   // Shared memory -> registers.
   using FragmentAtom = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
   using FragmentAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
-  using OutputAtom = Copy_Atom<UniversalCopy<uint32_t>, Element>;
 };
 
 }  // namespace flash_cute

@@ -1,0 +1,44 @@
+// Launches the Hopper family's forward.
+#pragma once
+
+#include "flash_cute/core/launch.cuh"
+#include "flash_cute/forward/kernel_sm90.hpp"
+#include "flash_cute/forward/launch.hpp"
+
+namespace flash_cute {
+
+template <class Instance>
+int ForwardLaunch<Instance>::grid(ForwardParams const& params) {
+  using Traits = ForwardTraitsSm90<Instance>;
+  return smaller(params.device.multiprocessors, forward_order<Traits>(params).tiles());
+}
+
+template <class Instance>
+int ForwardLaunch<Instance>::smem_bytes() {
+  return sizeof(typename ForwardTraitsSm90<Instance>::SharedStorage);
+}
+
+template <class Instance>
+cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
+  using Traits = ForwardTraitsSm90<Instance>;
+  ProblemShape const& shape = params.shape;
+  ForwardMaps maps;
+  auto encode = [&](CUtensorMap& map, TensorView const& view, int seqlen, int heads, int rows) {
+    return make_tensor_map<typename Traits::Element>(map, view, shape.head_dim, seqlen, heads, shape.batch,
+                                                     Traits::kPanel, rows);
+  };
+  cudaError_t status = encode(maps.q, params.q, shape.seqlen_q, shape.heads_q, Traits::kBlockM);
+  if (status == cudaSuccess) status = encode(maps.k, params.k, shape.seqlen_k, shape.heads_kv, Traits::kBlockN);
+  if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, Traits::kBlockN);
+  if (status != cudaSuccess) return status;
+  return launch_kernel(forward_kernel_sm90<Traits>, grid(params), Traits::kThreads, smem_bytes(), stream, params,
+                       forward_order<Traits>(params), maps);
+}
+
+template <class Instance>
+cudaError_t ForwardLaunch<Instance>::report(KernelReport& report) {
+  using Traits = ForwardTraitsSm90<Instance>;
+  return report_kernel(forward_kernel_sm90<Traits>, Traits::kThreads, smem_bytes(), report);
+}
+
+}  // namespace flash_cute

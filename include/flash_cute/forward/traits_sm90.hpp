@@ -1,0 +1,61 @@
+// Types of the Hopper family's forward: tile shapes, warpgroup products, shared-memory layouts.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/attention/tiles.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/pipeline.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+template <class Instance_>
+struct ForwardTraitsSm90 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+
+  static constexpr ForwardTile kTile = forward_tile(Instance::family, Instance::head_dim);
+  static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kHeadDim = Instance::head_dim;
+
+  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the producer.
+  static constexpr int kConsumers = kTile.warps / 4;
+  static_assert(kBlockM == 64 * kConsumers);
+  static constexpr int kThreads = (1 + kConsumers) * 128;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+
+  using ConsumerLayout = Layout<Shape<Int<kConsumers>, _1, _1>>;
+  using MmaQK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kBlockN>, Int<kHeadDim>>>(),
+      ConsumerLayout{}));
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      ConsumerLayout{}));
+
+  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles and WGMMA reads; V's rows are its k dimension.
+  static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
+  template <class Wide, class Narrow>
+  using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
+  using AtomQK = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+  using AtomVt = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
+  using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutVt =
+      decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  static constexpr int kSlotElements = kBlockN * kHeadDim;
+
+  struct SharedStorage {
+    alignas(1024) Element q[cosize_v<LayoutQ>];
+    alignas(1024) Element k[cosize_v<LayoutK>];
+    alignas(1024) Element v[cosize_v<LayoutVt>];
+    TmaRing<1> ring_q;
+    TmaRing<kStages> ring_k, ring_v;
+  };
+};
+
+}  // namespace flash_cute
