@@ -1,4 +1,4 @@
-"""Builds flash_cute/_C.abi3.so: csrc/*.cpp with the C++ compiler, one generated .cu per kernel instance with nvcc.
+"""Builds flash_cute/_C.abi3.so: csrc/*.cpp with the C++ compiler, one generated .cu per kernel with nvcc.
 
 docs/building.md lists the FLASH_CUTE_* environment variables that are read here.
 """
@@ -22,33 +22,40 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "native"
-LAUNCHERS = "include/flash_cute/*/launch_*.cuh"
-TORCH_MINIMUM = (2, 10)
+COMPILED = "generated/flash_cute/compiled.def"
+LIBRARY = "_C.so"
+REPORT = "build_report.json"
 DEFAULT_ARCHITECTURES = "80+PTX;90;90a"
-JOB_GIGABYTES = 6  # the most that one nvcc may take; tests/test_build_report.py holds it to that
+KILOBYTES_PER_JOB = 6 << 20  # no compile may take more
 
-CPP_FLAGS = ["-O3", "-std=c++20", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-CPP_FLAGS += ["-DPy_LIMITED_API=0x030a0000", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", "-lineinfo"]
-NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda", "--compress-mode=size"]
-LINK_FLAGS = ["-Wl,--exclude-libs,ALL", "-Wl,-s"]
+FLAGS = "-O3 -std=c++20 -DNDEBUG"
+CPP_FLAGS = (
+    f"{FLAGS} -fPIC -fvisibility=hidden -Wall -Wextra"
+    " -DPy_LIMITED_API=0x030a0000 -DTORCH_TARGET_VERSION=0x020a000000000000"
+)
+NVCC_FLAGS = (
+    f"{FLAGS} -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v -lineinfo"
+    " --expt-relaxed-constexpr --expt-extended-lambda --compress-mode=size"
+)
+LINK_FLAGS = "-shared -Wl,--exclude-libs,ALL -Wl,-s"
+# libtorch stays although nothing refers to it: through it the weak symbols for CUDA are found.
+TORCH_LIBRARIES = "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
+CUDA_LIBRARIES = "-lcudart_static -ldl -lrt -lpthread"
 
-build_report = runpy.run_path(str(ROOT / "flash_cute" / "build_report.py"))
+REPORTED_LINES = "^(ptxas info|flash_cute measure|    [0-9]+ bytes stack frame)"
+MEASURE = f"{sys.executable} {ROOT / 'tools' / 'measure.py'}"
+CCACHE_SETTINGS = {
+    "CCACHE_BASEDIR": str(ROOT),
+    "CCACHE_COMPILERCHECK": "%compiler% --version",
+    # Headers from the depfile: ccache's own search sees one pass of nvcc, misses what is included under
+    # `#if __CUDA_ARCH__`, and would hand out stale objects.
+    "CCACHE_DEPEND": "1",
+    "CCACHE_PREFIX": MEASURE,
+}
+
+collect_report = runpy.run_path(str(ROOT / "flash_cute" / "build_report.py"))["collect"]
 
 
-def say(message: str) -> None:
-    print(f"flash_cute: {message}", flush=True)
-
-
-def chosen(variable: str, available: list[str]) -> list[str]:
-    """The part of `available` that a list in the environment selects; all of it when the variable is unset."""
-    wanted = re.findall(r"[^;,\s]+", os.environ.get(variable, "")) or available
-    if unknown := sorted(set(wanted) - set(available)):
-        raise SystemExit(f"{variable}: {', '.join(unknown)} is not among {', '.join(available)}")
-    return [value for value in available if value in wanted]
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # What is compiled
 
 
@@ -80,34 +87,65 @@ class Instance:
         )
 
 
-def architectures(family: str) -> list[str]:
-    """nvcc's flags for a family: entries like 90a are for family sm90 alone, all others for family sm80."""
-    entries = re.findall(r"[^;,\s]+", os.environ.get("FLASH_CUTE_ARCHS", DEFAULT_ARCHITECTURES))
-    targets: dict[str, list[str]] = {}
-    for entry in entries:
-        number, ptx = re.fullmatch(r"(\d+a?)(\+PTX)?", entry).groups()
-        if family == (f"sm{number[:-1]}" if number.endswith("a") else "sm80"):
-            targets.setdefault(number, []).extend([f"sm_{number}"] + [f"compute_{number}"] * bool(ptx))
-    return [f"-gencode=arch=compute_{n},code={code}" for n, codes in targets.items() for code in dict.fromkeys(codes)]
+def listed(variable: str, default: str = "") -> list[str]:
+    """The entries of an environment variable that holds a list."""
+    return re.findall(r"[^;,\s]+", os.environ.get(variable) or default)
+
+
+def chosen(variable: str, available: list[str]) -> list[str]:
+    """The part of `available` that the environment selects; all of it when the variable is unset."""
+    wanted = listed(variable) or available
+    if unknown := sorted(set(wanted) - set(available)):
+        raise SystemExit(f"{variable}: {', '.join(unknown)} is not among {', '.join(available)}")
+    return [value for value in available if value in wanted]
+
+
+def architecture_flags(family: str) -> str:
+    """nvcc's flags for a family: an entry like 90a is for family sm90 alone, any other for family sm80.
+
+    All machine code of a family comes from the PTX of its oldest architecture: making PTX takes nearly all of
+    the compile time, and nothing in a family asks for a newer one.
+    """
+    targets = []
+    for entry in listed("FLASH_CUTE_ARCHS", DEFAULT_ARCHITECTURES):
+        match = re.fullmatch(r"(\d+)(a?)(\+PTX)?", entry)
+        if not match:
+            raise SystemExit(f"FLASH_CUTE_ARCHS: {entry} is not like 80, 80+PTX or 90a")
+        number, exact, ptx = match.groups()
+        if family == (f"sm{number}" if exact else "sm80"):
+            targets.append((int(number), exact, ptx))
+    oldest = min((number for number, _, _ in targets), default=None)
+    codes = []
+    for number, exact, ptx in targets:
+        codes.append(f"compute_{oldest}{exact},code=sm_{number}{exact}")
+        codes += [f"compute_{number}{exact},code=compute_{number}{exact}"] if ptx else []
+    return " ".join(f"-gencode=arch={code}" for code in dict.fromkeys(codes))
 
 
 def selected_instances() -> list[Instance]:
     """The instances of instances.def that the environment selects, those that compile longest first."""
     table = (ROOT / "include/flash_cute/instances.def").read_text()
-    family, element, head_dim = (
-        chosen(f"FLASH_CUTE_{variable}", re.findall(rf"^FLASH_CUTE_{axis}\((\w+)\)", table, re.MULTILINE))
-        for axis, variable in (("FAMILY", "FAMILIES"), ("ELEMENT", "ELEMENTS"), ("HEAD_DIM", "HEAD_DIMS"))
-    )
+
+    def axis(macro: str, variable: str) -> list[str]:
+        return chosen(variable, re.findall(rf"^{macro}\((\w+)\)", table, re.MULTILINE))
+
+    families = axis("FLASH_CUTE_FAMILY", "FLASH_CUTE_FAMILIES")
+    elements = axis("FLASH_CUTE_ELEMENT", "FLASH_CUTE_ELEMENTS")
+    head_dims = axis("FLASH_CUTE_HEAD_DIM", "FLASH_CUTE_HEAD_DIMS")
+    launchers = [
+        (header.parent.name, family)
+        for family in families
+        for header in sorted(ROOT.glob(f"include/flash_cute/*/launch_{family}.cuh"))
+        if architecture_flags(family)
+    ]
     return [
-        Instance(header.parent.name, header.stem.removeprefix("launch_"), e, d)
-        for d in sorted(head_dim, key=int, reverse=True)
-        for header in sorted(ROOT.glob(LAUNCHERS))
-        for e in element
-        if header.stem.removeprefix("launch_") in family and architectures(header.stem.removeprefix("launch_"))
+        Instance(direction, family, element, head_dim)
+        for head_dim in sorted(head_dims, key=int, reverse=True)
+        for direction, family in launchers
+        for element in elements
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # What it is compiled with
 
 
@@ -116,7 +154,7 @@ def toolkit_candidates(major: str) -> Iterator[Path]:
         if home := os.environ.get(variable):
             yield Path(home)
     if nvcc := shutil.which("nvcc"):
-        # nvcc itself says where it lives: a link would mislead about that, and so would a wrapper script.
+        # nvcc itself says where it lives: a wrapper script on PATH does not.
         dryrun = subprocess.run([Path(nvcc).resolve(), "--dryrun", "none.cu"], capture_output=True, text=True)
         if top := re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE):
             yield Path(top[1]).resolve()
@@ -133,7 +171,7 @@ def cuda_toolkit() -> Path:
         if nvcc.exists() and f"release {major}." in subprocess.check_output([nvcc, "--version"], text=True):
             return home
     raise SystemExit(
-        f"flash_cute: no CUDA {major} compiler found for torch {torch.__version__}: install the toolkit and set "
+        f"flash_cute: no CUDA {major} compiler for torch {torch.__version__}. Install the toolkit and set "
         f"CUDA_HOME, or pip install 'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={torch.version.cuda}.*', "
         "or set FLASH_CUTE_CPU_ONLY=1"
     )
@@ -147,7 +185,7 @@ def missing_for_cuda() -> str | None:
 
 
 def cutlass_headers() -> Path:
-    """The include folder of CUTLASS: of the checkout in FLASH_CUTE_CUTLASS, or else of package nvidia-cutlass."""
+    """CUTLASS's include folder: of the checkout in FLASH_CUTE_CUTLASS, or else of package nvidia-cutlass."""
     if checkout := os.environ.get("FLASH_CUTE_CUTLASS"):
         include = Path(checkout).resolve() / "include"
     elif package := importlib.util.find_spec("cutlass_library"):
@@ -164,10 +202,9 @@ def jobs() -> int:
     if wanted := os.environ.get("FLASH_CUTE_JOBS") or os.environ.get("MAX_JOBS"):
         return int(wanted)
     kilobytes = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
-    return max(1, min(len(os.sched_getaffinity(0)), kilobytes // (JOB_GIGABYTES << 20)))
+    return max(1, min(len(os.sched_getaffinity(0)), kilobytes // KILOBYTES_PER_JOB))
 
 
-# ---------------------------------------------------------------------------------------------------------------
 # Compiling it
 
 
@@ -181,96 +218,95 @@ def write(path: Path, text: str) -> None:
 def link(name: str, target: Path) -> str:
     """Links a folder into the build folder and returns its path there.
 
-    Every path that a compiler sees is thus relative to the build folder, the same in each checkout and in each of
-    pip's temporary environments: this is what lets ccache find again what it has compiled elsewhere.
+    Every path that a compiler sees is thus relative to the build folder, the same in each checkout and in
+    each of pip's temporary environments: ccache finds again what it has compiled elsewhere.
     """
     path = BUILD / "external" / name
     if not path.is_symlink() or path.readlink() != target:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         path.symlink_to(target)
-        (BUILD / ".ninja_log").unlink(missing_ok=True)  # another torch, toolkit or CUTLASS: compile everything
+        # Another torch, toolkit or CUTLASS: without its log, ninja compiles everything.
+        (BUILD / ".ninja_log").unlink(missing_ok=True)
     return str(path.relative_to(BUILD))
 
 
-class BuildNative(cpp_extension.BuildExtension):
-    """Compiles through one ninja file of its own, since each kernel family has architectures of its own.
+def ninja_file(sources: list[str], instances: list[Instance], toolkit: Path | None) -> str:
+    """The text of build.ninja for the C++ sources and the kernel instances."""
+    compiler = shutil.which(cpp_extension.get_cxx_compiler())
+    torch_home = link("torch", Path(torch.__file__).parent)
+    python_headers = link("python", Path(sysconfig.get_path("include")))
+    includes = f"-Igenerated -I{os.path.relpath(ROOT / 'include', BUILD)}"
+    cpp = f"{compiler} {CPP_FLAGS} {includes} -isystem {torch_home}/include -isystem {python_headers}"
+    libraries = f"-L{torch_home}/lib {TORCH_LIBRARIES}"
+    nvcc = ""
+    if toolkit:
+        cuda = link("toolkit", toolkit)
+        cutlass = link("cutlass", cutlass_headers())
+        cpp += f" -DFLASH_CUTE_WITH_CUDA -isystem {cuda}/include"
+        nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {NVCC_FLAGS} {includes} -isystem {cutlass} $architectures"
+        libraries += f" -L{cuda}/lib64 -L{cuda}/lib {CUDA_LIBRARIES}"  # lib64: toolkits; lib: wheels
 
-    torch's BuildExtension, below it, checks the compiler and links.
-    """
+    launcher = shutil.which("ccache") or MEASURE
+    lines = []
+    for rule, command in (("cpp", cpp), ("cuda", nvcc)):
+        # The log keeps what ptxas -v and tools/measure.py say, and ccache repeats it; the rest is shown.
+        talk = f"2> $out.log; status=$$?; grep -vE '{REPORTED_LINES}' $out.log; exit $$status"
+        command = f"{launcher} {command} -MD -MF $out.d -c $in -o $out {talk}"
+        lines += [f"rule {rule}", f"  command = {command}", f"  description = {rule} $in"]
+        lines += ["  depfile = $out.d", "  deps = gcc"]
+    lines += [
+        "rule link",
+        f"  command = {compiler} {LINK_FLAGS} $in -o $out {libraries}",
+        "  description = link $out",
+    ]
+    for instance in instances:
+        lines += [f"build objects/{instance.name}.o: cuda generated/{instance.name}.cu"]
+        lines += [f"  architectures = {architecture_flags(instance.family)}"]
+    for source in sources:
+        lines += [f"build objects/{Path(source).stem}.o: cpp {os.path.relpath(ROOT / source, BUILD)}"]
+    names = [instance.name for instance in instances] + [Path(source).stem for source in sources]
+    lines += [f"build {LIBRARY}: link {' '.join(f'objects/{name}.o' for name in names)}"]
+    return "\n".join(lines) + "\n"
+
+
+def run_ninja() -> None:
+    # pip may run this without the venv's bin folder on PATH, so ninja's own package is asked first.
+    ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
+    command = [*ninja, "-C", BUILD, "-j", str(jobs())]
+    if subprocess.run(command, env=os.environ | CCACHE_SETTINGS).returncode:
+        raise SystemExit("flash_cute: the build failed; the compiler's message is above")
+
+
+class BuildNative(cpp_extension.BuildExtension):
+    """torch's build_ext, with a ninja file that gives each kernel family its own architectures."""
 
     def build_extension(self, extension: Extension) -> None:
-        if tuple(map(int, torch.__version__.split(".")[:2])) < TORCH_MINIMUM:
-            raise SystemExit(f"flash_cute: torch {torch.__version__} is too old: {TORCH_MINIMUM} or newer is needed")
         missing = missing_for_cuda()
-        if missing:
-            say(f"building the CPU package, without kernels for NVIDIA GPUs: {missing}")
         toolkit = None if missing else cuda_toolkit()
         instances = [] if missing else selected_instances()
-        self.write_ninja_file(extension.sources, instances, toolkit)
-        objects = self.run_ninja(extension.sources, instances)
-        if toolkit:
-            extension.library_dirs += [str(toolkit / folder) for folder in ("lib64", "lib")]
-            extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
-        self.compiler.compile = lambda *_, **__: objects  # what setuptools links
-        super().build_extension(extension)
-        self.write_report(extension, instances, toolkit, missing)
-
-    def write_ninja_file(self, sources: list[str], instances: list[Instance], toolkit: Path | None) -> None:
-        write(BUILD / "generated/flash_cute/compiled.def", "".join(dict.fromkeys(i.definition for i in instances)))
-        includes = ["-Igenerated", f"-I{os.path.relpath(ROOT / 'include', BUILD)}"]
-        torch_headers = link("torch", Path(torch.__file__).parent / "include")
-        python_headers = link("python", Path(sysconfig.get_path("include")))
-        cpp_flags = [*CPP_FLAGS, *includes, f"-isystem {torch_headers}", f"-isystem {python_headers}"]
-        compiler = shutil.which(cpp_extension.get_cxx_compiler())
-        cache = shutil.which("ccache")
-        measure = f"{sys.executable} {ROOT / 'tools' / 'measure.py'}"
-        launcher = cache or measure
-        lines = [f"launcher = {launcher}", f"cxx = {compiler}"]
-        if toolkit:
-            nvcc = link("toolkit", toolkit) + "/bin/nvcc"
-            cpp_flags += ["-DFLASH_CUTE_WITH_CUDA", f"-isystem {link('toolkit', toolkit)}/include"]
-            nvcc_flags = [*NVCC_FLAGS, *includes, f"-isystem {link('cutlass', cutlass_headers())}", f"-ccbin={compiler}"]
-            lines += [f"nvcc = {nvcc}", f"nvcc_flags = {' '.join(nvcc_flags)}"]
-            say(f"{len(instances)} kernel instances with {toolkit / 'bin' / 'nvcc'}")
-        lines += [f"cpp_flags = {' '.join(cpp_flags)}"]
-        for rule, command in (("cpp", "$cxx $cpp_flags"), ("cuda", "$nvcc $nvcc_flags $architectures")):
-            # The log keeps what ptxas -v and tools/measure.py say, which ccache repeats on a hit.
-            lines += [
-                f"rule {rule}",
-                f"  command = $launcher {command} -MD -MF $out.d -c $in -o $out 2> $out.log || (cat $out.log; false)",
-                "  depfile = $out.d",
-                "  deps = gcc",
-            ]
+        if missing:
+            print(f"flash_cute: the CPU package, without kernels for NVIDIA GPUs: {missing}", flush=True)
+        else:
+            print(f"flash_cute: {len(instances)} kernel instances with {toolkit}/bin/nvcc", flush=True)
+        write(BUILD / COMPILED, "".join(dict.fromkeys(instance.definition for instance in instances)))
         for instance in instances:
-            source = Path("generated") / f"{instance.name}.cu"
-            write(BUILD / source, instance.source)
-            lines += [f"build objects/{instance.name}.o: cuda {source}"]
-            lines += [f"  architectures = {' '.join(architectures(instance.family))}"]
-        for source in sources:
-            lines += [f"build objects/{Path(source).stem}.o: cpp {os.path.relpath(ROOT / source, BUILD)}"]
-        write(BUILD / "build.ninja", "\n".join(lines) + "\n")
+            write(BUILD / "generated" / f"{instance.name}.cu", instance.source)
+        write(BUILD / "build.ninja", ninja_file(extension.sources, instances, toolkit))
+        run_ninja()
+        logs = {i.name: (BUILD / "objects" / f"{i.name}.o.log").read_text() for i in instances}
+        report = {"torch": torch.__version__, "missing": missing, **collect_report(logs)}
+        write(BUILD / REPORT, json.dumps(report, indent=1) + "\n")
+        self.deliver(Path(self.get_ext_fullpath(extension.name)))
 
-    def run_ninja(self, sources: list[str], instances: list[Instance]) -> list[str]:
-        environment = {
-            "CCACHE_BASEDIR": str(ROOT),
-            "CCACHE_COMPILERCHECK": "%compiler% --version",
-            "CCACHE_PREFIX": f"{sys.executable} {ROOT / 'tools' / 'measure.py'}",
-        }
-        # pip runs this without the venv's bin folder on PATH, so ninja's own package is asked first.
-        package = importlib.util.find_spec("ninja")
-        ninja = [sys.executable, "-m", "ninja"] if package else ["ninja"]
-        subprocess.run([*ninja, "-C", BUILD, "-j", str(jobs())], env=os.environ | environment, check=True)
-        names = [i.name for i in instances] + [Path(source).stem for source in sources]
-        return [str(BUILD / "objects" / f"{name}.o") for name in names]
+    def copy_extensions_to_source(self) -> None:
+        for extension in self.extensions:
+            self.deliver(ROOT / self.get_ext_filename(extension.name))
 
-    def write_report(self, extension, instances, toolkit, missing) -> None:
-        report = build_report["collect"](
-            {i.name: (BUILD / "objects" / f"{i.name}.o.log").read_text() for i in instances}
-        )
-        text = json.dumps({"torch": torch.__version__, "missing": missing, **report}, indent=1)
-        write(BUILD / "build_report.json", text)
-        write(Path(self.get_ext_fullpath(extension.name)).parent / "build_report.json", text)
+    def deliver(self, library: Path) -> None:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(BUILD / LIBRARY, library)
+        shutil.copy(BUILD / REPORT, library.with_name(REPORT))
 
 
 setup(
@@ -279,10 +315,6 @@ setup(
         Extension(
             "flash_cute._C",
             sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*.cpp")),
-            library_dirs=cpp_extension.library_paths(),
-            libraries=["torch", "torch_cpu", "c10"],
-            extra_link_args=LINK_FLAGS,
-            language="c++",
             py_limited_api=True,
         )
     ],

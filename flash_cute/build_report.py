@@ -1,11 +1,12 @@
 """What the compiler said about every kernel: registers, spills, stack, shared memory, seconds, peak memory.
 
-setup.py collects this from the compilers' logs into build_report.json, beside this file; as a program,
+setup.py collects this from the compilers' logs into build_report.json, beside the native library. As a
+program,
 
     python -m flash_cute.build_report [--check] [path]
 
-prints it as a table, and with --check fails when a kernel spills or keeps a stack frame, or when ptxas says
-that it serialises WGMMAs.
+it prints a table; with --check it fails when a kernel spills or keeps a stack frame, or when ptxas says that
+it serialises WGMMAs.
 """
 
 import argparse
@@ -14,12 +15,10 @@ import re
 import sys
 from pathlib import Path
 
-REPORT = Path(__file__).with_name("build_report.json")
-
 ENTRY = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<architecture>\w+)'")
-SERIALISED = re.compile(r"^.*(?:C75\d\d|wgmma\S* .*serialized).*$", re.MULTILINE | re.IGNORECASE)
+SERIALISED = re.compile(r"^.*(?:\(C75\d\d\)|wgmma.* serialized).*$", re.MULTILINE)
 MEASURE = re.compile(r"flash_cute measure: ([\d.]+) seconds, (\d+) MB")  # written by tools/measure.py
-COLUMNS = {  # key of a kernel's record: what ptxas -v prints
+PTXAS = {  # key in a kernel's record: what ptxas -v prints
     "registers": r"Used (\d+) registers",
     "spill_bytes": r"(\d+) bytes spill (?:stores|loads)",
     "stack_bytes": r"(\d+) bytes stack frame",
@@ -29,11 +28,10 @@ COLUMNS = {  # key of a kernel's record: what ptxas -v prints
 
 def short_name(symbol: str) -> str:
     """The function's own name in a mangled symbol: _ZN10flash_cute14forward_kernelI... -> forward_kernel."""
-    name, position = symbol, re.match(r"_ZN?", symbol).end() if symbol.startswith("_Z") else len(symbol)
-    while length := re.match(r"\d+", symbol[position:]):
-        begin = position + length.end()
-        position = begin + int(length[0])
-        name = symbol[begin:position]
+    name, rest = symbol, symbol.removeprefix("_ZN").removeprefix("_Z")
+    while length := re.match(r"\d+", rest):
+        end = length.end() + int(length[0])
+        name, rest = rest[length.end() : end], rest[end:]
     return name
 
 
@@ -41,21 +39,20 @@ def kernels(instance: str, log: str) -> list[dict]:
     """One record for each kernel and architecture in the log of one compile."""
     entries = list(ENTRY.finditer(log))
     ends = [entry.start() for entry in entries[1:]] + [len(log)]
-    return [
-        {"instance": instance, "kernel": short_name(entry["symbol"]), "architecture": entry["architecture"]}
-        | {key: sum(map(int, re.findall(pattern, log[entry.end() : end]))) for key, pattern in COLUMNS.items()}
-        for entry, end in zip(entries, ends, strict=True)
-    ]
+    records = []
+    for entry, end in zip(entries, ends, strict=True):
+        names = {"kernel": short_name(entry["symbol"]), "architecture": entry["architecture"]}
+        said = log[entry.end() : end]
+        numbers = {key: sum(map(int, re.findall(pattern, said))) for key, pattern in PTXAS.items()}
+        records.append({"instance": instance, **names, **numbers})
+    return records
 
 
 def collect(logs: dict[str, str]) -> dict:
     """The report of a build, from the compiler's log of each kernel instance."""
     measured = {instance: MEASURE.search(log) for instance, log in logs.items()}
     return {
-        "instances": {
-            instance: {"seconds": float(match[1]), "peak_megabytes": int(match[2])}
-            for instance, match in measured.items()
-        },
+        "instances": {i: {"seconds": float(m[1]), "peak_mb": int(m[2])} for i, m in measured.items()},
         "kernels": [record for instance, log in logs.items() for record in kernels(instance, log)],
         "serialised": [line for log in logs.values() for line in SERIALISED.findall(log)],
     }
@@ -64,35 +61,52 @@ def collect(logs: dict[str, str]) -> dict:
 def faults(report: dict) -> list[str]:
     """One line for each thing in the report that no kernel of this library may have."""
     return [
-        f"{record['instance']} on {record['architecture']}: {record[key]} {key.replace('_', ' ')}"
+        f"{record['instance']}, {record['kernel']} on {record['architecture']}: {key} = {record[key]}"
         for record in report["kernels"]
         for key in ("spill_bytes", "stack_bytes")
         if record[key]
     ] + report["serialised"]
 
 
-def table(report: dict) -> str:
-    """The report as aligned columns, one line for each kernel and architecture."""
-    rows = [("instance", "kernel", "architecture", *COLUMNS, "seconds", "peak_megabytes")]
-    for record in report["kernels"]:
-        rows.append((*record.values(), *report["instances"][record["instance"]].values()))
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(str(v).ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+def table(report: dict, dynamic_smem: dict[str, int]) -> str:
+    """The report as aligned columns, one line for each kernel and architecture.
+
+    dynamic_smem: bytes of shared memory that an instance asks for at its launch, which ptxas cannot know.
+    """
+    records = [
+        record
+        | {"dynamic_smem_bytes": dynamic_smem.get(record["instance"], "")}
+        | report["instances"][record["instance"]]
+        for record in report["kernels"]
+    ]
+    rows = [[str(value) for value in row] for row in (*records[:1], *(record.values() for record in records))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m flash_cute.build_report", description=__doc__.split("\n")[0])
-    parser.add_argument("path", nargs="?", type=Path, default=REPORT, help="a build_report.json")
-    parser.add_argument("--check", action="store_true", help="fail on spills, stack frames and serialised WGMMAs")
+    import torch
+
+    from flash_cute import _C
+
+    beside_library = Path(_C.__file__).with_name("build_report.json")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("path", nargs="?", type=Path, default=beside_library)
+    parser.add_argument(
+        "--check", action="store_true", help="fail on spills, stack frames, serialised WGMMAs"
+    )
     arguments = parser.parse_args()
     report = json.loads(arguments.path.read_text())
-    print(table(report))
+    compiled = json.loads(torch.ops.flash_cute.compiled())
+    name = "forward_{family}_{element}_{head_dim}"
+    print(table(report, {name.format_map(kernel): kernel["smem_bytes"] for kernel in compiled}))
     if report["missing"]:
         print(f"the CPU package: {report['missing']}")
     if not arguments.check:
         return 0
     found = faults(report)
-    print("\n".join(found) or f"{len(report['kernels'])} kernels: no spill, no stack frame, no serialised WGMMA")
+    clean = f"{len(report['kernels'])} kernels: no spill, no stack frame, no serialised WGMMA"
+    print("\n".join(found) or clean)
     return bool(found)
 
 
