@@ -6,8 +6,8 @@ import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# Queries per call of it: bounds the mask's memory, and a call gets only the keys that its queries can see.
-_ROWS = 512
+# Queries per call with a mask: bounds its memory, and a call gets only the keys that its queries can see.
+_MASKED_ROWS = 512
 
 
 def forward(
@@ -32,16 +32,26 @@ def forward(
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     shift, unlimited = seqlen_k - seqlen_q, seqlen_q + seqlen_k
     left, right = (unlimited if limit < 0 else limit for limit in (window_left, window_right))
-    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    first_row = max(0, -shift - right)  # those before it see no key
+    full_to_the_left = left >= seqlen_k - 1
+    full = full_to_the_left and right >= seqlen_q - 1
+    # PyTorch's causal mask is aligned top left. That is ours where the rows that see a key form a square.
+    causal = full_to_the_left and right == 0 and shift <= 0 and not full
 
-    first_row_with_keys = max(0, -shift - right)
-    for begin in range(first_row_with_keys, seqlen_q, _ROWS):
-        rows = slice(begin, min(begin + _ROWS, seqlen_q))
+    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    step = seqlen_q if full or causal else _MASKED_ROWS
+    for begin in range(first_row, seqlen_q, step):
+        rows = slice(begin, min(begin + step, seqlen_q))
         keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
-        distance = torch.arange(keys.start, keys.stop) - torch.arange(begin, rows.stop).unsqueeze(1) - shift
-        hidden = (distance < -left) | (distance > right)
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf) if hidden.any() else None
+        mask = None if full or causal else _mask(rows, keys, shift, left, right)
         out[:, :, rows], lse[:, :, rows] = _flash(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=softmax_scale
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
         )
     return out, lse
+
+
+def _mask(rows: slice, keys: slice, shift: int, left: int, right: int) -> torch.Tensor:
+    """float32 (rows, keys): 0 where a query sees a key, else -inf."""
+    distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop).unsqueeze(1) - shift
+    hidden = (distance < -left) | (distance > right)
+    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)

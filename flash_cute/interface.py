@@ -96,15 +96,16 @@ def supported() -> dict[str, Any]:
     return {"families": families, "kernels": kernels}
 
 
-def _call(op, q, k, v, causal, softmax_scale, window, family):
+def _call(op, q, k, v, causal, scale, window, family):
     """Calls the operator forward or plan, and raises what it throws in Python's terms."""
-    left, right = _limits(window)
-    options = {"softmax_scale": softmax_scale, "window_left": left, "window_right": right, "family": family}
+    left, right = (None, None) if window is None else _limits(window)
     try:
         # The guard is for eager calls: dynamo does not know it, and traces the operator with its autograd.
         with_autograd = torch.compiler.is_dynamo_compiling() or ops.is_differentiated(q, k, v)
         with nullcontext() if with_autograd else ops.BelowAutograd():
-            return op(q, k, v, causal, **options)
+            return op(
+                q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family
+            )
     except (RuntimeError, AttributeError) as error:
         raise _in_python_terms(error, q=q, k=k, v=v) from None
 

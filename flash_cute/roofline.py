@@ -60,8 +60,8 @@ class Explanation(dict):
 
     Keys: device, family ("cpu" where there is no kernel), head_dim, softmax_scale, window_left and
     window_right (None is unlimited), copies (inputs that are copied first, and why), flops (4 for each
-    visible pair and element of head_dim), bytes (each input read and each output written once), roofline (None
-    where the device's rates are unknown, else seconds, bound_by "compute" or "memory", and the rates).
+    visible pair and element of head_dim), bytes (each input read and each output written once), roofline
+    (None where the device's rates are unknown, else seconds, bound_by "compute" or "memory", and the rates).
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     threads, registers and local_bytes (spills) per thread, smem_bytes, grid in blocks, seqlen_k_used.
