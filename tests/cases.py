@@ -34,7 +34,7 @@ class Mask:
     """The mask arguments of flash_cute.forward and, written out independently of it, what they mean."""
 
     causal: bool = False
-    window: tuple[int | None, int | None] | None = None
+    window: int | tuple[int | None, int | None] | None = None
 
     @property
     def options(self) -> dict:
@@ -42,7 +42,7 @@ class Mask:
 
     def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """(seqlen_q, seqlen_k) booleans: query i sees key j iff i + sk - sq - left <= j <= i + sk - sq + right."""
-        left, right = self.window or (None, None)
+        left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         right = 0 if self.causal else right
         diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
         key = torch.arange(seqlen_k, device=device)[None, :]

@@ -1,0 +1,52 @@
+"""What the compiler said about the kernels that are installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import flash_cute
+from flash_cute import build_report
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    paths = (Path(folder) / "build_report.json" for folder in flash_cute.__path__)
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        pytest.skip("this flash_cute was built without a build report")
+    report = json.loads(path.read_text())
+    if not report["kernels"]:
+        pytest.skip(f"this flash_cute has no kernels: {report['missing']}")
+    return report
+
+
+def test_no_spill_no_stack_no_serialised_wgmma(report):
+    assert build_report.faults(report) == []
+
+
+def test_every_kernel_is_reported(report):
+    """For each instance and architecture the registers, the memory, and what compiling it took."""
+    assert {kernel["instance"] for kernel in report["kernels"]} == set(report["instances"])
+    for kernel in report["kernels"]:
+        assert 0 < kernel["registers"] <= 255
+        assert kernel["architecture"].startswith("sm_")
+    assert all(cost["seconds"] > 0 for cost in report["instances"].values())
+
+
+def test_faults_are_found():
+    log = """flash_cute measure: 10.5 seconds, 900 MB
+ptxas info    : Compiling entry function '_ZN10flash_cute6kernelEv' for 'sm_90a'
+ptxas info    : Function properties for _ZN10flash_cute6kernelEv
+    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
+"""
+    report = build_report.collect({"forward_sm90_bf16_64": log})
+    spill, stack, serialised = build_report.faults(report)
+    assert "spill" in spill
+    assert "28" in spill
+    assert "stack" in stack
+    assert "serialized" in serialised

@@ -1,0 +1,129 @@
+"""What the forward promises beside its values: nothing from outside the valid range, no NaN of its own, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BUCKETS, DTYPES, MASKS, SHAPES, Mask, Shape, make_inputs
+from tolerance import assert_attention
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+garbage = pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf], ids=str)
+
+
+@pytest.mark.gpu
+def test_outputs_are_poisoned(kernel):
+    """That an element the kernel leaves out shows as NaN in all these tests: out and LSE are filled when allocated."""
+    q, k, v = make_inputs(SHAPES["one_tile"], torch.bfloat16, kernel.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        kernel.forward(q, k, v)
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::fill_") >= 2
+
+
+@garbage
+@dtypes
+@pytest.mark.parametrize("mask", [Mask(window=(5, 5)), Mask(causal=True, window=(60, None)), MASKS["window_diagonal"]])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 300), (70, 333), (130, 700)])
+def test_unreachable_keys_may_hold_anything(kernel, seqlen_q, seqlen_k, mask, dtype, garbage):
+    """Keys left of every query's window never reach the result, whatever K and V hold there."""
+    q, k, v = make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, 64), dtype, kernel.device)
+    unreachable = ~mask.visible(seqlen_q, seqlen_k, kernel.device).any(0)
+    assert unreachable.any()
+    dirty_k, dirty_v = (tensor.clone() for tensor in (k, v))
+    dirty_k[:, :, unreachable] = garbage
+    dirty_v[:, :, unreachable] = garbage
+    assert_attention(kernel.forward(q, dirty_k, dirty_v, **mask.options), q, k, v, mask)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["padded_rows", "padded_columns"])
+@pytest.mark.parametrize("head_dim", [8, 56, 72, 104, 136, 200, 256])
+def test_nothing_past_the_end_is_used(kernel, head_dim, layout, dtype):
+    """The tensors are slices of larger ones that are NaN in the rows, or columns, past the end."""
+    q, k, v = make_inputs(Shape(2, 2, 1, 77, 99, head_dim), dtype, kernel.device, layout)
+    assert_attention(kernel.forward(q, k, v, causal=True), q, k, v, MASKS["causal"])
+
+
+@pytest.mark.gpu  # the CPU's mask is added to the scores, and NaN - inf is NaN
+@garbage
+def test_bad_keys_stay_with_the_rows_that_see_them(kernel, garbage):
+    """A bad score is hidden like any other: rows above the diagonal keep their bits."""
+    q, k, v = make_inputs(Shape(2, 4, 4, 200, 200, 64), torch.bfloat16, kernel.device)
+    clean = kernel.forward(q, k, v, causal=True)
+    bad = 77
+    k[:, :, bad] = garbage
+    for result, expected in zip(kernel.forward(q, k, v, causal=True), clean, strict=True):
+        assert torch.equal(result[:, :, :bad], expected[:, :, :bad])
+        if garbage != garbage:
+            assert result[:, :, bad:].isnan().all()
+
+
+def test_heads_and_batches_are_apart(kernel):
+    """NaN in one head of one batch entry reaches the query heads of its group and no other."""
+    q, k, v = make_inputs(Shape(3, 4, 2, 130, 150, 64), torch.bfloat16, kernel.device)
+    clean = kernel.forward(q, k, v)
+    v[1, 0] = torch.nan
+    out, lse = kernel.forward(q, k, v)
+    touched = torch.zeros(3, 4, dtype=torch.bool, device=kernel.device)
+    touched[1, :2] = True
+    assert out[touched].isnan().all()
+    assert torch.equal(out[~touched], clean[0][~touched])
+    assert torch.equal(lse, clean[1])
+
+
+@dtypes
+@pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["window_symmetric"], MASKS["window_causal"]])
+@pytest.mark.parametrize("head_dim", [*BUCKETS, 100])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 70), (400, 1)])
+def test_rows_that_see_nothing(kernel, seqlen_q, seqlen_k, head_dim, mask, dtype):
+    q, k, v = make_inputs(Shape(2, 2, 2, seqlen_q, seqlen_k, head_dim), dtype, kernel.device)
+    result = kernel.forward(q, k, v, **mask.options)
+    blind = ~mask.visible(seqlen_q, seqlen_k, kernel.device).any(1)
+    assert blind.sum() >= 200
+    assert (result[0][:, :, blind] == 0).all()
+    assert (result[1][:, :, blind] == -torch.inf).all()
+    assert_attention(result, q, k, v, mask)
+
+
+EMPTY = {
+    "no batch": Shape(0, 4, 2, 10, 20, 64),
+    "no heads": Shape(2, 0, 0, 10, 20, 64),
+    "no query heads": Shape(2, 0, 2, 10, 20, 64),
+    "no queries": Shape(2, 4, 2, 0, 20, 64),
+    "no keys": Shape(2, 4, 2, 10, 0, 64),
+    "no keys, head_dim to pad": Shape(2, 4, 2, 10, 0, 50),
+    "no queries, no keys": Shape(2, 4, 2, 0, 0, 64),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_symmetric"]])
+@pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
+def test_empty_inputs(kernel, shape, mask, layout, dtype):
+    q, k, v = make_inputs(shape, dtype, kernel.device, layout)
+    out, lse = kernel.forward(q, k, v, **mask.options)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_left"]])
+def test_bitwise_repeatable(kernel, mask, head_dim, dtype):
+    q, k, v = make_inputs(Shape(4, 8, 2, 333, 444, head_dim), dtype, kernel.device)
+    first = kernel.forward(q, k, v, **mask.options)
+    for _ in range(10 if kernel.family else 2):
+        for result, expected in zip(kernel.forward(q, k, v, **mask.options), first, strict=True):
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("layout", ["mixed", "rows_not_16_bytes", "columns_of_rows"])
+def test_inputs_are_left_alone(kernel, layout):
+    inputs = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, kernel.device, layout)
+    before = [tensor.clone() for tensor in inputs]
+    kernel.forward(*inputs, causal=True)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))

@@ -1,0 +1,105 @@
+"""The Python package around the kernels: what is compiled, what a call would run, and the newcomer's main job."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import DTYPES, MASKS, SHAPES, Shape, make_inputs
+
+import flash_cute
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def instances(axis: str) -> list[str]:
+    """The names that include/flash_cute/instances.def lists on one axis."""
+    text = (ROOT / "include/flash_cute/instances.def").read_text()
+    return re.findall(rf"^FLASH_CUTE_{axis}\((\w+)\)", text, re.MULTILINE)
+
+
+@pytest.mark.gpu
+def test_everything_listed_is_compiled():
+    head_dims = [int(size) for size in instances("HEAD_DIM")]
+    found = flash_cute.supported()
+    assert set(found["families"]) == set(instances("FAMILY"))
+    for elements in found["families"].values():
+        assert set(elements) == set(instances("ELEMENT"))
+        assert all(sorted(sizes) == head_dims for sizes in elements.values())
+    assert all(kernel["smem_bytes"] > 0 for kernel in found["kernels"])
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", [SHAPES[name] for name in ("grouped_heads", "more_keys", "more_queries")])
+def test_explain_counts_the_work(kernel, shape, mask):
+    q, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
+    plan = flash_cute.explain(q, k, v, family=kernel.family, **mask.options)
+    pairs = mask.visible(shape.seqlen_q, shape.seqlen_k).sum().item()
+    assert plan["flops"] == 4 * shape.head_dim * shape.batch * shape.heads_q * pairs
+    assert plan["bytes"] == 2 * (2 * q.numel() + k.numel() + v.numel()) + 4 * q[..., 0].numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 256])
+def test_explain_names_the_kernel(kernel, head_dim, dtype):
+    q, k, v = make_inputs(Shape(2, 4, 2, 150, 190, head_dim), dtype, kernel.device)
+    plan = flash_cute.explain(q, k, v, causal=True, softmax_scale=0.5, family=kernel.family)
+    assert plan["family"] == (kernel.family or "cpu")
+    assert (plan["head_dim"], plan["softmax_scale"]) == (head_dim, 0.5)
+    assert (plan["window_left"], plan["window_right"]) == (None, 0)
+    assert plan["family"] in str(plan).lower()
+    if kernel.family:
+        kernels = flash_cute.supported()["families"][kernel.family][plan["element"]]
+        assert plan["bucket"] == min(size for size in kernels if size >= head_dim)
+        assert plan["local_bytes"] == 0
+        assert plan["grid"] > 0
+
+
+# Inputs of each layout that the kernels cannot read where they lie.
+COPIED = {
+    "contiguous": "",
+    "transposed": "",
+    "padded_columns": "",
+    "aligned_start": "",
+    "expanded_batch": "",
+    "misaligned_start": "qkv",
+    "rows_not_16_bytes": "qkv",
+    "every_second_element": "qkv",
+    "columns_of_rows": "qkv",
+    "expanded_columns": "kv",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "copied"), COPIED.items(), ids=COPIED)
+def test_explain_names_the_copies(kernel, layout, copied):
+    inputs = make_inputs(Shape(2, 4, 2, 150, 190, 64), torch.bfloat16, kernel.device, layout)
+    plan = flash_cute.explain(*inputs, family=kernel.family)
+    assert [copy.partition(":")[0] for copy in plan["copies"]] == list(copied)
+    assert all(reason.partition(": ")[2] for reason in plan["copies"])
+
+
+def test_the_face_is_documented_and_typed():
+    for function in (flash_cute.forward, flash_cute.attention, flash_cute.explain, flash_cute.supported):
+        assert inspect.getdoc(function)
+        assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+    assert any((Path(folder) / "py.typed").exists() for folder in flash_cute.__path__)
+
+
+def test_attention_and_forward_take_the_same():
+    assert inspect.signature(flash_cute.attention).parameters == inspect.signature(flash_cute.forward).parameters
+
+
+def test_main_job(device, tmp_path):
+    """`python -m flash_cute` succeeds and shows the device, errors and speeds, where the tests found the package."""
+    path = os.pathsep.join([*sys.path, str(ROOT)])
+    main = [sys.executable, "-m", "flash_cute", "--quick", "--device", device.type]
+    ran = subprocess.run(main, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "SDPA" in ran.stdout

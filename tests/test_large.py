@@ -1,0 +1,112 @@
+"""Tensors over 2^31 elements, by their size and by their strides: every offset must be 64 bits wide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import MASKS, Mask
+from tolerance import assert_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.big_memory(32)]
+
+TOO_MANY = 2**31
+DTYPE = torch.bfloat16
+HEAD_DIM = 128
+
+
+@pytest.fixture(autouse=True)
+def leave_no_memory_behind():
+    yield
+    torch.cuda.empty_cache()
+
+
+def random(*size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=DTYPE, device=device).normal_()
+
+
+def part(result, *index):
+    return tuple(tensor[index] for tensor in result)
+
+
+def test_many_heads(kernel):
+    """(3, 2^12 + 1, 1400, 128): the last batch entry and the last heads lie beyond 2^31 elements."""
+    size = 3, 2**12 + 1, 1400, HEAD_DIM
+    q, k, v = (random(*size, device=kernel.device) for _ in range(3))
+    assert q.numel() > TOO_MANY
+    result = kernel.forward(q, k, v, causal=True)
+    assert not result[1].isnan().any()
+    for batch, heads in ((0, slice(2)), (1, slice(2000, 2002)), (2, slice(-2, None))):
+        index = slice(batch, batch + 1), heads
+        assert_attention(part(result, *index), q[index], k[index], v[index], MASKS["causal"])
+
+
+def test_many_queries(kernel):
+    """One head of 2^24 + 77 queries: the last rows of q and out lie beyond 2^31 elements."""
+    seqlen = TOO_MANY // HEAD_DIM + 77
+    q = random(1, 1, seqlen, HEAD_DIM, device=kernel.device)
+    k, v = (random(1, 1, 90, HEAD_DIM, device=kernel.device) for _ in range(2))
+    result = kernel.forward(q, k, v)
+    for rows in (slice(100), slice(seqlen // 2, seqlen // 2 + 100), slice(-300, None)):
+        index = slice(None), slice(None), rows
+        assert_attention(part(result, *index), q[index], k, v)
+
+
+def test_many_keys(kernel):
+    """One head of 2^24 + 77 keys, of which a window leaves those at the end, beyond 2^31 elements."""
+    seqlen, queries, left = TOO_MANY // HEAD_DIM + 77, 150, 200
+    k, v = (random(1, 1, seqlen, HEAD_DIM, device=kernel.device) for _ in range(2))
+    q = random(1, 1, queries, HEAD_DIM, device=kernel.device)
+    mask = Mask(causal=True, window=(left, None))
+    seen = slice(-(queries + left), None)
+    assert_attention(kernel.forward(q, k, v, **mask.options), q, k[:, :, seen], v[:, :, seen], mask)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_all_of_many_keys(kernel, heads_kv):
+    """2^24 keys, all visible: those after the first thousands weigh nothing, so that the oracle needs only these."""
+    seqlen, near = TOO_MANY // HEAD_DIM // heads_kv + 77, 4000
+    k = torch.zeros(1, heads_kv, seqlen, HEAD_DIM, dtype=DTYPE, device=kernel.device)
+    v = random(1, heads_kv, seqlen, HEAD_DIM, device=kernel.device)
+    q = random(1, 2, 3, HEAD_DIM, device=kernel.device).abs() + 1
+    k[:, :, :-near] = -1  # scores near -200, whose exp() is nothing beside that of scores near 0
+    k[:, :, -near:].normal_()
+    seen = slice(-near, None)
+    assert_attention(kernel.forward(q, k, v, softmax_scale=1.0), q, k[:, :, seen], v[:, :, seen], softmax_scale=1.0)
+
+
+STRIDES = {  # (batch, heads, seqlen) of the tensors, and which stride is over 2^31 elements, or reaches there
+    "batch": (2, 3, 130),
+    "heads": (3, 2, 130),
+    "rows": (2, 2, 33),
+}
+
+
+@pytest.mark.parametrize("far", STRIDES)
+def test_large_strides(kernel, far):
+    """q, k and v lie in one NaN-filled buffer of over 2^31 elements, with a stride that spans it."""
+    batch, heads, seqlen = size = STRIDES[far]
+    step = TOO_MANY // (seqlen - 2) // 8 * 8 if far == "rows" else TOO_MANY + 64
+    strides = {
+        "batch": (step, seqlen * HEAD_DIM, HEAD_DIM, 1),
+        "heads": (seqlen * HEAD_DIM, step, HEAD_DIM, 1),
+        "rows": (heads * HEAD_DIM, HEAD_DIM, step, 1),
+    }[far]
+    extent = sum((length - 1) * stride for length, stride in zip((*size, HEAD_DIM), strides, strict=True)) + 1
+    apart = batch * heads * seqlen * HEAD_DIM
+    buffer = torch.full((extent + 2 * apart,), torch.nan, dtype=DTYPE, device=kernel.device)
+    tensors = [buffer.as_strided((*size, HEAD_DIM), strides, i * apart) for i in range(3)]
+    for tensor in tensors:
+        tensor.normal_()
+    assert_attention(kernel.forward(*tensors, causal=True), *tensors, MASKS["causal"])
+
+
+def test_expanded_over_the_limit(kernel):
+    """K and V repeat one head for 2^17 sequences: over 2^31 elements, in 32 KB."""
+    batch, heads, seqlen = 2**14, 8, 129
+    k, v = (random(1, 1, seqlen, HEAD_DIM, device=kernel.device) for _ in range(2))
+    q = random(batch, heads, 1, HEAD_DIM, device=kernel.device)
+    wide = [tensor.expand(batch, heads, seqlen, HEAD_DIM) for tensor in (k, v)]
+    assert wide[0].numel() > TOO_MANY
+    result = kernel.forward(q, *wide)
+    last = slice(-3, None)
+    assert_attention(part(result, last), q[last], *(tensor[last] for tensor in wide))

@@ -1,0 +1,56 @@
+"""The oracle itself, against attention written out pair by pair, and against PyTorch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import MASKS, Shape, make_inputs
+
+from flash_cute import reference
+
+
+def by_definition(q, k, v, visible, scale):
+    """Attention of one head by plain loops over Python floats: (out, lse) as nested lists."""
+    outs, lses = [], []
+    for i, row in enumerate(q):
+        seen = [j for j in range(len(k)) if visible[i][j]]
+        scores = [scale * math.fsum(a * b for a, b in zip(row, k[j], strict=True)) for j in seen]
+        total = math.fsum(math.exp(score) for score in scores)
+        outs.append([
+            math.fsum(math.exp(score) * v[j][d] for score, j in zip(scores, seen, strict=True)) / total if seen else 0.0
+            for d in range(len(row))
+        ])
+        lses.append(math.log(total) if seen else -math.inf)
+    return outs, lses
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(9, 9), (5, 60), (60, 5), (1, 7), (7, 1)])
+def test_reference_is_the_definition(mask, seqlen_q, seqlen_k):
+    q, k, v = (x.double() for x in make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, 5), torch.float32, "cpu"))
+    out, lse = reference.forward(q, k, v, softmax_scale=0.3, **mask.options)
+    visible = mask.visible(seqlen_q, seqlen_k).tolist()
+    for batch in range(2):
+        for head in range(4):
+            tensors = (x.tolist() for x in (q[batch, head], k[batch, head // 2], v[batch, head // 2]))
+            expected_out, expected_lse = by_definition(*tensors, visible, 0.3)
+            torch.testing.assert_close(out[batch, head], torch.tensor(expected_out, dtype=torch.float64))
+            torch.testing.assert_close(lse[batch, head], torch.tensor(expected_lse, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reference_is_pytorchs(causal):
+    """On squares, where the alignment of the causal mask does not matter; with the default scale."""
+    q, k, v = (x.double() for x in make_inputs(Shape(2, 4, 2, 40, 40, 24), torch.float32, "cpu"))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(reference.forward(q, k, v, causal)[0], expected)
+
+
+def test_reference_ignores_unreachable_garbage():
+    q, k, v = make_inputs(Shape(1, 2, 2, 4, 30, 8), torch.float32, "cpu")
+    expected = reference.forward(q, k, v, window=(3, 3))
+    k[:, :, :20], v[:, :, :20] = torch.nan, torch.inf
+    for result, clean in zip(reference.forward(q, k, v, window=(3, 3)), expected, strict=True):
+        assert torch.equal(result, clean)
