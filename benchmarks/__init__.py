@@ -1,1 +1,1 @@
-"""Measurements: speed beside peers, accuracy against float64, host overhead, and an entry for the profilers."""
+"""Measurements: speed beside peers, accuracy against float64, host overhead, and a profiler's entry."""

@@ -18,12 +18,14 @@ import flash_cute.reference
 
 from . import contenders, timing
 from .problem import DTYPES, Problem, parse_shape, parse_window
-from .report import table, title
+from .report import MISSING, table, title
 from .results import choose_device, environment, save
 
 MASKS = {"full": [False], "causal": [True], "both": [False, True]}
 SHAPES = {
-    "cuda": [(2, 8, heads_kv, seqlen, seqlen, dim) for dim in (64, 128, 256) for heads_kv, seqlen in ((8, 512), (2, 4096))],
+    "cuda": [
+        (2, 8, kv, seqlen, seqlen, dim) for dim in (64, 128, 256) for kv, seqlen in ((8, 512), (2, 4096))
+    ],
     "cpu": [(1, 2, 2, 100, 100, 64)],
 }
 NORMS = {
@@ -35,12 +37,13 @@ NORMS = {
 def errors(result: tuple[torch.Tensor, ...], oracle: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """{'out max', 'out RMS', 'LSE max', 'LSE RMS'}; without the LSE's where a contender gives none."""
     found = {}
-    for name, ours, exact in zip(("out", "LSE"), result, oracle):
+    for name, ours, exact in zip(("out", "LSE"), result, oracle, strict=False):
         if name == "LSE" and ours.dim() > exact.dim():  # cuDNN's has a last dimension of one
             ours = ours.squeeze(-1)
         ours = ours[:, :, : exact.shape[2]]  # the efficient kernel's LSE is padded
         visible = torch.isfinite(exact)
-        found |= {f"{name} {norm}": measure((ours.double() - exact)[visible]) for norm, measure in NORMS.items()}
+        difference = (ours.double() - exact)[visible]
+        found |= {f"{name} {norm}": measure(difference) for norm, measure in NORMS.items()}
     return found
 
 
@@ -71,7 +74,7 @@ def markdown(cells: list[dict]) -> str:
             row = [f"d{problem['head_dim']}, {title(problem)}, {problem['dtype']}: {name}"]
             for what in measures:
                 seen = values.get(what)
-                row.append(f"{statistics.median(seen):.2e} ({max(seen):.2e})" if seen else "–")
+                row.append(f"{statistics.median(seen):.2e} ({max(seen):.2e})" if seen else MISSING)
             rows.append(row)
     return "\n".join(table(["", *measures], rows))
 
@@ -96,7 +99,8 @@ def main(arguments: list[str] | None = None) -> Path:
         for causal in MASKS[options.mask]
         for dtype in (DTYPES if options.dtype == "both" else [options.dtype])
     ]
-    cells = [measure(problem, names, options.seeds, device) for problem in timing.progress(problems, "accuracy")]
+    problems = timing.progress(problems, "accuracy")
+    cells = [measure(problem, names, options.seeds, device) for problem in problems]
     path = save({"environment": environment(device), "cells": cells}, options.name, options.output)
     text = "Error against float64, median (largest) over the draws:\n\n" + markdown(cells)
     path.with_suffix(".md").write_text(text + "\n")

@@ -3,8 +3,8 @@
     python -m benchmarks.attention                                    the papers' grid
     python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0
 
-Each cell times every family of ours, every peer, an 8192^3 bf16 matrix product and a large copy in turn, many rounds
-long. Results go to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` makes tables and plots.
+Each cell times every family of ours, every peer, an 8192^3 bf16 matrix product and a large copy in turn, for
+many rounds. Results go to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
 """
 
 from __future__ import annotations
@@ -97,20 +97,30 @@ def numbers(text: str) -> list[int]:
 
 def parser() -> argparse.ArgumentParser:
     args = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
-    args.add_argument("--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid")
+    args.add_argument(
+        "--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid"
+    )
     args.add_argument("--mask", choices=MASKS, default="both")
-    args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems")
+    args.add_argument(
+        "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
+    )
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
     args.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory")
     args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
     args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
     args.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
     args.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
-    args.add_argument("--families", type=lambda text: text.split(","), help="ours (default: all that run here)")
+    args.add_argument(
+        "--families", type=lambda text: text.split(","), help="ours (default: all that run here)"
+    )
     args.add_argument("--peers", type=lambda text: text.split(","), help="of " + ", ".join(contenders.PEERS))
     args.add_argument("--seconds", type=float, default=1.0, help="of measuring per cell")
-    args.add_argument("--graph", action="store_true", help="replay CUDA graphs, for kernels shorter than their launch")
-    args.add_argument("--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h100.json on H100)")
+    args.add_argument(
+        "--graph", action="store_true", help="replay CUDA graphs, for kernels shorter than their launch"
+    )
+    args.add_argument(
+        "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h100.json on H100)"
+    )
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="attention", help="of the result file")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
@@ -121,7 +131,9 @@ def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
     device = choose_device(options.device)
     mine = options.families or contenders.families(device)
-    peers = options.peers or list(contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS)
+    peers = options.peers or list(
+        contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
+    )
     yards = yardsticks(device)
     cells = [
         measure(problem, mine + peers, yards, device, options)

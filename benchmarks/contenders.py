@@ -1,4 +1,4 @@
-"""Who is measured: each family of ours and PyTorch's own attention kernels, called so that all give out and LSE."""
+"""Who is measured: each family of ours and PyTorch's own kernels, called so that all give out and LSE."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expanded(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flash(problem: Problem, q, k, v) -> Run:
-    """FlashAttention-2 as PyTorch ships it; windows through the operator below SDPA's, which takes (b, s, h, d)."""
+    """FlashAttention-2 as PyTorch ships it; windows through the operator below, which takes (b, s, h, d)."""
     if q.device.type == "cpu":
         require_top_left_mask(problem)
         k, v = expanded(problem, k), expanded(problem, v)
@@ -112,5 +112,5 @@ def prepare(name: str, problem: Problem, q, k, v) -> Run:
 
 
 def agrees(out: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contenders compute the same function: far looser than rounding, far tighter than another mask."""
+    """Whether two contenders compute the same function: looser than rounding, tighter than another mask."""
     return bool((out.float() - other.float()).abs().amax() < 0.1)

@@ -1,4 +1,4 @@
-"""What a call costs beside its kernel: host microseconds, and end to end at tiny sizes, plain and in a CUDA graph.
+"""What a call costs beside its kernel: host microseconds, and end to end at tiny sizes, also in a graph.
 
     python -m benchmarks.overhead
 
@@ -55,15 +55,20 @@ def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
         "torch.ops.flash_cute.forward": partial(torch.ops.flash_cute.forward, q, k, v, problem.causal),
     }
     for family in contenders.families(device)[1:]:
-        found[f"flash_cute.forward, {family}"] = partial(flash_cute.forward, q, k, v, problem.causal, family=family)
+        found[f"flash_cute.forward, {family}"] = partial(
+            flash_cute.forward, q, k, v, problem.causal, family=family
+        )
     for peer in ("flash",) if device.type == "cpu" else contenders.DEFAULT_PEERS:
         found[f"aten {peer}"] = contenders.prepare(peer, problem, q, k, v)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    return found | {"SDPA": partial(sdpa, q, k, v, is_causal=problem.causal), "empty_like": partial(torch.empty_like, q)}
+    return found | {
+        "SDPA": partial(sdpa, q, k, v, is_causal=problem.causal),
+        "empty_like": partial(torch.empty_like, q),
+    }
 
 
 def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
-    """Each measure's samples are taken in turn over all functions, like the speeds in benchmarks.attention."""
+    """Samples of each measure, taken in turn over all functions like the speeds in benchmarks.attention."""
     running = functions(problem, device)
     measures = {"host": partial(host_us, device=device), "latency": partial(latency_us, device=device)}
     found: dict[str, dict[str, dict]] = {name: {} for name in running}

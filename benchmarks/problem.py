@@ -55,7 +55,7 @@ class Problem:
         return 2 * (q + kv) * self.head_dim * DTYPES[self.dtype].itemsize + q * LSE_BYTES
 
     def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """Random (q, k, v); layout bshd stores a token's heads together, as projections do, bhsd each head apart."""
+        """Random (q, k, v); bshd stores a token's heads together, as projections do, bhsd each head apart."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def make(heads: int, seqlen: int) -> torch.Tensor:
@@ -82,14 +82,20 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """'batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim'."""
     shape = tuple(int(length) for length in text.split(","))
     if len(shape) != 6:
-        raise argparse.ArgumentTypeError(f"a shape is batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a shape is batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim, not {text!r}"
+        )
     return shape
 
 
-def paper_grid(tokens: int, hidden: int, head_dims: list[int], seqlens: list[int], masks: list[bool], dtype: str):
-    """The grid of the FlashAttention papers: a fixed number of tokens and hidden size, heads = hidden / head_dim."""
+def paper_grid(
+    tokens: int, hidden: int, head_dims: list[int], seqlens: list[int], masks: list[bool], dtype: str
+):
+    """The grid of the FlashAttention papers: tokens and hidden size are fixed, heads = hidden / head_dim."""
     return [
-        Problem(tokens // seqlen, hidden // dim, hidden // dim, seqlen, seqlen, dim, causal=causal, dtype=dtype)
+        Problem(
+            tokens // seqlen, hidden // dim, hidden // dim, seqlen, seqlen, dim, causal=causal, dtype=dtype
+        )
         for dim in head_dims
         for causal in masks
         for seqlen in seqlens

@@ -1,4 +1,4 @@
-"""A few launches of one kernel for a profiler, each under an NVTX range; docs/profiling.md has the command lines.
+"""A few launches of one kernel for a profiler, each under an NVTX range; see docs/profiling.md.
 
     ncu --profile-from-start off --nvtx --set full -o report python -m benchmarks.profile --mask causal
 
@@ -21,7 +21,7 @@ DEFAULT_SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 128, 1
 
 @contextmanager
 def profiled(device: torch.device):
-    """The profiler's window: ncu --profile-from-start off and nsys --capture-range=cudaProfilerApi wait for it."""
+    """The profiler's window, which ncu --profile-from-start off and nsys -c cudaProfilerApi wait for."""
     timing.synchronize(device)
     if device.type == "cuda":
         torch.cuda.profiler.start()
@@ -42,7 +42,9 @@ def named_range(name: str, device: torch.device):
 
 def main(arguments: list[str] | None = None) -> None:
     args = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.splitlines()[0])
-    args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="default: 16k tokens, d128")
+    args.add_argument(
+        "--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="default: 16k tokens, d128"
+    )
     args.add_argument("--mask", choices=["full", "causal"], default="full")
     args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -60,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
         for i in range(options.launches):
             with named_range(f"{who} {problem.mask} d{problem.head_dim} launch {i}", device):
                 run()
-    print(f"{options.launches} launches of {who} on {problem}: run this under ncu or nsys (docs/profiling.md)")
+    print(
+        f"{options.launches} launches of {who} on {problem}: run this under ncu or nsys (docs/profiling.md)"
+    )
 
 
 if __name__ == "__main__":

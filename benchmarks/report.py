@@ -16,6 +16,7 @@ from pathlib import Path
 from .results import FOLDER
 
 PEERS_H100 = FOLDER / "peers_h100.json"
+MISSING = "-"  # in a table
 SHORT = 2048  # sequences up to here have a geometric mean of their own
 # Okabe and Ito's colours, which the colour-blind tell apart; ours take the strong ones.
 OUR_COLOURS = ("#D55E00", "#0072B2", "#009E73")
@@ -31,7 +32,9 @@ def key(problem: dict) -> tuple:
 def load_baseline(path: Path) -> dict[tuple, float]:
     """best_over_cudnn of every forward cell in a file like peers_h100.json."""
     return {
-        (c["b"], c["h"], c["h"], c["s"], c["s"], c["d"], "causal" if c["causal"] else "full"): c["best_over_cudnn"]
+        (c["b"], c["h"], c["h"], c["s"], c["s"], c["d"], "causal" if c["causal"] else "full"): c[
+            "best_over_cudnn"
+        ]
         for c in json.loads(path.read_text())["cells"]
         if c["mode"] == "fwd"
     }
@@ -60,7 +63,7 @@ def spread(cell: dict, name: str) -> float:
 
 
 def floor_us(cell: dict) -> float:
-    """The least time for the work at the rates measured beside it: its bytes copied or its products multiplied."""
+    """The least time for the work, its bytes or its products, at the rates measured beside it."""
     problem, rates = cell["problem"], cell["rates"]
     return 1e6 * max(problem["bytes"] / rates["copy_bytes"], problem["flops"] / rates["matmul_flops"])
 
@@ -71,7 +74,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def comparisons(results: dict, baseline: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
-    """Column title -> cell -> how many times as fast ours is as a peer, the baseline's best peer being one too."""
+    """Column title -> cell -> ours over a peer in speed; the baseline's best peer is one of them."""
     columns: dict[str, dict[tuple, float]] = {}
     for mine in results["ours"]:
         for cell in results["cells"]:
@@ -104,11 +107,14 @@ def cell_rows(results: dict, cells: list[dict], columns: dict) -> Iterable[list[
         times, floor = cell["times_us"], floor_us(cell)
         rate = cell["rates"]["matmul_flops"] / 1e12
         row = [title(cell["problem"])]
-        row += [f"{digits(tflops(cell, n))} ±{50 * spread(cell, n):.0f}%" if n in times else "–" for n in names]
+        row += [
+            f"{digits(tflops(cell, n))} ±{50 * spread(cell, n):.0f}%" if n in times else MISSING
+            for n in names
+        ]
         ratios = [column.get(key(cell["problem"])) for column in columns.values()]
-        row += [f"{ratio:.2f}" if ratio else "–" for ratio in ratios]
-        row += [f"{tflops(cell, n) / rate:.2f}" if n in times else "–" for n in ours]
-        row += [f"{floor / times[n]['median']:.2f}" if n in times else "–" for n in ours]
+        row += [f"{ratio:.2f}" if ratio else MISSING for ratio in ratios]
+        row += [f"{tflops(cell, n) / rate:.2f}" if n in times else MISSING for n in ours]
+        row += [f"{floor / times[n]['median']:.2f}" if n in times else MISSING for n in ours]
         yield row
 
 
@@ -117,12 +123,14 @@ def mean_rows(results: dict, columns: dict) -> Iterable[list[str]]:
     problems = [cell["problem"] for cell in results["cells"]]
     head_dims = sorted({problem["head_dim"] for problem in problems})
     groups = [(f"d{dim}", [p for p in problems if p["head_dim"] == dim]) for dim in head_dims]
-    groups += [(f"{name}, seq <= {SHORT}", [p for p in group if p["seqlen_k"] <= SHORT]) for name, group in groups]
+    groups += [
+        (f"{name}, seq <= {SHORT}", [p for p in group if p["seqlen_k"] <= SHORT]) for name, group in groups
+    ]
     groups += [("all", problems)]
     for name, group in groups:
         chosen = [[column[key(p)] for p in group if key(p) in column] for column in columns.values()]
         if any(chosen):
-            yield [name] + [f"{geometric_mean(values):.3f}" if values else "–" for values in chosen]
+            yield [name] + [f"{geometric_mean(values):.3f}" if values else MISSING for values in chosen]
 
 
 def markdown(results: dict, baseline: dict[tuple, float]) -> str:
@@ -135,7 +143,11 @@ def markdown(results: dict, baseline: dict[tuple, float]) -> str:
         "",
     ]
     if columns:
-        lines += ["Times as fast as the peer, geometric means:", "", *table(["", *columns], mean_rows(results, columns))]
+        lines += [
+            "Times as fast as the peer, geometric means:",
+            "",
+            *table(["", *columns], mean_rows(results, columns)),
+        ]
     head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
     ours, names = results["ours"], results["ours"] + results["peers"]
     header = [*names, *columns, *(f"{n} of matmul" for n in ours), *(f"{n} of floor" for n in ours)]
@@ -143,8 +155,8 @@ def markdown(results: dict, baseline: dict[tuple, float]) -> str:
         cells = [cell for cell in results["cells"] if cell["problem"]["head_dim"] == dim]
         caption = f"Head dim {dim}, {cells[0]['problem']['dtype']}, TFLOP/s and half the interquartile range"
         rates = [cell["rates"] for cell in cells]
-        matmul = "–".join(f"{pick(r['matmul_flops'] for r in rates) / 1e12:.0f}" for pick in (min, max))
-        copy = "–".join(f"{pick(r['copy_bytes'] for r in rates) / 1e9:.0f}" for pick in (min, max))
+        matmul = " to ".join(f"{pick(r['matmul_flops'] for r in rates) / 1e12:.0f}" for pick in (min, max))
+        copy = " to ".join(f"{pick(r['copy_bytes'] for r in rates) / 1e9:.0f}" for pick in (min, max))
         lines += ["", f"{caption}; beside it matmul {matmul} TFLOP/s, copy {copy} GB/s:", ""]
         lines += table(["", *header], cell_rows(results, cells, columns))
     reasons = {(name, why) for cell in results["cells"] for name, why in cell["excluded"].items()}
@@ -153,7 +165,7 @@ def markdown(results: dict, baseline: dict[tuple, float]) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Bars of TFLOP/s, one panel per head dim and mask, the matrix product of the run as a line above them."""
+    """Bars of TFLOP/s, a panel per head dim and mask, the run's matrix product as a line above them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,13 +174,14 @@ def plot(results: dict, path: Path) -> None:
     cells = results["cells"]
     head_dims = sorted({cell["problem"]["head_dim"] for cell in cells})
     masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in cells))
-    colours = dict(zip(results["ours"], OUR_COLOURS)) | dict(zip(results["peers"], PEER_COLOURS))
+    colours = dict(zip(results["ours"], OUR_COLOURS, strict=False))
+    colours |= dict(zip(results["peers"], PEER_COLOURS, strict=False))
     names = [*results["peers"], *results["ours"]]
     width = 0.84 / len(names)
     panel = {"sharey": True, "squeeze": False, "figsize": (5 * len(head_dims), 3.1 * len(masks) + 0.8)}
     figure, axes = pyplot.subplots(len(masks), len(head_dims), **panel)
-    for row, mask in zip(axes, masks):
-        for axis, dim in zip(row, head_dims):
+    for row, mask in zip(axes, masks, strict=True):
+        for axis, dim in zip(row, head_dims, strict=True):
             shown = [c for c in cells if (c["problem"]["head_dim"], c["problem"]["mask"]) == (dim, mask)]
             for i, name in enumerate(names):
                 at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(shown))]
@@ -177,7 +190,9 @@ def plot(results: dict, path: Path) -> None:
                 if name in results["ours"]:
                     axis.bar_label(bars, fmt="%.0f", fontsize=6.5, padding=1)
             rates = [cell["rates"]["matmul_flops"] / 1e12 for cell in shown]
-            axis.plot(range(len(shown)), rates, color="black", linewidth=1, linestyle=":", label="matmul 8192³")
+            axis.plot(
+                range(len(shown)), rates, color="black", linewidth=1, linestyle=":", label="matmul 8192³"
+            )
             axis.set_xticks(range(len(shown)), [seqlen_label(cell["problem"]) for cell in shown])
             axis.set_title(f"head dim {dim}, {mask}", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
@@ -186,9 +201,18 @@ def plot(results: dict, path: Path) -> None:
         row[0].set_ylabel("TFLOP/s")
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=len(names) + 1, frameon=False)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=len(names) + 1, frameon=False
+    )
     where = results["environment"]
-    figure.text(0.995, 0.005, f"{where['device']}, {cells[0]['problem']['dtype']}", ha="right", fontsize=7, color="0.4")
+    figure.text(
+        0.995,
+        0.005,
+        f"{where['device']}, {cells[0]['problem']['dtype']}",
+        ha="right",
+        fontsize=7,
+        color="0.4",
+    )
     figure.tight_layout(rect=(0, 0.01, 1, 1 - 0.35 / figure.get_figheight()))
     figure.savefig(path, dpi=160)
     pyplot.close(figure)
@@ -197,13 +221,15 @@ def plot(results: dict, path: Path) -> None:
 def seqlen_label(problem: dict) -> str:
     """512, 1k, 16k; both lengths where they differ."""
     lengths = dict.fromkeys((problem["seqlen_q"], problem["seqlen_k"]))
-    return "×".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
+    return " x ".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     args.add_argument("results", type=Path, help="a JSON file of benchmarks.attention")
-    args.add_argument("--baseline", type=Path, help="peers measured elsewhere (default: peers_h100.json on an H100)")
+    args.add_argument(
+        "--baseline", type=Path, help="peers measured elsewhere (default: peers_h100.json on an H100)"
+    )
     options = args.parse_args(arguments)
     results = json.loads(options.results.read_text())
     text = markdown(results, baseline_for(results, options.baseline))

@@ -29,7 +29,9 @@ def environment(device: torch.device) -> dict:
     on_gpu = device.type == "cuda"
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device)
+        if on_gpu
+        else platform.processor() or platform.machine(),
         "driver": driver.splitlines()[0] if driver else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -55,8 +57,11 @@ def save(results: dict, name: str, folder: Path | None = None) -> Path:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of a benchmark: the one named, or a GPU if there is one; on a machine without, a plain refusal."""
+    """The device of a benchmark: the one named, else the GPU, and where there is none a plain refusal."""
     if name is None and not torch.cuda.is_available():
-        print("This measures a GPU and there is none here; --device cpu runs a small form of it.", file=sys.stderr)
+        print(
+            "This measures a GPU and there is none here; --device cpu runs a small form of it.",
+            file=sys.stderr,
+        )
         sys.exit(2)
     return torch.device(name or "cuda")

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-SAMPLE_US = 1500.0  # one sample is a batch of calls about this long, so that an event's own time does not count
+SAMPLE_US = (
+    1500.0  # one sample is a batch of calls about this long, so that an event's own time does not count
+)
 WARM_UP_CALLS = 3
 ROUNDS = range(5, 400)  # fewest and most samples of each function
 
@@ -16,7 +18,7 @@ ROUNDS = range(5, 400)  # fewest and most samples of each function
 def start(function: Callable, calls: int, device: torch.device) -> Callable[[], float]:
     """Run function() `calls` times; the result, when called later, gives microseconds per call.
 
-    On a GPU the batch lies between two events and nothing waits for it: read the result after a synchronisation.
+    On a GPU the batch lies between two events and nothing waits for it: read it after a synchronisation.
     """
     if device.type == "cpu":
         begin = time.perf_counter()
@@ -37,8 +39,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(functions: dict[str, Callable], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Samples, in microseconds per call, of every function: round by round, each round starting with another one.
+def interleaved(
+    functions: dict[str, Callable], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Samples, in microseconds per call, of every function, round by round; each round starts with another.
 
     As many rounds as `seconds` allow, within ROUNDS. Sample i of each function belongs to the same round.
     """
@@ -66,12 +70,12 @@ def interleaved(functions: dict[str, Callable], device: torch.device, seconds: f
 def summary(samples: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     quartiles = statistics.quantiles(samples, n=4, method="inclusive")
-    return {name: round(value, 3) for name, value in zip(("q25", "median", "q75"), quartiles)}
+    return {name: round(value, 3) for name, value in zip(("q25", "median", "q75"), quartiles, strict=True)}
 
 
 def paired_speedup(ours: list[float], theirs: list[float]) -> float:
     """How many times as fast ours is: the median over rounds of the ratio within a round."""
-    return round(statistics.median(b / a for a, b in zip(ours, theirs)), 4)
+    return round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 4)
 
 
 def graphed(function: Callable, calls: int = 1) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Named tables of what is tested: shapes, masks, memory layouts and element types, and the tensors they describe."""
+"""Named tables of what is tested: shapes, masks, layouts and element types, and the tensors they describe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Shape:
-    """One problem: q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
+    """q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
 
     batch: int
     heads_q: int
@@ -41,7 +41,7 @@ class Mask:
         return {"causal": self.causal, "window": self.window}
 
     def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """(seqlen_q, seqlen_k) booleans: query i sees key j iff i + sk - sq - left <= j <= i + sk - sq + right."""
+        """(seqlen_q, seqlen_k): query i sees key j iff i + sk - sq - left <= j <= i + sk - sq + right."""
         left, right = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         right = 0 if self.causal else right
         diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
@@ -58,9 +58,9 @@ class Mask:
 class Layout:
     """How a (batch, heads, seqlen, head_dim) tensor lies in a larger buffer whose every other element is NaN.
 
-    order: the dimensions from the outermost to the innermost in memory. rows, columns: how many more of them the
-    buffer has at the end of seqlen and head_dim. offset: elements before the first. step: stride of the innermost
-    dimension. expand: dimensions that hold one entry, repeated with stride 0.
+    order: the dimensions from the outermost to the innermost in memory. rows, columns: how many more of them
+    the buffer has at the end of seqlen and head_dim. offset: elements before the first. step: stride of the
+    innermost dimension. expand: dimensions that hold one entry, repeated with stride 0.
     """
 
     order: str = "bhsd"
@@ -70,13 +70,19 @@ class Layout:
     step: int = 1
     expand: str = ""
 
-    def make(self, size: tuple[int, ...], dtype: torch.dtype, device, generator: torch.Generator) -> torch.Tensor:
+    def make(
+        self, size: tuple[int, ...], dtype: torch.dtype, device, generator: torch.Generator
+    ) -> torch.Tensor:
         names = "bhsd"
-        stored = {name: 1 if name in self.expand else length for name, length in zip(names, size)}
+        stored = {
+            name: 1 if name in self.expand else length for name, length in zip(names, size, strict=True)
+        }
         room = dict(stored, s=stored["s"] + self.rows, d=stored["d"] + self.columns)
         innermost = self.order[-1]
         room[innermost] *= self.step
-        buffer = torch.full((self.offset + torch.Size(room.values()).numel(),), torch.nan, dtype=dtype, device=device)
+        buffer = torch.full(
+            (self.offset + torch.Size(room.values()).numel(),), torch.nan, dtype=dtype, device=device
+        )
         view = buffer[self.offset :].view([room[name] for name in self.order])
         view = view.permute([self.order.index(name) for name in names])
         if self.step > 1:
@@ -121,7 +127,7 @@ MASKS = {
     "window_left_zero": Mask(window=(0, 100)),
 }
 
-# Tiles have 64 to 192 rows and columns: lengths on, just before and just after their edges, and some that fit none.
+# Tiles have 64 to 192 rows and columns: lengths on, before and after their edges, and some that fit none.
 SHAPES = {
     "one_tile": Shape(2, 3, 3, 128, 128, 64),
     "several_tiles": Shape(2, 2, 2, 384, 512, 64),
@@ -150,9 +156,11 @@ def with_head_dim(shape: Shape, head_dim: int) -> Shape:
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed", seed: int | None = None):
-    """Fresh random (q, k, v). The seed is drawn anew unless given, and printed, so that a failure can be repeated."""
+    """Fresh random (q, k, v). The seed is drawn anew unless given; it is printed, to repeat a failure."""
     seed = torch.seed() % 2**31 if seed is None else seed
     print(f"{shape} {dtype} {layout} seed={seed}")
     generator = torch.Generator(device).manual_seed(seed)
     sizes = shape.q, shape.kv, shape.kv
-    return tuple(part.make(size, dtype, device, generator) for part, size in zip(LAYOUTS[layout], sizes))
+    return tuple(
+        part.make(size, dtype, device, generator) for part, size in zip(LAYOUTS[layout], sizes, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Fixtures: the device, every kernel family that runs on it, and a summary of what this machine cannot test."""
+"""Fixtures: the device, the kernel families that run on it, and a summary of what was skipped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import flash_cute  # noqa: E402
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to run the forward: a kernel family on the GPU, or PyTorch's operators on the CPU (family None)."""
+    """One way to run the forward: a kernel family on the GPU, or the CPU path (family None)."""
 
     device: torch.device
     family: str | None
 
     def forward(self, q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        """flash_cute.forward by this kernel, its outputs and workspaces poisoned with NaN when they are allocated.
+        """flash_cute.forward by this kernel, its outputs and workspaces poisoned with NaN when allocated.
 
         Deterministic mode fills torch.empty so: what the kernel then leaves out shows in the result.
         """
@@ -57,11 +57,15 @@ def kernels(device: torch.device) -> list[Kernel]:
     """Every family that is compiled and runs on this device."""
     if device.type == "cpu":
         return [Kernel(device, None)]
-    return [Kernel(device, family) for family in flash_cute.supported()["families"] if runs_on(device, family)]
+    return [
+        Kernel(device, family) for family in flash_cute.supported()["families"] if runs_on(device, family)
+    ]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default=None, help="where to run: cuda or cpu (default: cuda if there is one)")
+    parser.addoption(
+        "--device", default=None, help="where to run: cuda or cpu (default: cuda if there is one)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -114,7 +118,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """What was skipped and why, in one line each, whatever flags pytest was given."""
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")
+    )
     if reasons:
         terminalreporter.section("not run here")
         for reason, count in reasons.most_common():

@@ -71,25 +71,39 @@ def test_interleaved_times_every_function():
 
 @pytest.fixture(scope="module")
 def h100_like() -> dict:
-    """Results as attention.py writes them, on the papers' grid, with ours 1.1 times as fast as cuDNN everywhere."""
+    """Results as attention.py writes them, on the papers' grid, ours 1.1 times as fast as cuDNN."""
     known = {report.key(c["problem"]): c for c in ()}
     peers = json.loads(report.PEERS_H100.read_text())["cells"]
     known = {(c["d"], c["causal"], c["s"]): c for c in peers if c["mode"] == "fwd"}
     rates = {"matmul_flops": MATMUL_TFLOPS * 1e12, "copy_bytes": COPY_GBS * 1e9}
     draw = random.Random(0)
     cells = []
-    for problem in paper_grid(16384, 2048, [64, 128, 256], [512, 1024, 2048, 4096, 8192, 16384], [False, True], "bf16"):
+    for problem in paper_grid(
+        16384, 2048, [64, 128, 256], [512, 1024, 2048, 4096, 8192, 16384], [False, True], "bf16"
+    ):
         peer = known[problem.head_dim, problem.causal, problem.seqlen_q]
-        speeds = {"sm80": 1.05 * peer["fa2"], "sm90": 1.1 * peer["cudnn"], "flash": peer["fa2"], "cudnn": peer["cudnn"]}
+        speeds = {
+            "sm80": 1.05 * peer["fa2"],
+            "sm90": 1.1 * peer["cudnn"],
+            "flash": peer["fa2"],
+            "cudnn": peer["cudnn"],
+        }
         medians = {name: problem.flops / speed / 1e6 for name, speed in speeds.items()}
         noise = draw.uniform(0.002, 0.02)
-        cells.append({
-            "problem": problem.to_json(),
-            "times_us": {n: {"q25": t * (1 - noise), "median": t, "q75": t * (1 + noise)} for n, t in medians.items()},
-            "rates": rates,
-            "speedup": {o: {p: speeds[o] / speeds[p] for p in ("flash", "cudnn")} for o in ("sm80", "sm90")},
-            "excluded": {},
-        })
+        cells.append(
+            {
+                "problem": problem.to_json(),
+                "times_us": {
+                    n: {"q25": t * (1 - noise), "median": t, "q75": t * (1 + noise)}
+                    for n, t in medians.items()
+                },
+                "rates": rates,
+                "speedup": {
+                    o: {p: speeds[o] / speeds[p] for p in ("flash", "cudnn")} for o in ("sm80", "sm90")
+                },
+                "excluded": {},
+            }
+        )
     where = dict.fromkeys(("driver", "torch", "cudnn", "commit", "date", "command"), "x")
     where["device"] = "NVIDIA H100 80GB HBM3"
     return {"environment": where, "ours": ["sm80", "sm90"], "peers": ["flash", "cudnn"], "cells": cells}
@@ -98,7 +112,14 @@ def h100_like() -> dict:
 def test_comparison_with_the_best_known_peer(h100_like):
     baseline = report.baseline_for(h100_like)
     columns = report.comparisons(h100_like, baseline)
-    assert list(columns) == ["sm80/flash", "sm80/cudnn", "sm80/best known", "sm90/flash", "sm90/cudnn", "sm90/best known"]
+    assert list(columns) == [
+        "sm80/flash",
+        "sm80/cudnn",
+        "sm80/best known",
+        "sm90/flash",
+        "sm90/cudnn",
+        "sm90/best known",
+    ]
     assert {len(column) for column in columns.values()} == {36}
     for where, ratio in columns["sm90/best known"].items():
         assert ratio == pytest.approx(1.1 / baseline[where])
@@ -142,7 +163,9 @@ def test_attention_then_report(tmp_path, capsys):
     tiny = ["--tokens", "64", "--hidden", "64", "--head-dims", "32", "--seqlens", "32,64"]
     path = attention.main([*TINY, *tiny, "--output", str(tmp_path), "--name", "tiny"])
     written = json.loads(path.read_text())
-    assert [set(cell["times_us"]) for cell in written["cells"]] == [{"cpu", "flash", "math", "matmul", "copy"}] * 4
+    assert [set(cell["times_us"]) for cell in written["cells"]] == [
+        {"cpu", "flash", "math", "matmul", "copy"}
+    ] * 4
     report.main([str(path)])
     assert path.with_suffix(".md").exists()
     assert path.with_suffix(".png").exists()

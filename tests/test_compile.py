@@ -54,7 +54,9 @@ def test_fake_results_are_like_real_ones(kernel, layout, head_dim):
     inputs = make_inputs(Shape(2, 4, 2, 13, 17, head_dim), torch.float16, kernel.device, layout)
     real = kernel.forward(*inputs, causal=True)
     with FakeTensorMode() as mode:
-        fake = flash_cute.forward(*(mode.from_tensor(tensor) for tensor in inputs), causal=True, family=kernel.family)
+        fake = flash_cute.forward(
+            *(mode.from_tensor(tensor) for tensor in inputs), causal=True, family=kernel.family
+        )
     for ours, theirs in zip(fake, real, strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
         assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)

@@ -1,4 +1,4 @@
-"""What the forward promises beside its values: nothing from outside the valid range, no NaN of its own, the same bits."""
+"""What the forward promises beside its values: nothing from outside, no NaN of its own, the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ garbage = pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf],
 
 @pytest.mark.gpu
 def test_outputs_are_poisoned(kernel):
-    """That an element the kernel leaves out shows as NaN in all these tests: out and LSE are filled when allocated."""
+    """Elements that a kernel leaves out show as NaN in all these tests: out and LSE are filled beforehand."""
     q, k, v = make_inputs(SHAPES["one_tile"], torch.bfloat16, kernel.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         kernel.forward(q, k, v)
@@ -22,7 +22,9 @@ def test_outputs_are_poisoned(kernel):
 
 @garbage
 @dtypes
-@pytest.mark.parametrize("mask", [Mask(window=(5, 5)), Mask(causal=True, window=(60, None)), MASKS["window_diagonal"]])
+@pytest.mark.parametrize(
+    "mask", [Mask(window=(5, 5)), Mask(causal=True, window=(60, None)), MASKS["window_diagonal"]]
+)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 300), (70, 333), (130, 700)])
 def test_unreachable_keys_may_hold_anything(kernel, seqlen_q, seqlen_k, mask, dtype, garbage):
     """Keys left of every query's window never reach the result, whatever K and V hold there."""

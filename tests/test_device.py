@@ -19,12 +19,14 @@ def assert_same(results, expected) -> None:
 
 
 # One that runs as it is, one that is padded, one that is copied: each must keep to the stream.
-LAYOUTS = pytest.mark.parametrize(("head_dim", "layout"), [(64, "mixed"), (100, "mixed"), (64, "columns_of_rows")])
+LAYOUTS = pytest.mark.parametrize(
+    ("head_dim", "layout"), [(64, "mixed"), (100, "mixed"), (64, "columns_of_rows")]
+)
 
 
 @LAYOUTS
 def test_work_goes_to_the_current_stream(kernel, head_dim, layout):
-    """The inputs arrive late on a side stream; a kernel on any other stream would read the NaN that was there."""
+    """The inputs arrive late on a side stream; a kernel on another would read the NaN that was there."""
     shape = Shape(2, 4, 4, 500, 500, head_dim)
     inputs = make_inputs(shape, torch.bfloat16, kernel.device, layout)
     expected = kernel.forward(*inputs)

@@ -1,4 +1,4 @@
-"""The Python package around the kernels: what is compiled, what a call would run, and the newcomer's main job."""
+"""The Python package around the kernels: what is compiled, what a call would run, the newcomer's main job."""
 
 from __future__ import annotations
 
@@ -93,13 +93,17 @@ def test_the_face_is_documented_and_typed():
 
 
 def test_attention_and_forward_take_the_same():
-    assert inspect.signature(flash_cute.attention).parameters == inspect.signature(flash_cute.forward).parameters
+    assert (
+        inspect.signature(flash_cute.attention).parameters == inspect.signature(flash_cute.forward).parameters
+    )
 
 
 def test_main_job(device, tmp_path):
-    """`python -m flash_cute` succeeds and shows the device, errors and speeds, where the tests found the package."""
+    """`python -m flash_cute` succeeds and compares with SDPA, by the package that the tests import."""
     path = os.pathsep.join([*sys.path, str(ROOT)])
     main = [sys.executable, "-m", "flash_cute", "--quick", "--device", device.type]
-    ran = subprocess.run(main, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    ran = subprocess.run(
+        main, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "SDPA" in ran.stdout

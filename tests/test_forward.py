@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import (
-    BUCKETS, DTYPES, HEAD_DIMS, LAYOUTS, MASKS, ODD_HEAD_DIMS, SHAPES, Shape, make_inputs, with_head_dim,
+    BUCKETS,
+    DTYPES,
+    HEAD_DIMS,
+    LAYOUTS,
+    MASKS,
+    ODD_HEAD_DIMS,
+    SHAPES,
+    Shape,
+    make_inputs,
+    with_head_dim,
 )
 from tolerance import assert_attention
 
@@ -81,7 +90,7 @@ def test_output_keeps_the_queries_layout(kernel, layout):
 
 @dtypes
 def test_large_scores_do_not_overflow(kernel, dtype):
-    """Scores of some thousands: exp() of them overflows, of their distance from the row's maximum it does not."""
+    """Scores of some thousands: exp() of them overflows, of their distance from the maximum it does not."""
     q, k, v = make_inputs(Shape(2, 2, 2, 150, 201, 64), dtype, kernel.device)
     q, k = q * 30, k * 30
     assert_attention(kernel.forward(q, k, v), q, k, v)

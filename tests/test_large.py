@@ -63,7 +63,7 @@ def test_many_keys(kernel):
 
 @pytest.mark.parametrize("heads_kv", [1, 2])
 def test_all_of_many_keys(kernel, heads_kv):
-    """2^24 keys, all visible: those after the first thousands weigh nothing, so that the oracle needs only these."""
+    """2^24 keys, all visible: all but the last thousands weigh nothing, so the oracle needs only these."""
     seqlen, near = TOO_MANY // HEAD_DIM // heads_kv + 77, 4000
     k = torch.zeros(1, heads_kv, seqlen, HEAD_DIM, dtype=DTYPE, device=kernel.device)
     v = random(1, heads_kv, seqlen, HEAD_DIM, device=kernel.device)
@@ -71,7 +71,9 @@ def test_all_of_many_keys(kernel, heads_kv):
     k[:, :, :-near] = -1  # scores near -200, whose exp() is nothing beside that of scores near 0
     k[:, :, -near:].normal_()
     seen = slice(-near, None)
-    assert_attention(kernel.forward(q, k, v, softmax_scale=1.0), q, k[:, :, seen], v[:, :, seen], softmax_scale=1.0)
+    assert_attention(
+        kernel.forward(q, k, v, softmax_scale=1.0), q, k[:, :, seen], v[:, :, seen], softmax_scale=1.0
+    )
 
 
 STRIDES = {  # (batch, heads, seqlen) of the tensors, and which stride is over 2^31 elements, or reaches there

@@ -11,12 +11,13 @@ hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not install
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+EXAMPLES = 150 if torch.cuda.is_available() else 40
 lengths = st.integers(1, 400)
 limits = st.none() | st.integers(0, 420)
 
 
 @given(lengths, lengths, st.booleans(), st.none() | st.tuples(limits, limits), st.sampled_from([32, 64, 128]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=EXAMPLES)
 def test_any_window_on_any_lengths(kernel, seqlen_q, seqlen_k, causal, window, head_dim):
     mask = Mask(causal, window)
     q, k, v = make_inputs(Shape(1, 4, 2, seqlen_q, seqlen_k, head_dim), torch.bfloat16, kernel.device)
@@ -36,7 +37,9 @@ SAME = {
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME)
 def test_same_mask_same_bits(kernel, one, other, shape):
     q, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
-    for a, b in zip(kernel.forward(q, k, v, **one.options), kernel.forward(q, k, v, **other.options), strict=True):
+    for a, b in zip(
+        kernel.forward(q, k, v, **one.options), kernel.forward(q, k, v, **other.options), strict=True
+    ):
         assert torch.equal(a, b)
 
 

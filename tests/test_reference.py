@@ -18,10 +18,14 @@ def by_definition(q, k, v, visible, scale):
         seen = [j for j in range(len(k)) if visible[i][j]]
         scores = [scale * math.fsum(a * b for a, b in zip(row, k[j], strict=True)) for j in seen]
         total = math.fsum(math.exp(score) for score in scores)
-        outs.append([
-            math.fsum(math.exp(score) * v[j][d] for score, j in zip(scores, seen, strict=True)) / total if seen else 0.0
-            for d in range(len(row))
-        ])
+        outs.append(
+            [
+                math.fsum(math.exp(score) * v[j][d] for score, j in zip(scores, seen, strict=True)) / total
+                if seen
+                else 0.0
+                for d in range(len(row))
+            ]
+        )
         lses.append(math.log(total) if seen else -math.inf)
     return outs, lses
 

@@ -2,7 +2,7 @@
 
     err(ours, fp64) <= 2 * err(same-dtype PyTorch math, fp64) + 1e-5
 
-by element maximum and by root mean square, for the output and for the LSE; and -inf and NaN in the same places.
+by element maximum and by root mean square, for out and LSE; and -inf and NaN in the same places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def assert_within_rule(name: str, ours: torch.Tensor, yardstick: torch.Tensor, o
     assert ours.shape == oracle.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(oracle.shape)}"
     for pattern in (torch.isnan, torch.isneginf, torch.isposinf):
         wrong = (pattern(ours) != pattern(oracle)).sum().item()
-        assert wrong == 0, f"{name}: {pattern.__name__} is not the oracle's in {wrong} of {ours.numel()} elements"
+        assert wrong == 0, (
+            f"{name}: {pattern.__name__} is not the oracle's in {wrong} of {ours.numel()} elements"
+        )
     finite = torch.isfinite(oracle)
     if not finite.any():
         return
@@ -30,9 +32,7 @@ def assert_within_rule(name: str, ours: torch.Tensor, yardstick: torch.Tensor, o
         assert got <= bound, f"{name}: {norm} error {got:.3e} is over {bound:.3e}, what PyTorch's own allows"
 
 
-def assert_attention(
-    result, q, k, v, mask: Mask = MASKS["full"], softmax_scale: float | None = None
-) -> None:
+def assert_attention(result, q, k, v, mask: Mask = MASKS["full"], softmax_scale: float | None = None) -> None:
     """Check our forward's (out, lse): shapes, types, and values against float64 on these inputs."""
     out, lse = result
     assert (out.dtype, out.device) == (q.dtype, q.device)

@@ -24,14 +24,24 @@ def host(pytestconfig: pytest.Config):
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
-    sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.def"), *INCLUDE.rglob("*.hpp"), *INCLUDE.rglob("*.def")])
+    sources = sorted(
+        [*HERE.rglob("*.cpp"), *HERE.rglob("*.def"), *INCLUDE.rglob("*.hpp"), *INCLUDE.rglob("*.def")]
+    )
     state = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + sys.version.encode())
     folder = pytestconfig.cache.mkdir("host") / state.hexdigest()[:16]
     library = folder / f"flash_cute_host{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not library.exists():
         folder.mkdir(exist_ok=True)
         includes = [HERE, INCLUDE, pybind11.get_include(), sysconfig.get_path("include")]
-        flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", *(f"-I{path}" for path in includes)]
+        flags = [
+            "-std=c++20",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            "-fPIC",
+            "-shared",
+            *(f"-I{path}" for path in includes),
+        ]
         unfinished = library.with_suffix(".unfinished")
         subprocess.run([compiler, *flags, HERE / "host.cpp", "-o", unfinished], check=True)
         unfinished.rename(library)

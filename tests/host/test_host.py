@@ -23,14 +23,20 @@ masks = st.tuples(lengths, lengths, limits, limits)
 
 
 def make_mask(host, seqlen_q, seqlen_k, left, right):
-    return host.WindowMask(seqlen_q, seqlen_k, *(UNLIMITED if side is None else side for side in (left, right)))
+    return host.WindowMask(
+        seqlen_q, seqlen_k, *(UNLIMITED if side is None else side for side in (left, right))
+    )
 
 
 def visible_pairs(seqlen_q, seqlen_k, left, right) -> torch.Tensor:
     return Mask(window=(left, right)).visible(seqlen_q, seqlen_k)
 
 
-@given(st.tuples(st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(0, 70), st.none() | st.integers(0, 70)))
+@given(
+    st.tuples(
+        st.integers(1, 60), st.integers(1, 60), st.none() | st.integers(0, 70), st.none() | st.integers(0, 70)
+    )
+)
 def test_visible_is_the_definition(host, case):
     mask, expected = make_mask(host, *case), visible_pairs(*case)
     rows, keys = expected.shape
@@ -39,10 +45,9 @@ def test_visible_is_the_definition(host, case):
 
 @given(masks, blocks, blocks)
 def test_block_ranges_are_tight(host, case, block_m, block_n):
-    """visited: from the first to the last block with a visible pair. unmasked: exactly the blocks without a hidden one."""
+    """visited: the blocks with a visible pair. unmasked: exactly the blocks without a hidden one."""
     mask, expected = make_mask(host, *case), visible_pairs(*case)
-    seqlen_q, seqlen_k = expected.shape
-    for m_begin in range(0, seqlen_q, block_m):
+    for m_begin in range(0, len(expected), block_m):
         columns = expected[m_begin : m_begin + block_m].split(block_n, dim=1)
         seen = [block for block, pairs in enumerate(columns) if pairs.any()]
         whole = [block for block, pairs in enumerate(columns) if pairs.all() and pairs.shape[1] == block_n]
@@ -62,7 +67,7 @@ def test_reachable_keys_and_pairs(host, case):
 
 @given(st.integers(1, LONGEST), st.integers(1, LONGEST), st.none() | st.integers(0, 2**63 - 1), st.data())
 def test_long_sequences_do_not_overflow(host, seqlen_q, seqlen_k, left, data):
-    """Lengths and limits as large as validation lets through, where the sums would overflow 32 bits if unclamped."""
+    """Lengths and limits as large as validation lets through: unclamped, their sums overflow 32 bits."""
     right = data.draw(st.none() | st.integers(0, 2**63 - 1))
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     row = data.draw(st.integers(0, seqlen_q - 1))
@@ -75,7 +80,9 @@ def test_long_sequences_do_not_overflow(host, seqlen_q, seqlen_k, left, data):
     assert mask.visited(row, 1, 1) == ((first, end) if first < end else (0, 0))
 
 
-shapes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), lengths, lengths, st.sampled_from([8, 64, 256]))
+shapes = st.tuples(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), lengths, lengths, st.sampled_from([8, 64, 256])
+)
 cache_sizes = st.sampled_from([0, 2**16, 2**20, 2**24, 2**26])
 
 
@@ -111,7 +118,7 @@ def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes):
 
 @given(shapes, blocks, cache_sizes)
 def test_sections_fit_the_cache(host, shape, block_m, l2_bytes):
-    """The K and V heads that a section reads fill at most half of L2, unless it is one head; groups stay whole."""
+    """The K and V that a section reads fill at most half of L2, unless of one head; groups stay whole."""
     batch, heads_kv, group, _, seqlen_k, head_dim = shape
     order, _, _ = make_order(host, shape, None, None, block_m, l2_bytes)
     kv_heads = -(-order.section // group)
@@ -135,7 +142,7 @@ def test_a_head_dim_without_a_row_has_no_tile(host):
 
 
 def test_instances_are_well_formed(host):
-    """The build reads instances.def by regular expression, C++ by macro: names that both understand, no duplicates."""
+    """Each axis has names, without duplicates, and the head dims end with the largest that is promised."""
     instances = host.instances()
     for axis in (instances.families, instances.elements, instances.head_dims):
         assert axis
