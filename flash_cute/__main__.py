@@ -126,7 +126,7 @@ def main() -> int:
     options = parser.parse_args()
     use_gpu = torch.cuda.is_available() and flash_cute.supported()["families"]
     if torch.cuda.is_available() and not use_gpu:
-        print("The GPU here is not used: this build has no kernels (docs/building.md says how to get them).\n")
+        print("This build has no kernels for the GPU here; docs/building.md says how to get them.\n")
     device = torch.device(options.device or ("cuda" if use_gpu else "cpu"))
     size = (QUICK_SIZES if options.quick else SIZES)[device.type]
 
