@@ -101,7 +101,7 @@ def main() -> int:
     name = "forward_{family}_{element}_{head_dim}"
     print(table(report, {name.format_map(kernel): kernel["smem_bytes"] for kernel in compiled}))
     if report["missing"]:
-        print(f"the CPU package: {report['missing']}")
+        print(f"This is the CPU package: {report['missing']}")
     if not arguments.check:
         return 0
     found = faults(report)

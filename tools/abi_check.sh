@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Shows that one built wheel serves other torches and Pythons: each gets a venv of its own, in which the wheel is
+# installed and its operators are listed and run on the CPU.
+#
+#   tools/abi_check.sh dist/flash_cute-*.whl python3.11=2.11.0 python3.12=2.15.0
+set -euo pipefail
+
+wheel=$1
+shift
+folder=$(mktemp -d "${TMPDIR:-/tmp}/flash_cute_abi.XXXXXX")
+trap 'rm -rf "$folder"' EXIT
+
+cat >"$folder/probe.py" <<'PROBE'
+import platform
+
+import torch
+
+import flash_cute
+
+names = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("flash_cute::")]
+q, k, v = torch.randn(3, 1, 2, 77, 64, dtype=torch.bfloat16)
+out, lse = flash_cute.forward(q, k, v, causal=True)
+exact, exact_lse = flash_cute.reference.forward(q, k, v, causal=True)
+error = max((out - exact).abs().max().item(), (lse - exact_lse).abs().max().item())
+assert error < 0.05, error
+print(f"Python {platform.python_version()}, torch {torch.__version__}: error {error:.4f}, {', '.join(sorted(names))}")
+PROBE
+
+for pair in "$@"; do
+    rm -rf "$folder/venv"
+    "${pair%%=*}" -m venv "$folder/venv"
+    "$folder/venv/bin/pip" install --quiet "torch==${pair#*=}"
+    "$folder/venv/bin/pip" install --quiet --no-deps "$wheel"
+    (cd "$folder" && venv/bin/python probe.py)
+done
