@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_cute
 
-from .problem import Problem
+from .problem import DTYPES, Problem
 
 aten = torch.ops.aten
+CPU = "cpu"  # our contender where there is no kernel family
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 # Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
@@ -91,11 +92,22 @@ DEFAULT_PEERS = ("flash", "cudnn", "efficient")
 PEERS_ON_CPU = ("flash", "math")
 
 
+def runs_on(device: torch.device, family: str) -> bool:
+    """Whether a device runs a compiled family; any one of its kernels can tell."""
+    element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
+    q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES[element], device=device)
+    try:
+        flash_cute.explain(q, q, q, family=family)
+    except ValueError:
+        return False
+    return True
+
+
 def families(device: torch.device) -> list[str]:
     """Names of our contenders on this device: each compiled family that runs on it, or 'cpu'."""
     if device.type == "cpu":
-        return ["cpu"]
-    return list(flash_cute.supported()["families"])
+        return [CPU]
+    return [family for family in flash_cute.supported()["families"] if runs_on(device, family)]
 
 
 def prepare(name: str, problem: Problem, q, k, v) -> Run:
@@ -103,7 +115,7 @@ def prepare(name: str, problem: Problem, q, k, v) -> Run:
     if name in PEERS:
         run = PEERS[name](problem, q, k, v)
     else:
-        run = ours(problem, q, k, v, family=None if name == "cpu" else name)
+        run = ours(problem, q, k, v, family=None if name == CPU else name)
     try:
         run()
     except (RuntimeError, NotImplementedError, ValueError) as error:

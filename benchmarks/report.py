@@ -186,8 +186,10 @@ def plot(results: dict, path: Path) -> None:
             for i, name in enumerate(names):
                 at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(shown))]
                 heights = [tflops(cell, name) if name in cell["times_us"] else 0 for cell in shown]
-                bars = axis.bar(at, heights, width * 0.92, color=colours[name], label=name)
-                if name in results["ours"]:
+                mine = name in results["ours"]
+                label = f"flash_cute {name}" if mine else f"PyTorch's {name}"
+                bars = axis.bar(at, heights, width * 0.92, color=colours[name], label=label)
+                if mine:
                     axis.bar_label(bars, fmt="%.0f", fontsize=6.5, padding=1)
             rates = [cell["rates"]["matmul_flops"] / 1e12 for cell in shown]
             axis.plot(

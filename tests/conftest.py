@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 # The benchmarks are tested from the checkout, but an installed flash_cute goes before the checkout's sources.
 sys.path.append(str(ROOT))
 
 import flash_cute  # noqa: E402
+from benchmarks.contenders import CPU, families  # noqa: E402
+
+DEVICE = pytest.StashKey[torch.device]()
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,9 @@ class Kernel:
             torch.use_deterministic_algorithms(False)
 
 
-def runs_on(device: torch.device, family: str) -> bool:
-    """Whether this device runs a compiled family, of which it takes any one kernel to know."""
-    element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
-    q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES[element], device=device)
-    try:
-        flash_cute.explain(q, q, q, family=family)
-    except ValueError:
-        return False
-    return True
-
-
 def kernels(device: torch.device) -> list[Kernel]:
     """Every family that is compiled and runs on this device."""
-    if device.type == "cpu":
-        return [Kernel(device, None)]
-    return [
-        Kernel(device, family) for family in flash_cute.supported()["families"] if runs_on(device, family)
-    ]
+    return [Kernel(device, None if family == CPU else family) for family in families(device)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,9 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "big_memory(gib): needs a CUDA device with this much free memory")
     name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
     config.stash[DEVICE] = torch.device(name)
-
-
-DEVICE = pytest.StashKey[torch.device]()
 
 
 def missing(item: pytest.Item) -> str | None:

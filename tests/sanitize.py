@@ -1,0 +1,80 @@
+"""Every kernel on small shapes under compute-sanitizer: bounds, races, uninitialised reads and barriers.
+
+    python tests/sanitize.py                   all four tools
+    python tests/sanitize.py memcheck          one of them
+    python tests/sanitize.py --bare            the calls alone, as each tool runs them
+
+Inputs are drawn and results checked on the CPU, so that nearly all the kernels that a tool sees are ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from cases import DTYPES, MASKS, Shape, make_inputs
+from tolerance import assert_attention
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import flash_cute  # noqa: E402
+from benchmarks.contenders import families  # noqa: E402
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Two tiles of queries, several of keys, none of them full; and rows that see nothing.
+SIZES = {"rows": (150, 201), "blind": (201, 50)}
+
+
+def calls():
+    """(family, mask, shape, dtype) of every call: each kernel at its own head dim and just below it."""
+    kernels = flash_cute.supported()["families"]
+    for family in families(torch.device("cuda")):
+        for element, head_dims in kernels[family].items():
+            for head_dim, mask in itertools.product(head_dims, ("full", "causal", "window_symmetric")):
+                for size, narrower in ((SIZES["rows"], 0), (SIZES["blind"], 8)):
+                    yield family, MASKS[mask], Shape(1, 2, 1, *size, head_dim - narrower), DTYPES[element]
+
+
+def run_all() -> None:
+    for family, mask, shape, dtype in calls():
+        inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
+        on_gpu = (tensor.to("cuda") for tensor in inputs)
+        result = flash_cute.forward(*on_gpu, family=family, **mask.options)
+        assert_attention([tensor.cpu() for tensor in result], *inputs, mask)
+
+
+def under(tool: str) -> bool:
+    """Run all calls under one tool, each tensor in an allocation of its own, so that its ends are known."""
+    begin = time.perf_counter()
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--bare"]
+    ran = subprocess.run(
+        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True
+    )
+    said = [line for line in ran.stdout.splitlines() if line.startswith("=========")]
+    print(f"{tool}, {time.perf_counter() - begin:.0f} s: {said[-1] if said else 'no summary'}", flush=True)
+    if ran.returncode:
+        print("\n".join(said[:40]), ran.stderr, sep="\n")
+    return ran.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tools", nargs="*", metavar="tool", help="of " + ", ".join(TOOLS))
+    parser.add_argument("--bare", action="store_true", help="without a tool")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("compute-sanitizer looks at GPU kernels, and there is no GPU here")
+    if options.bare:
+        run_all()
+    elif not all([under(tool) for tool in options.tools or TOOLS]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
