@@ -43,21 +43,9 @@ def yardstick_rates(times: dict, device: torch.device) -> dict[str, float]:
 
 def measure(problem: Problem, names: list[str], yards: dict, device: torch.device, options) -> dict:
     """One cell: times of all contenders that can run it, and why the others cannot."""
-    inputs = problem.inputs(device, options.layout)
-    running, excluded, first_out = {}, {}, None
-    for name in names:
-        try:
-            run = contenders.prepare(name, problem, *inputs)
-        except contenders.CannotRun as reason:
-            excluded[name] = str(reason)
-            continue
-        out = run()[0]
-        first_out = out if first_out is None else first_out
-        if contenders.agrees(out, first_out):
-            running[name] = timing.graphed(run) if options.graph else run
-        else:
-            excluded[name] = "its result differs"
-    del first_out, out
+    running, excluded = contenders.prepare_all(names, problem, *problem.inputs(device, options.layout))
+    if options.graph:
+        running = {name: timing.graphed(run) for name, run in running.items()}
     samples = timing.interleaved(running | yards, device, options.seconds)
     times = {name: timing.summary(values) for name, values in samples.items()}
     speedup = {

@@ -123,6 +123,24 @@ def prepare(name: str, problem: Problem, q, k, v) -> Run:
     return run
 
 
+def prepare_all(names: list[str], problem: Problem, q, k, v) -> tuple[dict[str, Run], dict[str, str]]:
+    """({name: its call}, {name: why it is left out}); left out is what has no kernel, or another result."""
+    running, excluded, first_out = {}, {}, None
+    for name in names:
+        try:
+            run = prepare(name, problem, q, k, v)
+        except CannotRun as reason:
+            excluded[name] = str(reason)
+            continue
+        out = run()[0]
+        first_out = out if first_out is None else first_out
+        if agrees(out, first_out):
+            running[name] = run
+        else:
+            excluded[name] = "its result differs"
+    return running, excluded
+
+
 def agrees(out: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contenders compute the same function: looser than rounding, tighter than another mask."""
     return bool((out.float() - other.float()).abs().amax() < 0.1)

@@ -20,12 +20,13 @@ import flash_cute
 
 from . import contenders, timing
 from .problem import Problem
-from .report import table
+from .report import MISSING, table
 from .results import choose_device, environment, save
 
 TINY = [Problem(1, 2, 2, 64, 64, 64, causal=True), Problem(4, 8, 8, 128, 128, 128, causal=True)]
 CALLS = {"cuda": 400, "cpu": 5}  # of one sample
 GRAPH_CALLS = 50
+ALLOCATION = "empty_like"  # has no kernel, so no graph
 
 
 def host_us(function: Callable, calls: int, device: torch.device) -> float:
@@ -54,16 +55,15 @@ def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
         "flash_cute.forward": partial(flash_cute.forward, q, k, v, problem.causal),
         "torch.ops.flash_cute.forward": partial(torch.ops.flash_cute.forward, q, k, v, problem.causal),
     }
-    for family in contenders.families(device)[1:]:
-        found[f"flash_cute.forward, {family}"] = partial(
-            flash_cute.forward, q, k, v, problem.causal, family=family
-        )
+    ours = contenders.families(device)
+    for family in ours if len(ours) > 1 else ():
+        found[f"flash_cute.forward, {family}"] = contenders.prepare(family, problem, q, k, v)
     for peer in ("flash",) if device.type == "cpu" else contenders.DEFAULT_PEERS:
         found[f"aten {peer}"] = contenders.prepare(peer, problem, q, k, v)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return found | {
         "SDPA": partial(sdpa, q, k, v, is_causal=problem.causal),
-        "empty_like": partial(torch.empty_like, q),
+        ALLOCATION: partial(torch.empty_like, q),
     }
 
 
@@ -75,13 +75,14 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     for what, clock in measures.items():
         samples: dict[str, list[float]] = {name: [] for name in running}
         begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds or len(samples["empty_like"]) < timing.ROUNDS.start:
+        while time.perf_counter() - begin < seconds or len(samples[ALLOCATION]) < timing.ROUNDS.start:
             for name, function in running.items():
                 samples[name].append(clock(function, CALLS[device.type]))
         for name, values in samples.items():
             found[name][what] = timing.summary(values)
     if device.type == "cuda":
-        graphs = {name: timing.graphed(function, GRAPH_CALLS) for name, function in running.items()}
+        kernels = {name: function for name, function in running.items() if name != ALLOCATION}
+        graphs = {name: timing.graphed(function, GRAPH_CALLS) for name, function in kernels.items()}
         for name, values in timing.interleaved(graphs, device, seconds).items():
             found[name]["in a graph"] = timing.summary([value / GRAPH_CALLS for value in values])
     return {"problem": problem.to_json(), "us": found}
@@ -93,7 +94,10 @@ def markdown(cells: list[dict]) -> str:
         p, times = cell["problem"], cell["us"]
         shape = f"({p['batch']}, {p['heads_q']}, {p['seqlen_q']}, {p['head_dim']}) {p['mask']}, {p['dtype']}"
         measures = list(next(iter(times.values())))
-        rows = [[name, *(f"{us[what]['median']:.1f}" for what in measures)] for name, us in times.items()]
+        rows = [
+            [name, *(f"{us[what]['median']:.1f}" if what in us else MISSING for what in measures)]
+            for name, us in times.items()
+        ]
         lines += [f"{shape}, microseconds per call:", "", *table(["", *measures], rows), ""]
     return "\n".join(lines).rstrip()
 

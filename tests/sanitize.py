@@ -18,13 +18,14 @@ import time
 from pathlib import Path
 
 import torch
-from cases import DTYPES, MASKS, Shape, make_inputs
-from tolerance import assert_attention
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import flash_cute  # noqa: E402
-from benchmarks.contenders import families  # noqa: E402
+from cases import DTYPES, MASKS, Shape, make_inputs
+from tolerance import assert_attention
+
+import flash_cute
+from benchmarks.contenders import families
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Two tiles of queries, several of keys, none of them full; and rows that see nothing.
@@ -52,7 +53,16 @@ def run_all() -> None:
 def under(tool: str) -> bool:
     """Run all calls under one tool, each tensor in an allocation of its own, so that its ends are known."""
     begin = time.perf_counter()
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--bare"]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        __file__,
+        "--bare",
+    ]
     ran = subprocess.run(
         command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True
     )
@@ -72,8 +82,8 @@ def main() -> None:
         sys.exit("compute-sanitizer looks at GPU kernels, and there is no GPU here")
     if options.bare:
         run_all()
-    elif not all([under(tool) for tool in options.tools or TOOLS]):
-        sys.exit(1)
+    elif failed := [tool for tool in options.tools or TOOLS if not under(tool)]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
