@@ -40,7 +40,7 @@ TIMED_RUNS = 3
 
 # About a minute on two cores, and less than that on a large GPU.
 NAMES = ("layers", "heads", "kv_heads", "head_dim", "batch", "context", "steps")
-SIZES = {"cpu": (2, 4, 2, 32, 8, 256, 100), "cuda": (8, 8, 4, 64, 32, 1024, 500)}
+SIZES = {"cpu": (2, 4, 2, 32, 8, 256, 150), "cuda": (8, 8, 4, 64, 32, 1024, 500)}
 CONTEXTS = {"cpu": [64, 256, 1024], "cuda": [256, 1024, 4096, 16384]}
 BATCH_BYTES = {"cpu": 16384, "cuda": 131072}  # evaluated at each context length
 
