@@ -149,6 +149,14 @@ def selected_instances() -> list[Instance]:
 # What it is compiled with
 
 
+def cpp_compiler() -> str:
+    wanted = os.environ.get("CXX", "c++")
+    # CXX may name a launcher before the compiler; setup.py brings its own.
+    if path := shutil.which(wanted.split()[-1]):
+        return path
+    raise SystemExit(f"flash_cute: there is no C++ compiler {wanted}; install g++ or set CXX")
+
+
 def toolkit_candidates(major: str) -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
@@ -233,7 +241,7 @@ def link(name: str, target: Path) -> str:
 
 def ninja_file(sources: list[str], instances: list[Instance], toolkit: Path | None) -> str:
     """The text of build.ninja for the C++ sources and the kernel instances."""
-    compiler = shutil.which(cpp_extension.get_cxx_compiler())
+    compiler = cpp_compiler()
     torch_home = link("torch", Path(torch.__file__).parent)
     python_headers = link("python", Path(sysconfig.get_path("include")))
     includes = f"-Igenerated -I{os.path.relpath(ROOT / 'include', BUILD)}"
@@ -305,6 +313,7 @@ class BuildNative(cpp_extension.BuildExtension):
 
     def deliver(self, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
+        library.unlink(missing_ok=True)  # never written over: a running program may have it mapped
         shutil.copy(BUILD / LIBRARY, library)
         shutil.copy(BUILD / REPORT, library.with_name(REPORT))
 
