@@ -24,6 +24,8 @@ MEASURED = {"NVIDIA H100 80GB HBM3": Rates(788e12, 3.02e12, "measured: cuBLAS, c
 # architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
 
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
+
 
 def rates_of(device: torch.device) -> Rates | None:
     """The device's rates as measured, or estimated from its clocks; None where neither is possible."""
@@ -49,10 +51,8 @@ def device_name(device: torch.device) -> str:
 
 def scaled(value: float, unit: str) -> str:
     """value to three digits with a decimal prefix: scaled(2.5e9, "B") is "2.5 GB"."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value * 1e6:.3g} µ{unit}"
+    factor, prefix = next((scale for scale in PREFIXES if value >= scale[0]), (1, ""))
+    return f"{value / factor:.3g} {prefix}{unit}"
 
 
 class Explanation(dict):
