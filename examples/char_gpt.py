@@ -131,18 +131,16 @@ def evaluate(model: GPT, pieces: torch.Tensor, attend: Attention) -> tuple[float
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="text; default: Python's standard library")
     has_kernels = torch.cuda.is_available() and flash_cute.supported()["families"]
     parser.add_argument("--device", choices=SIZES, default="cuda" if has_kernels else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="between the losses, nats per byte")
-    parser.add_argument("--contexts", type=int, nargs="+", help="context lengths to evaluate at")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
+    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="context lengths to evaluate at")
     for name in NAMES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     device = parser.parse_args().device
     parser.set_defaults(contexts=CONTEXTS[device], **dict(zip(NAMES, SIZES[device], strict=True)))
     return parser.parse_args()
@@ -155,6 +153,9 @@ def main() -> int:
     files = options.files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     learned, unseen = text.tensor_split([int((1 - HELD_OUT) * len(text))])
+    longest = max(options.context, *options.contexts)
+    if len(unseen) <= longest:
+        sys.exit(f"{len(text)} bytes of text are too few for a context of {longest}")
 
     model = GPT(options.layers, options.heads, options.kv_heads, options.head_dim).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
