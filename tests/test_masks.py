@@ -11,7 +11,7 @@ hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not install
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-EXAMPLES = 150 if torch.cuda.is_available() else 40
+EXAMPLES = 150 if torch.cuda.is_available() else 25
 lengths = st.integers(1, 400)
 limits = st.none() | st.integers(0, 420)
 
