@@ -27,48 +27,15 @@ CUTE_DEVICE float reduce_quad(float value, Op op) {
   return op(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
+// Results computed so far, times factor, are relative to the reference of later ones.
 template <int kRows>
-struct OnlineSoftmax {
-  float scale_log2;
-  float row_max[kRows];  // of the raw scores
-  float row_sum[kRows];  // this lane's share, until finish() adds up the quad
-
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) {
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      row_max[row] = -INFINITY;
-      row_sum[row] = 0.f;
-    }
-  }
-
-  // Raw scores become probabilities relative to the new row maxima. Returns what brings earlier results to them.
-  template <class Scores>
-  CUTE_DEVICE cute::array<float, kRows> update(Scores& acc_s) {
-    auto scores = row_col_view(acc_s);
-    cute::array<float, kRows> correction;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      float highest = row_max[row];
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) highest = fmaxf(highest, scores(row, col));
-      highest = reduce_quad(highest, MaxOp{});
-      // A row that has seen no key yet keeps -inf as its maximum and 0 as its reference: -inf - -inf is NaN.
-      float const reference = highest == -INFINITY ? 0.f : highest * scale_log2;
-      correction[row] = fast_exp2(row_max[row] * scale_log2 - reference);
-      row_max[row] = highest;
-      float sum = 0.f;
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - reference);
-        sum += scores(row, col);
-      }
-      row_sum[row] = row_sum[row] * correction[row] + sum;
-    }
-    return correction;
-  }
+struct Correction {
+  bool needed;  // by any row of the warp
+  cute::array<float, kRows> factor;
 
   template <class Output>
-  CUTE_DEVICE static void rescale(Output& acc_o, cute::array<float, kRows> const& factor) {
+  CUTE_DEVICE void apply(Output& acc_o) const {
+    if (!needed) return;
     auto output = row_col_view(acc_o);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -76,21 +43,75 @@ struct OnlineSoftmax {
       for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
     }
   }
+};
 
-  // Divides acc_o by the row sums and leaves the natural-log LSE of the scaled scores in row_max.
+template <int kRows>
+struct OnlineSoftmax {
+  // Probabilities are relative to a reference that follows the row maximum only when it falls behind by more than
+  // this many powers of two: they stay below 2^8, sums and products in float do not care, and O is seldom rescaled.
+  static constexpr float kSlack = 8.f;
+
+  float scale_log2;
+  float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
+  float row_sum[kRows];    // this lane's share, until finish() adds up the quad
+
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      reference[row] = -FLT_MAX;
+      row_sum[row] = 0.f;
+    }
+  }
+
+  // Raw scores become probabilities. Returns what brings earlier results to the same reference.
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
+    auto scores = row_col_view(acc_s);
+    float highest[kRows];
+    bool behind = false;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      highest[row] = scores(row, 0);
+      CUTE_UNROLL
+      for (int col = 1; col < size<1>(scores); ++col) highest[row] = fmaxf(highest[row], scores(row, col));
+      highest[row] = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+      behind |= highest[row] > reference[row] + kSlack;
+    }
+    Correction<kRows> correction{bool(__any_sync(0xffffffffu, behind))};
+    if (correction.needed) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        float const raised = fmaxf(reference[row], highest[row]);
+        correction.factor[row] = fast_exp2(reference[row] - raised);
+        reference[row] = raised;
+        row_sum[row] *= correction.factor[row];
+      }
+    }
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - reference[row]);
+        row_sum[row] += scores(row, col);
+      }
+    }
+    return correction;
+  }
+
+  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
   template <class Output>
   CUTE_DEVICE void finish(Output& acc_o) {
-    cute::array<float, kRows> inverse;
+    Correction<kRows> inverse{true};
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      inverse[row] = sum == 0.f ? 0.f : 1.f / sum;
-      row_max[row] = sum == 0.f ? -INFINITY : (row_max[row] * scale_log2 + log2f(sum)) * float(M_LN2);
+      inverse.factor[row] = sum == 0.f ? 0.f : 1.f / sum;
+      reference[row] = sum == 0.f ? -INFINITY : (reference[row] + log2f(sum)) * float(M_LN2);
     }
-    rescale(acc_o, inverse);
+    inverse.apply(acc_o);
   }
 
-  CUTE_DEVICE float lse(int row) const { return row_max[row]; }
+  CUTE_DEVICE float lse(int row) const { return reference[row]; }
 };
 
 }  // namespace flash_cute

@@ -73,7 +73,7 @@ struct ForwardConsumerSm90 {
       auto const correction = probabilities(acc_s, block);
       wait_products<0>(acc_o);
       release(shared.ring_v, at_v);
-      softmax.rescale(acc_o, correction);
+      correction.apply(acc_o);
       convert_into<Element>(acc_s, rP);
     }
     release(shared.ring_q, at_q);

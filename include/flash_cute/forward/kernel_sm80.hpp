@@ -7,22 +7,29 @@
 
 namespace flash_cute {
 
+// blockIdx.x, read anew at every call: what follows from it need not stay in registers in between.
+CUTE_DEVICE int read_block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ TileOrder const order) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
-  TileCoord const tile = order(blockIdx.x);
 
   Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
                                       Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
 
-  ForwardMainloopSm80<Traits>::run(params, tile, shared, thread, softmax, acc_o);
+  ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
   softmax.finish(acc_o);
 
+  TileCoord const tile = order(read_block_index());
   int const m_begin = tile.m_block * Traits::kBlockM;
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));

@@ -21,7 +21,8 @@ struct ForwardMainloopSm80 {
   static_assert(kStages == 1 || kStages == 2);
 
   // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while block n
-  // is computed, and one barrier a block suffices; with one stage, V(n) loads behind Q K^T and K(n - 1) behind P V.
+  // is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n), V(n - 1) behind
+  // Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
   template <class Softmax, class Output>
   CUTE_DEVICE static void run(ForwardParams const& params, TileCoord const& tile, SharedStorage& shared, int thread,
                               Softmax& softmax, Output& acc_o) {
@@ -72,23 +73,21 @@ struct ForwardMainloopSm80 {
 
     load_tile(TileShapeQ{}, params.q, tile.head, m_begin, shape.seqlen_q, sQ);
     load_k(visited.end - 1);
-    if constexpr (kStages == 2) load_v(visited.end - 1);
     cp_async_fence();
+    load_v(visited.end - 1);
+    cp_async_fence();
+    wait_for_loads<1>();
 
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       int const stage = block % kStages;
-      bool const more = block > visited.begin;
-      cp_async_wait<0>();
-      __syncthreads();
+      bool const first = block == visited.end - 1, more = block > visited.begin;
       if constexpr (kStages == 2) {
         if (more) {
           load_k(block - 1);
           load_v(block - 1);
         }
-      } else {
-        load_v(block);
+        cp_async_fence();
       }
-      cp_async_fence();
 
       Tensor acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});
       clear(acc_s);
@@ -98,20 +97,34 @@ struct ForwardMainloopSm80 {
       if (!unmasked.contains(block)) {
         hide_invisible(mask, m_begin, block * Traits::kBlockN, cS, acc_s);
       }
-      softmax.rescale(acc_o, softmax.update(acc_s));
+      softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);
       Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
 
       if constexpr (kStages == 1) {
-        cp_async_wait<0>();
-        __syncthreads();
+        wait_for_loads<0>();
         if (more) load_k(block - 1);
         cp_async_fence();
+      } else if (first) {
+        wait_for_loads<1>();
       }
       gemm_from_shared(
           mma, acc_o, tOrP, tOrV, [](int) {},
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
+      wait_for_loads<0>();
+      if constexpr (kStages == 1) {
+        if (more) load_v(block - 1);
+        cp_async_fence();
+      }
     }
+  }
+
+ private:
+  // All but the newest kPending groups of loads have arrived, for every thread of the block.
+  template <int kPending>
+  CUTE_DEVICE static void wait_for_loads() {
+    cp_async_wait<kPending>();
+    __syncthreads();
   }
 };
 

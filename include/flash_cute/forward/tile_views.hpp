@@ -10,19 +10,12 @@ namespace flash_cute {
 
 using namespace cute;
 
-// The same value, unknown to the optimiser: what is computed from it stays where it is used.
-CUTE_DEVICE int64_t opaque(int64_t value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
-
 // The tile of `tile_shape` that starts at row `begin` of one head, in global memory.
 template <class Element, class TileShape>
 CUTE_DEVICE auto local_tensor(TensorView const& view, int batch, int head, int64_t begin, TileShape tile_shape) {
   Element* const data = static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride +
                         begin * view.row_stride;
-  // Hoisted out of the loop over blocks, the row offsets of K and V would cost 32 registers and make the kernel spill.
-  return make_tensor(make_gmem_ptr(data), tile_shape, make_stride(opaque(view.row_stride), _1{}));
+  return make_tensor(make_gmem_ptr(data), tile_shape, make_stride(view.row_stride, _1{}));
 }
 
 // A tensor of the same shape without swizzle: what register fragments are shaped after.
