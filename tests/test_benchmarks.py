@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 from cases import MASKS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import accuracy, attention, overhead, profile, report, results, timing
+from benchmarks import accuracy, attention, contenders, overhead, profile, report, results, timing
 from benchmarks.problem import Problem, paper_grid, parse_shape, parse_window
 
 MATMUL_TFLOPS, COPY_GBS = 700, 3000
@@ -53,6 +54,29 @@ def test_arguments():
     for wrong in (["--shape", "1,2,3"], ["--window", "1,2,3"], ["--mask", "round"]):
         with pytest.raises(SystemExit):
             attention.parser().parse_args(wrong)
+
+
+PEERS_CALLED = {  # without a GPU: the operators take fake tensors, and so show that they are called rightly
+    "causal": (Problem(2, 8, 8, 64, 64, 64, causal=True), {"flash", "cudnn", "efficient", "math"}),
+    "grouped": (Problem(2, 8, 2, 64, 96, 64), {"flash", "cudnn", "efficient", "math"}),
+    "window": (Problem(2, 8, 2, 64, 64, 64, causal=True, window=(9, None)), {"flash"}),
+    "bottom-right": (Problem(2, 8, 8, 64, 96, 64, causal=True), {"flash"}),
+}
+
+
+@pytest.mark.parametrize(("problem", "able"), PEERS_CALLED.values(), ids=PEERS_CALLED)
+def test_peers_are_called_rightly(problem, able):
+    with FakeTensorMode() as mode:
+        tensors = (mode.from_tensor(tensor) for tensor in problem.inputs("cpu"))
+        inputs = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
+        for name, peer in contenders.PEERS.items():
+            if name not in able:
+                with pytest.raises(contenders.CannotRun):
+                    peer(problem, *inputs)
+                continue
+            out, *lse = peer(problem, *inputs)()[:2]
+            assert out.shape == inputs[0].shape
+            assert all(values.numel() == inputs[0][..., 0].numel() for values in lse)
 
 
 def test_speedup_is_paired_by_round():

@@ -98,3 +98,26 @@ def test_large_scores_do_not_overflow(kernel, dtype):
     q, k, v = make_inputs(Shape(2, 2, 2, 150, 201, 64), dtype, kernel.device)
     q, k = q * 30, k * 30
     assert_attention(kernel.forward(q, k, v), q, k, v)
+
+
+# How the scores drift over the keys, in units of the softmax, from the first key to the last.
+DRIFTS = {
+    "rising": lambda place: place,
+    "falling": lambda place: 1 - place,
+    "peak": lambda place: 1 - (2 * place - 1).abs(),
+    "steps": lambda place: (place * 7).floor() * 3 % 7 / 7,
+}
+
+
+@kernel_dtypes
+@full_and_causal
+@pytest.mark.parametrize("height", [4, 12, 40, 400])
+@pytest.mark.parametrize("drift", DRIFTS.values(), ids=DRIFTS)
+def test_row_maximum_moves(kernel, drift, height, mask, dtype):
+    """The running maximum grows, slowly or by leaps, from any side: rescaling must follow it everywhere."""
+    shape = Shape(1, 2, 2, 150, 700, 64)
+    q, k, v = make_inputs(shape, dtype, kernel.device)
+    place = torch.linspace(0, 1, shape.seqlen_k, device=kernel.device)[:, None]
+    q = (1 + 0.1 * q).to(dtype)
+    k = (0.3 * k + height / shape.head_dim**0.5 * drift(place)).to(dtype)
+    assert_attention(kernel.forward(q, k, v, **mask.options), q, k, v, mask)
