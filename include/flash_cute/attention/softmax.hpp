@@ -98,17 +98,22 @@ struct OnlineSoftmax {
     return correction;
   }
 
-  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
+  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference. Rows
+  // without a key become zeros even where a hidden V was not finite.
   template <class Output>
   CUTE_DEVICE void finish(Output& acc_o) {
-    Correction<kRows> inverse{true};
+    auto output = row_col_view(acc_o);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      inverse.factor[row] = sum == 0.f ? 0.f : 1.f / sum;
-      reference[row] = sum == 0.f ? -INFINITY : (reference[row] + log2f(sum)) * float(M_LN2);
+      bool const sees_nothing = sum == 0.f;
+      float const inverse = 1.f / sum;
+      reference[row] = sees_nothing ? -INFINITY : (reference[row] + log2f(sum)) * float(M_LN2);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(output); ++col) {
+        output(row, col) = sees_nothing ? 0.f : output(row, col) * inverse;
+      }
     }
-    inverse.apply(acc_o);
   }
 
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
