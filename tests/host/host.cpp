@@ -46,7 +46,9 @@ Instances instances() {
 
 PYBIND11_MODULE(flash_cute_host, module) {
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
-  py::enum_<ElementType>(module, "ElementType").value("fp16", ElementType::fp16).value("bf16", ElementType::bf16);
+  py::enum_<ElementType>(module, "ElementType")
+      .value("fp16", ElementType::fp16)
+      .value("bf16", ElementType::bf16);
 
   py::class_<WindowMask>(module, "WindowMask")
       .def(py::init(&WindowMask::make))
@@ -64,8 +66,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def(py::init([](std::tuple<int, int, int, int, int, int> sizes, WindowMask const& mask, int block_m,
                        int element_bytes, int64_t l2_bytes) {
         auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
-        return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, block_m, element_bytes,
-                               l2_bytes);
+        return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, block_m,
+                               element_bytes, l2_bytes);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_readonly("section", &TileOrder::section)
@@ -90,8 +92,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
   // The compiled head dim that serves a problem; 0 if there is none.
   module.def("bucket", [](Family family, ElementType element, int head_dim) {
     int bucket = 0;
-    bool const found = visit_instance(family, element, head_dim,
-                                      [&]<class Kernel>(Kernel) { bucket = Kernel::head_dim; });
+    bool const found =
+        visit_instance(family, element, head_dim, [&]<class Kernel>(Kernel) { bucket = Kernel::head_dim; });
     return found ? bucket : 0;
   });
 }
