@@ -87,6 +87,20 @@ def test_rows_that_see_nothing(kernel, seqlen_q, seqlen_k, head_dim, mask, dtype
     assert_attention(result, q, k, v, mask)
 
 
+@garbage
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(100, 30), (300, 70)])
+def test_rows_that_see_nothing_stay_zero_beside_bad_values(kernel, seqlen_q, seqlen_k, head_dim, garbage):
+    """What a neighbouring row of the same tile sees is hidden from them, though it is not finite."""
+    q, k, v = make_inputs(Shape(2, 2, 2, seqlen_q, seqlen_k, head_dim), torch.bfloat16, kernel.device)
+    v[:] = garbage
+    out, lse = kernel.forward(q, k, v, causal=True)
+    blind = seqlen_q - seqlen_k
+    assert (out[:, :, :blind] == 0).all()
+    assert (lse[:, :, :blind] == -torch.inf).all()
+    assert not out[:, :, blind:].isfinite().any()
+
+
 EMPTY = {
     "no batch": Shape(0, 4, 2, 10, 20, 64),
     "no heads": Shape(2, 0, 0, 10, 20, 64),
