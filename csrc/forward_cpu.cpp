@@ -12,7 +12,8 @@ namespace {
 
 ForwardProblem validate_for_cpu(ForwardArguments const& arguments) {
   ForwardProblem const problem = validate(arguments);
-  require(!problem.family, "family is '", arguments.family.value_or(""), "', but q is on the CPU; None is accepted there");
+  require(!problem.family, "family is '", arguments.family.value_or(""),
+          "', but q is on the CPU; None is accepted there");
   return problem;
 }
 
@@ -28,7 +29,8 @@ ForwardResult forward_cpu(ForwardArguments const& arguments) {
                    from(double(problem.softmax_scale)),
                    from(problem.window_left.value_or(-1)),
                    from(problem.window_right.value_or(-1))};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("flash_cute::_forward_cpu", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("flash_cute::_forward_cpu", "", stack.data(), TORCH_ABI_VERSION));
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1])};
 }
 

@@ -28,7 +28,8 @@ namespace {
 constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
 
 void check_cuda(cudaError_t status, char const* doing) {
-  require(status == cudaSuccess, doing, " failed: ", cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string("flash_cute: ") + doing + " failed: " + cudaGetErrorString(status));
 }
 
 struct Device {
@@ -47,8 +48,9 @@ Device const& device_at(int index) {
       check_cuda(cudaDeviceGetAttribute(&value, name, index), "reading the device's properties");
       return value;
     };
-    devices[index] = {{attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize)},
-                      10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
+    devices[index] = {
+        {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize)},
+        10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return devices[index];
 }
@@ -62,8 +64,9 @@ Family family_for(ForwardProblem const& problem, Device const& device) {
   require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
           "; 8.0 (Ampere) and newer are supported");
   if (!problem.family) return capability == kHopper && compiled(Family::sm90) ? Family::sm90 : Family::sm80;
-  require(*problem.family != Family::sm90 || capability == kHopper, "family is 'sm90', which needs compute capability ",
-          "9.0 (Hopper), but the GPU has ", capability / 10, ".", capability % 10);
+  require(*problem.family != Family::sm90 || capability == kHopper,
+          "family is 'sm90', which needs compute capability ", "9.0 (Hopper), but the GPU has ",
+          capability / 10, ".", capability % 10);
   return *problem.family;
 }
 
@@ -71,8 +74,8 @@ Family family_for(ForwardProblem const& problem, Device const& device) {
 template <class Visitor>
 void visit_kernel(ForwardProblem const& problem, Family family, Visitor&& visitor) {
   bool const found = visit_instance(family, problem.element, problem.shape.head_dim, visitor);
-  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element), " and head_dim ",
-          problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
+          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
 }
 
 TensorView view_of(Tensor const& tensor) {
@@ -117,8 +120,8 @@ ForwardParams make_params(ForwardProblem const& problem, DeviceInfo const& devic
   return params;
 }
 
-// Keys that no query can reach never enter the kernel: K and V start at the first one that counts. The mask stays
-// what it was, as it is aligned to the end of the keys.
+// Keys that no query can reach never enter the kernel: K and V start at the first one that counts. The mask
+// stays what it was, as it is aligned to the end of the keys.
 int cut_unreachable_keys(ForwardParams& params) {
   int const first = params.mask.first_reachable_key();
   for (TensorView* view : {&params.k, &params.v}) {
@@ -166,7 +169,8 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   visit_kernel(problem, family_for(problem, device), [&]<class Kernel>(Kernel) {
     check_cuda(ForwardLaunch<Kernel>::run(params, static_cast<cudaStream_t>(stream)), "launching the kernel");
   });
-  if (padded) torch::stable::copy_(out, torch::stable::narrow(const_cast<Tensor&>(target), 3, 0, shape.head_dim));
+  if (padded)
+    torch::stable::copy_(out, torch::stable::narrow(const_cast<Tensor&>(target), 3, 0, shape.head_dim));
   return {out, lse};
 }
 
@@ -177,7 +181,8 @@ std::string plan_cuda(ForwardArguments const& arguments) {
   Family const family = family_for(problem, device);
 
   std::vector<std::string> copies;
-  for (auto const& [name, tensor] : {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
+  for (auto const& [name, tensor] :
+       {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
     std::string const reason = reason_to_copy(*tensor, kElementBytes);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
   }
@@ -210,7 +215,10 @@ std::string compiled_kernels() {
   visit_instances([&]<class Kernel>(Kernel) {
     ForwardTile const tile = forward_tile(Kernel::family, Kernel::head_dim);
     JsonObject shape, kernel;
-    shape.add("block_m", tile.block_m).add("block_n", tile.block_n).add("stages", tile.stages).add("warps", tile.warps);
+    shape.add("block_m", tile.block_m)
+        .add("block_n", tile.block_n)
+        .add("stages", tile.stages)
+        .add("warps", tile.warps);
     kernel.add("family", name_of(Kernel::family))
         .add("element", name_of(Kernel::element))
         .add("head_dim", Kernel::head_dim)
@@ -231,7 +239,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw std::runtime_error(
-      "flash_cute.forward: q is on a GPU, but this flash_cute was built without CUDA; install it again where torch "
+      "flash_cute.forward: q is on a GPU, but this flash_cute was built without CUDA; install it again where "
+      "torch "
       "has CUDA and without FLASH_CUTE_CPU_ONLY");
 }
 

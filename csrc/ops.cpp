@@ -17,7 +17,7 @@ auto unpacked(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> s
 }  // namespace
 }  // namespace flash_cute
 
-#define FLASH_CUTE_FORWARD_ARGUMENTS                                                                      \
+#define FLASH_CUTE_FORWARD_ARGUMENTS                                                                        \
   "(Tensor q, Tensor k, Tensor v, bool causal=False, *, float? softmax_scale=None, int? window_left=None, " \
   "int? window_right=None, str? family=None)"
 

@@ -38,12 +38,13 @@ class JsonObject {
   std::string body_;
 };
 
-// What any device has to do for this problem: 4 FLOPs a head_dim element of every visible pair; every input read once
-// and every output written once.
+// What any device has to do for this problem: 4 FLOPs a head_dim element of every visible pair; every input
+// read once and every output written once.
 inline JsonObject& add_problem(JsonObject& plan, ForwardProblem const& problem) {
   ProblemShape const& shape = problem.shape;
   int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
-  int64_t const rows = 2 * sequences * shape.seqlen_q + 2 * int64_t(shape.batch) * shape.heads_kv * shape.seqlen_k;
+  int64_t const rows =
+      2 * sequences * shape.seqlen_q + 2 * int64_t(shape.batch) * shape.heads_kv * shape.seqlen_k;
   return plan.add("head_dim", shape.head_dim)
       .add("flops", 4 * sequences * shape.head_dim * problem.mask().visible_pairs())
       .add("bytes", rows * shape.head_dim * 2 + sequences * shape.seqlen_q * int64_t(sizeof(float)))

@@ -58,37 +58,47 @@ char const* name_of(ElementType element) { return element == ElementType::fp16 ?
 ForwardProblem validate(ForwardArguments const& arguments) {
   NamedTensor const q{"q", arguments.q}, k{"k", arguments.k}, v{"v", arguments.v};
   for (auto const& [name, tensor] : {q, k, v}) {
-    require(tensor.dim() == 4, name, " has ", tensor.dim(), " dimensions; 4, (batch, heads, seqlen, head_dim), are accepted");
+    require(tensor.dim() == 4, name, " has ", tensor.dim(),
+            " dimensions; 4, (batch, heads, seqlen, head_dim), are accepted");
   }
   ElementType const element = element_type(q);
   for (auto const& [name, tensor] : {k, v}) {
-    require(tensor.scalar_type() == q.tensor.scalar_type(), name, " has another dtype than q; all three must be alike");
-    require(tensor.device() == q.tensor.device(), name, " is on another device than q; all three must be on one");
+    require(tensor.scalar_type() == q.tensor.scalar_type(), name,
+            " has another dtype than q; all three must be alike");
+    require(tensor.device() == q.tensor.device(), name,
+            " is on another device than q; all three must be on one");
   }
 
   auto const sizes_q = q.tensor.sizes(), sizes_k = k.tensor.sizes(), sizes_v = v.tensor.sizes();
   for (int dim = 0; dim < 4; ++dim) {
-    require(sizes_v[dim] == sizes_k[dim], "v has shape ", shape_text(v.tensor), " and k ", shape_text(k.tensor), "; they must be the same");
+    require(sizes_v[dim] == sizes_k[dim], "v has shape ", shape_text(v.tensor), " and k ",
+            shape_text(k.tensor), "; they must be the same");
   }
   int64_t const head_dim = sizes_q[3];
-  require(sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0], "; they must be the same");
-  require(sizes_k[3] == head_dim, "k has head_dim ", sizes_k[3], " and q ", head_dim, "; they must be the same");
-  require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim, "; 1 to ", kMaxHeadDim, " are accepted");
+  require(sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
+          "; they must be the same");
+  require(sizes_k[3] == head_dim, "k has head_dim ", sizes_k[3], " and q ", head_dim,
+          "; they must be the same");
+  require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim, "; 1 to ", kMaxHeadDim,
+          " are accepted");
   require(sizes_q[1] == sizes_k[1] || (sizes_k[1] > 0 && sizes_q[1] % sizes_k[1] == 0), "q has ", sizes_q[1],
           " heads and k ", sizes_k[1], "; the heads of q must be a multiple of those of k");
   for (auto const& [name, tensor] : {q, k}) {
-    require(tensor.sizes()[2] <= kMaxLength, name, " has seqlen ", tensor.sizes()[2], "; at most ", kMaxLength, " is accepted");
+    require(tensor.sizes()[2] <= kMaxLength, name, " has seqlen ", tensor.sizes()[2], "; at most ",
+            kMaxLength, " is accepted");
   }
   require(sizes_q[0] * sizes_q[1] <= kMaxLength, "q has ", sizes_q[0] * sizes_q[1],
           " (batch, head) pairs; at most ", kMaxLength, " are accepted");
 
   double const scale = arguments.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
-  require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale, "; a finite number > 0 is accepted");
+  require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale,
+          "; a finite number > 0 is accepted");
   require_limit("window's left limit", arguments.window_left);
   require_limit("window's right limit", arguments.window_right);
 
   return {
-      .shape = {int(sizes_q[0]), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[2]), int(sizes_k[2]), int(head_dim)},
+      .shape = {int(sizes_q[0]), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[2]), int(sizes_k[2]),
+                int(head_dim)},
       .element = element,
       .softmax_scale = float(scale),
       .window_left = arguments.window_left,

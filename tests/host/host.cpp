@@ -64,10 +64,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   py::class_<TileOrder>(module, "TileOrder")
       .def(py::init([](std::tuple<int, int, int, int, int, int> sizes, WindowMask const& mask, int block_m,
-                       int element_bytes, int64_t l2_bytes) {
+                       int element_bytes, int64_t l2_bytes, int section_tiles) {
         auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
         return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, block_m,
-                               element_bytes, l2_bytes);
+                               element_bytes, l2_bytes, section_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_readonly("section", &TileOrder::section)

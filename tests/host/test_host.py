@@ -84,30 +84,31 @@ shapes = st.tuples(
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), lengths, lengths, st.sampled_from([8, 64, 256])
 )
 cache_sizes = st.sampled_from([0, 2**16, 2**20, 2**24, 2**26])
+sections = st.sampled_from([0, 1, 132, 264, 2**20])
 
 
-def make_order(host, shape, left, right, block_m, l2_bytes):
+def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles):
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
-    order = host.TileOrder(sizes, mask, block_m, 2, l2_bytes)
+    order = host.TileOrder(sizes, mask, block_m, 2, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
 
 
-@given(shapes, limits, limits, blocks, cache_sizes)
-def test_tile_order_visits_every_tile_once(host, shape, left, right, block_m, l2_bytes):
+@given(shapes, limits, limits, blocks, cache_sizes, sections)
+def test_tile_order_visits_every_tile_once(host, shape, left, right, block_m, l2_bytes, section_tiles):
     batch, heads_kv, group, seqlen_q, *_ = shape
-    _, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes)
+    _, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, section_tiles)
     m_blocks = -(-seqlen_q // block_m)
     expected = {(m, h, b) for m in range(m_blocks) for h in range(heads_kv * group) for b in range(batch)}
     assert len(tiles) == len(expected)
     assert set(tiles) == expected
 
 
-@given(shapes, blocks, cache_sizes)
-def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes):
+@given(shapes, blocks, cache_sizes, sections)
+def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes, section_tiles):
     """Within a section, whose K and V share L2, no tile is longer than the one before it."""
-    order, mask, tiles = make_order(host, shape, None, 0, block_m, l2_bytes)
+    order, mask, tiles = make_order(host, shape, None, 0, block_m, l2_bytes, section_tiles)
     m_blocks = len({m for m, _, _ in tiles})
     lengths = [end - begin for begin, end in (mask.visited(m * block_m, block_m, 1) for m, _, _ in tiles)]
     section = order.section * m_blocks
@@ -116,14 +117,16 @@ def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes):
         assert part == sorted(part, reverse=True)
 
 
-@given(shapes, blocks, cache_sizes)
-def test_sections_fit_the_cache(host, shape, block_m, l2_bytes):
-    """The K and V that a section reads fill at most half of L2, unless of one head; groups stay whole."""
-    batch, heads_kv, group, _, seqlen_k, head_dim = shape
-    order, _, _ = make_order(host, shape, None, None, block_m, l2_bytes)
+@given(shapes, blocks, cache_sizes, sections)
+def test_sections_fit_the_cache(host, shape, block_m, l2_bytes, section_tiles):
+    """A section has as many tiles as asked for and its K and V fill half of L2, at most, unless it is of one head of
+    K and V; groups stay whole."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
+    order, _, _ = make_order(host, shape, None, None, block_m, l2_bytes, section_tiles)
     kv_heads = -(-order.section // group)
     assert order.section % group == 0 or order.section == batch * heads_kv * group
     assert kv_heads == 1 or kv_heads * 2 * 2 * seqlen_k * head_dim <= l2_bytes / 2
+    assert kv_heads == 1 or order.section * -(-seqlen_q // block_m) <= section_tiles
 
 
 def test_every_instance_has_a_tile(host):

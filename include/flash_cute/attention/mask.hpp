@@ -16,8 +16,9 @@ struct BlockRange {
 };
 
 // Bottom-right aligned window: row i sees column j iff i + shift - left <= j <= i + shift + right, where
-// shift = seqlen_k - seqlen_q. Full attention is an unlimited window and causal one with right = 0, so that one
-// kernel serves all three; limits never exceed what the sequence can use, which keeps the sums within int.
+// shift = seqlen_k - seqlen_q. Full attention is an unlimited window and causal one with right = 0, so that
+// one kernel serves all three; limits never exceed what the sequence can use, which keeps the sums within
+// int.
 struct WindowMask {
   int seqlen_q, seqlen_k, left, right;
 

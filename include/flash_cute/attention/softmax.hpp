@@ -14,7 +14,8 @@ struct SumOp {
   CUTE_DEVICE float operator()(float a, float b) const { return a + b; }
 };
 
-// 2^x as one MUFU instruction; exp2f would add two more to treat results below 2^-126, which vanish here anyway.
+// 2^x as one MUFU instruction; exp2f would add two more to treat results below 2^-126, which vanish here
+// anyway.
 CUTE_DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -47,8 +48,9 @@ struct Correction {
 
 template <int kRows>
 struct OnlineSoftmax {
-  // Probabilities are relative to a reference that follows the row maximum only when it falls behind by more than
-  // this many powers of two: they stay below 2^8, sums and products in float do not care, and O is seldom rescaled.
+  // Probabilities are relative to a reference that follows the row maximum only when it falls behind by more
+  // than this many powers of two: they stay below 2^8, sums and products in float do not care, and O is
+  // seldom rescaled.
   static constexpr float kSlack = 8.f;
 
   float scale_log2;
@@ -98,8 +100,8 @@ struct OnlineSoftmax {
     return correction;
   }
 
-  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference. Rows
-  // without a key become zeros even where a hidden V was not finite.
+  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
+  // Rows without a key become zeros even where a hidden V was not finite.
   template <class Output>
   CUTE_DEVICE void finish(Output& acc_o) {
     auto output = row_col_view(acc_o);

@@ -7,11 +7,12 @@ namespace flash_cute {
 
 using namespace cute;
 
-// acc += A B^T, one 16 x 16 piece of B at a time: load_a(k) and load_b(n, k) bring the operands into registers just
-// before their use. ptxas moves the loads ahead as far as registers allow; double buffering whole steps spilled.
+// acc += A B^T, one 16 x 16 piece of B at a time: load_a(k) and load_b(n, k) bring the operands into
+// registers just before their use. ptxas moves the loads ahead as far as registers allow; double buffering
+// whole steps spilled.
 template <class Mma, class Acc, class FragmentA, class FragmentB, class LoadA, class LoadB>
-CUTE_DEVICE void gemm_from_shared(Mma const& mma, Acc& acc, FragmentA const& rA, FragmentB const& rB, LoadA load_a,
-                                  LoadB load_b) {
+CUTE_DEVICE void gemm_from_shared(Mma const& mma, Acc& acc, FragmentA const& rA, FragmentB const& rB,
+                                  LoadA load_a, LoadB load_b) {
   CUTE_UNROLL
   for (int k = 0; k < size<2>(rA); ++k) {
     load_a(k);

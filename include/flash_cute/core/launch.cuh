@@ -8,8 +8,8 @@
 namespace flash_cute {
 
 template <class... Params, class... Args>
-cudaError_t launch_kernel(void (*kernel)(Params...), int blocks, int threads, int smem_bytes, cudaStream_t stream,
-                          Args const&... args) {
+cudaError_t launch_kernel(void (*kernel)(Params...), int blocks, int threads, int smem_bytes,
+                          cudaStream_t stream, Args const&... args) {
   cudaError_t const status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (status != cudaSuccess) return status;

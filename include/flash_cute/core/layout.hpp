@@ -9,7 +9,8 @@ namespace flash_cute {
 
 using namespace cute;
 
-// ((2, 2, N8), MMA_M, MMA_N) -> (rows, columns) that this thread owns; mma.sync's accumulators have no N8 mode.
+// ((2, 2, N8), MMA_M, MMA_N) -> (rows, columns) that this thread owns; mma.sync's accumulators have no N8
+// mode.
 template <class Accumulator>
 CUTE_HOST_DEVICE constexpr auto row_col_view(Accumulator&& acc) {
   auto const layout = acc.layout();
@@ -17,30 +18,35 @@ CUTE_HOST_DEVICE constexpr auto row_col_view(Accumulator&& acc) {
   if constexpr (decltype(rank<0>(layout))::value == 2) {
     return make_tensor(acc.data(), make_layout(rows, make_layout(get<0, 0>(layout), get<2>(layout))));
   } else {
-    return make_tensor(acc.data(), make_layout(rows, make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout))));
+    return make_tensor(acc.data(),
+                       make_layout(rows, make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout))));
   }
 }
 
 // S's accumulator as the A operand of P V: pairs of eight columns make the sixteen of a k step.
-// mma.sync ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2); WGMMA ((2, 2, N8), M, N) -> ((2, 2, 2), M, (N8 / 2, N)).
+// mma.sync ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2); WGMMA ((2, 2, N8), M, N) -> ((2, 2, 2),
+// M, (N8 / 2, N)).
 template <class Accumulator>
 CUTE_HOST_DEVICE constexpr auto operand_a_view(Accumulator&& acc) {
   auto const layout = acc.layout();
   if constexpr (decltype(rank<0>(layout))::value == 2) {
     auto const halves = logical_divide(get<2>(layout), Int<2>{});
-    return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
-                                               get<1>(layout), get<1>(halves)));
+    return make_tensor(acc.data(),
+                       make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
+                                   get<1>(layout), get<1>(halves)));
   } else {
     auto const halves = logical_divide(get<0, 2>(layout), Int<2>{});
-    return make_tensor(acc.data(), make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
-                                               get<1>(layout), make_layout(get<1>(halves), get<2>(layout))));
+    return make_tensor(acc.data(),
+                       make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(halves)),
+                                   get<1>(layout), make_layout(get<1>(halves), get<2>(layout))));
   }
 }
 
 // Two floats in one word of 16-bit elements.
 template <class Element>
 CUTE_DEVICE uint32_t pack(float low, float high) {
-  cutlass::Array<Element, 2> const pair = cutlass::NumericArrayConverter<Element, float, 2>{}(cutlass::Array<float, 2>{low, high});
+  cutlass::Array<Element, 2> const pair =
+      cutlass::NumericArrayConverter<Element, float, 2>{}(cutlass::Array<float, 2>{low, high});
   return reinterpret_cast<uint32_t const&>(pair);
 }
 
@@ -59,7 +65,8 @@ CUTE_DEVICE auto convert(Source const& source) {
   return target;
 }
 
-// Word j of lane t becomes word t of lane j, among the four lanes of a quad: one exchange per bit of the index.
+// Word j of lane t becomes word t of lane j, among the four lanes of a quad: one exchange per bit of the
+// index.
 CUTE_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
   CUTE_UNROLL
   for (int bit = 1; bit < 4; bit *= 2) {

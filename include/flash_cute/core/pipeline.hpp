@@ -1,4 +1,5 @@
-// Hand-over of shared-memory slots between the loading warp and the warps that compute. A pipeline owns its barriers.
+// Hand-over of shared-memory slots between the loading warp and the warps that compute. A pipeline owns its
+// barriers.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

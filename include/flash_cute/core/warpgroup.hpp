@@ -9,7 +9,8 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is waited for.
+// Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
+// waited for.
 template <GMMA::ScaleOut kScale, class Mma, class A, class B, class Acc>
 CUTE_DEVICE void issue_product(Mma& mma, A const& a, B const& b, Acc& acc) {
   warpgroup_fence_operand(acc);
@@ -30,7 +31,8 @@ CUTE_DEVICE void wait_products(Acc& acc) {
   warpgroup_fence_operand(acc);
 }
 
-// Warpgroups issue their products one after the other, so that the tensor cores serve one while others do softmax.
+// Warpgroups issue their products one after the other, so that the tensor cores serve one while others do
+// softmax.
 template <int kWarpgroups>
 struct WarpgroupTurns {
   int warpgroup;

@@ -19,9 +19,10 @@ struct ForwardConsumerSm90 {
   RingPosition<1> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
-  // Blocks go from the last to the first. The scores of the next block are computed while this block's softmax waits
-  // to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the softmax of S(n - 1)
-  // starts when its scores are there. Between warpgroups, turns keep one in its products while another is in softmax.
+  // Blocks go from the last to the first. The scores of the next block are computed while this block's
+  // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
+  // softmax of S(n - 1) starts when its scores are there. Between warpgroups, turns keep one in its products
+  // while another is in softmax.
   template <class Softmax, class Output>
   CUTE_DEVICE void run(TileCoord const& tile, Softmax& softmax, Output& acc_o) {
     WindowMask const& mask = params.mask;
@@ -35,9 +36,9 @@ struct ForwardConsumerSm90 {
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
     typename Traits::MmaQK mma_qk;
     typename Traits::MmaPV mma_pv;
-    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);    // (MMA, MMA_M, MMA_K)
-    Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);    // (MMA, MMA_N, MMA_K, STAGE)
-    Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);   // (MMA, MMA_D, MMA_N, STAGE)
+    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);   // (MMA, MMA_M, MMA_K)
+    Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);   // (MMA, MMA_N, MMA_K, STAGE)
+    Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
     using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>;
     Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
 

@@ -9,10 +9,11 @@ namespace flash_cute {
 
 // Writes the LSE of the rows whose first column this thread owns. cO: (row, column) coordinates of acc_o.
 template <class Softmax, class Coords>
-CUTE_DEVICE void store_lse(ForwardParams const& params, TileCoord const& tile, int m_begin, Softmax const& softmax,
-                           Coords const& cO) {
+CUTE_DEVICE void store_lse(ForwardParams const& params, TileCoord const& tile, int m_begin,
+                           Softmax const& softmax, Coords const& cO) {
   ProblemShape const& shape = params.shape;
-  float* const lse = params.lse + (int64_t(tile.batch) * shape.heads_q + tile.head) * shape.seqlen_q + m_begin;
+  float* const lse =
+      params.lse + (int64_t(tile.batch) * shape.heads_q + tile.head) * shape.seqlen_q + m_begin;
   auto const coords = row_col_view(cO);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(coords); ++i) {
@@ -21,11 +22,12 @@ CUTE_DEVICE void store_lse(ForwardParams const& params, TileCoord const& tile, i
   }
 }
 
-// Writes O in chunks of 16 bytes. The four lanes of a quad own two neighbouring columns each of every eight; after a
-// transpose among them each lane owns eight neighbouring columns. Shared memory and its barriers stay out of it.
+// Writes O in chunks of 16 bytes. The four lanes of a quad own two neighbouring columns each of every eight;
+// after a transpose among them each lane owns eight neighbouring columns. Shared memory and its barriers stay
+// out of it.
 template <class Element, class Output, class Coords>
-CUTE_DEVICE void store_output(ForwardParams const& params, TileCoord const& tile, int m_begin, Output const& acc_o,
-                              Coords const& cO) {
+CUTE_DEVICE void store_output(ForwardParams const& params, TileCoord const& tile, int m_begin,
+                              Output const& acc_o, Coords const& cO) {
   constexpr int kWords = 4, kColumns = 2 * kWords;  // that a lane owns of 32 columns
   auto const output = row_col_view(acc_o);
   auto const coords = row_col_view(cO);

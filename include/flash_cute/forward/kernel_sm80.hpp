@@ -15,14 +15,16 @@ CUTE_DEVICE int read_block_index() {
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
-    forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ TileOrder const order) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+    forward_kernel_sm80(__grid_constant__ ForwardParams const params,
+                        __grid_constant__ TileOrder const order) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
 
-  Tensor acc_o = partition_fragment_C(typename Traits::TiledMma{},
-                                      Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
+  Tensor acc_o =
+      partition_fragment_C(typename Traits::TiledMma{},
+                           Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
 

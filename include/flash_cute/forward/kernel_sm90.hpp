@@ -1,4 +1,5 @@
-// The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups compute.
+// The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
+// compute.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

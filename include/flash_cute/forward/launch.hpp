@@ -1,4 +1,5 @@
-// The host's face of a forward kernel: what torch, JAX and a C++ test call. Implemented by launch_<family>.cuh.
+// The host's face of a forward kernel: what torch, JAX and a C++ test call. Implemented by
+// launch_<family>.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

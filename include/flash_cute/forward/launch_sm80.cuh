@@ -21,8 +21,8 @@ template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   using Traits = ForwardTraitsSm80<Instance>;
   TileOrder const order = forward_order<Traits>(params);
-  return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads, smem_bytes(), stream, params,
-                       order);
+  return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads, smem_bytes(), stream,
+                       params, order);
 }
 
 template <class Instance>

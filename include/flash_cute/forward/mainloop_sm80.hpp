@@ -1,4 +1,5 @@
-// The Ampere family's forward maths: O = softmax(Q K^T) V over the blocks of keys that one tile of queries visits.
+// The Ampere family's forward maths: O = softmax(Q K^T) V over the blocks of keys that one tile of queries
+// visits.
 #pragma once
 
 #include "flash_cute/attention/mask.hpp"
@@ -20,12 +21,12 @@ struct ForwardMainloopSm80 {
   static constexpr int kStages = Traits::kStages;
   static_assert(kStages == 1 || kStages == 2);
 
-  // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while block n
-  // is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n), V(n - 1) behind
-  // Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
+  // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while
+  // block n is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n),
+  // V(n - 1) behind Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
   template <class Softmax, class Output>
-  CUTE_DEVICE static void run(ForwardParams const& params, TileCoord const& tile, SharedStorage& shared, int thread,
-                              Softmax& softmax, Output& acc_o) {
+  CUTE_DEVICE static void run(ForwardParams const& params, TileCoord const& tile, SharedStorage& shared,
+                              int thread, Softmax& softmax, Output& acc_o) {
     ProblemShape const& shape = params.shape;
     WindowMask const& mask = params.mask;
     int const m_begin = tile.m_block * Traits::kBlockM;
@@ -42,24 +43,28 @@ struct ForwardMainloopSm80 {
     // Global memory to shared memory.
     auto const loader = typename Traits::TiledLoad{}.get_slice(thread);
     typename Traits::LoadAtom const load_atom;
-    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int begin, int rows, auto&& target) {
+    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int begin, int rows,
+                         auto&& target) {
       Tensor source = local_tensor<Element>(view, tile.batch, head, begin, tile_shape);
       copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
-                 loader.partition_S(make_identity_tensor(tile_shape)), TileBounds{rows - begin, shape.head_dim});
+                 loader.partition_S(make_identity_tensor(tile_shape)),
+                 TileBounds{rows - begin, shape.head_dim});
     };
     auto load_k = [&](int block) {
-      load_tile(TileShapeKV{}, params.k, head_kv, block * Traits::kBlockN, shape.seqlen_k, sK(_, _, block % kStages));
+      load_tile(TileShapeKV{}, params.k, head_kv, block * Traits::kBlockN, shape.seqlen_k,
+                sK(_, _, block % kStages));
     };
     auto load_v = [&](int block) {
-      load_tile(TileShapeKV{}, params.v, head_kv, block * Traits::kBlockN, shape.seqlen_k, sV(_, _, block % kStages));
+      load_tile(TileShapeKV{}, params.v, head_kv, block * Traits::kBlockN, shape.seqlen_k,
+                sV(_, _, block % kStages));
     };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
     auto const thread_mma = mma.get_slice(thread);
-    Tensor tSrQ = thread_mma.partition_fragment_A(sQ);                          // (MMA, MMA_M, MMA_K)
-    Tensor tSrK = thread_mma.partition_fragment_B(sK(_, _, 0));                 // (MMA, MMA_N, MMA_K)
-    Tensor tOrV = thread_mma.partition_fragment_B(plain_like(sVt(_, _, 0)));    // (MMA, MMA_D, MMA_N)
+    Tensor tSrQ = thread_mma.partition_fragment_A(sQ);                        // (MMA, MMA_M, MMA_K)
+    Tensor tSrK = thread_mma.partition_fragment_B(sK(_, _, 0));               // (MMA, MMA_N, MMA_K)
+    Tensor tOrV = thread_mma.partition_fragment_B(plain_like(sVt(_, _, 0)));  // (MMA, MMA_D, MMA_N)
     auto const copy_q = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma);
     auto const copy_k = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma);
     auto const copy_v = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma);
@@ -69,7 +74,8 @@ struct ForwardMainloopSm80 {
     Tensor tSrQ_copy = copy_q.get_slice(thread).retile_D(tSrQ);
     Tensor tSrK_copy = copy_k.get_slice(thread).retile_D(tSrK);
     Tensor tOrV_copy = copy_v.get_slice(thread).retile_D(tOrV);
-    Tensor cS = thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
+    Tensor cS =
+        thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
     load_tile(TileShapeQ{}, params.q, tile.head, m_begin, shape.seqlen_q, sQ);
     load_k(visited.end - 1);

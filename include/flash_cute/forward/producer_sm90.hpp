@@ -1,4 +1,5 @@
-// The Hopper family's loading warp: Q once a tile, K and V block by block, as far ahead as there are free slots.
+// The Hopper family's loading warp: Q once a tile, K and V block by block, as far ahead as there are free
+// slots.
 #pragma once
 
 #include "flash_cute/attention/scheduler.hpp"
@@ -28,7 +29,8 @@ struct ForwardProducerSm90 {
 
     auto load_kv = [&](CUtensorMap const& map, auto& ring, auto& at, auto* slots, int block) {
       load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
-          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, block * Traits::kBlockN, head_kv, tile.batch);
+          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, block * Traits::kBlockN, head_kv,
+          tile.batch);
       at.advance();
     };
     auto load_k = [&](int block) { load_kv(maps.k, shared.ring_k, at_k, shared.k, block); };
@@ -36,8 +38,8 @@ struct ForwardProducerSm90 {
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
-    load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(maps.q, shared.ring_q.acquire(at_q), shared.q,
-                                                                   m_begin, tile.head, tile.batch);
+    load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(maps.q, shared.ring_q.acquire(at_q),
+                                                                   shared.q, m_begin, tile.head, tile.batch);
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);

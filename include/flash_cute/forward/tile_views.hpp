@@ -12,9 +12,10 @@ using namespace cute;
 
 // The tile of `tile_shape` that starts at row `begin` of one head, in global memory.
 template <class Element, class TileShape>
-CUTE_DEVICE auto local_tensor(TensorView const& view, int batch, int head, int64_t begin, TileShape tile_shape) {
-  Element* const data = static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride +
-                        begin * view.row_stride;
+CUTE_DEVICE auto local_tensor(TensorView const& view, int batch, int head, int64_t begin,
+                              TileShape tile_shape) {
+  Element* const data = static_cast<Element*>(view.data) + batch * view.batch_stride +
+                        head * view.head_stride + begin * view.row_stride;
   return make_tensor(make_gmem_ptr(data), tile_shape, make_stride(view.row_stride, _1{}));
 }
 
@@ -24,7 +25,8 @@ CUTE_DEVICE auto plain_like(SharedTensor const& tensor) {
   return make_tensor(tensor.data(), make_layout(shape(tensor.layout())));
 }
 
-// Scores of pairs that the mask hides become -inf. cS holds the (row, key) coordinates of acc_s within the tile.
+// Scores of pairs that the mask hides become -inf. cS holds the (row, key) coordinates of acc_s within the
+// tile.
 template <class Mask, class Coords, class Scores>
 CUTE_DEVICE void hide_invisible(Mask const& mask, int m_begin, int n_begin, Coords const& cS, Scores& acc_s) {
   auto scores = row_col_view(acc_s);

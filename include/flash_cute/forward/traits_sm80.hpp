@@ -20,11 +20,13 @@ struct ForwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps * 32;
+  static constexpr int kSectionWaves = 2;  // see TileOrder; of blocks, one an SM
 
   // Every warp owns whole rows, so that the softmax never leaves a warp.
-  using MmaAtom = MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>, SM80_16x8x16_F32F16F16F32_TN,
-                                              SM80_16x8x16_F32BF16BF16F32_TN>>;
-  using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<kTile.warps>, _1, _1>>, Tile<Int<16 * kTile.warps>, _16, _16>>;
+  using MmaAtom = MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
+                                              SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
+  using TiledMma =
+      TiledMMA<MmaAtom, Layout<Shape<Int<kTile.warps>, _1, _1>>, Tile<Int<16 * kTile.warps>, _16, _16>>;
 
   // Rows are cut into panels of 128 (or 64) bytes whose 16-byte chunks are permuted against bank conflicts.
   static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
@@ -32,9 +34,9 @@ struct ForwardTraitsSm80 {
                                           Layout<Shape<_8, Int<kPanel>>, Stride<Int<kPanel>, _1>>{}));
   using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
   using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
-  using LayoutVt = decltype(composition(
-      LayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>,
-                         Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
+  using LayoutVt =
+      decltype(composition(LayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>,
+                                              Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
 
   struct SharedStorage {
     alignas(128) Element q[cosize_v<LayoutQ>];

@@ -20,8 +20,10 @@ struct ForwardTraitsSm90 {
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
 
-  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the producer.
+  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
+  // producer.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == 64 * kConsumers);
   static constexpr int kThreads = (1 + kConsumers) * 128;
@@ -33,11 +35,12 @@ struct ForwardTraitsSm90 {
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kBlockN>, Int<kHeadDim>>>(),
       ConsumerLayout{}));
   using MmaPV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>, GMMA::Major::K,
-                           GMMA::Major::MN>(),
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
       ConsumerLayout{}));
 
-  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles and WGMMA reads; V's rows are its k dimension.
+  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles and WGMMA reads; V's rows are its k
+  // dimension.
   static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
   template <class Wide, class Narrow>
   using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
@@ -45,8 +48,8 @@ struct ForwardTraitsSm90 {
   using AtomVt = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
   using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
-  using LayoutVt =
-      decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
+                                          Step<_2, _1, _3>{}));
   static constexpr int kSlotElements = kBlockN * kHeadDim;
 
   struct SharedStorage {
