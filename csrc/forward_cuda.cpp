@@ -101,13 +101,49 @@ constexpr int64_t kRowElements = kRowAlignment / kElementBytes;
 // The tensor itself where a kernel can read it, else a copy with rows padded to 16 bytes by zeros.
 Tensor readable(Tensor const& tensor) {
   if (reason_to_copy(tensor, kElementBytes).empty()) return tensor;
-  int64_t const head_dim = tensor.sizes()[3];
-  if (head_dim % kRowElements == 0) {
-    Tensor const copy = torch::stable::new_empty(tensor, tensor.sizes());
-    return torch::stable::copy_(const_cast<Tensor&>(copy), tensor);
+  auto const sizes = tensor.sizes();
+  int64_t const head_dim = sizes[3], padded = ceil_div(head_dim, kRowElements) * kRowElements;
+  std::array<int64_t, 4> const target{sizes[0], sizes[1], sizes[2], padded};
+  Tensor copy = padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), target.size()})
+                                   : torch::stable::new_zeros(tensor, {target.data(), target.size()});
+  Tensor columns = torch::stable::narrow(copy, 3, 0, head_dim);
+  torch::stable::copy_(columns, tensor);
+  return copy;
+}
+
+Tensor empty_strided(Tensor const& like, int32_t dtype, std::array<int64_t, 4> const& sizes,
+                     std::array<int64_t, 4> const& strides, int64_t dims) {
+  int32_t device_type = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), dtype, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// Do the elements fill their memory without gaps or overlaps, in whatever order of dimensions?
+bool is_dense(Tensor const& tensor) {
+  auto const sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t expected = 1;
+  for (int rank = 0; rank < 4; ++rank) {
+    for (int dim = 0; dim < 4; ++dim) {
+      if (sizes[dim] != 1 && strides[dim] == expected) {
+        expected *= sizes[dim];
+        break;
+      }
+    }
   }
-  std::array<int64_t, 2> const padding{0, ceil_div(head_dim, kRowElements) * kRowElements - head_dim};
-  return torch::stable::pad(tensor, {padding.data(), padding.size()});
+  return expected == tensor.numel();
+}
+
+// torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
+Tensor empty_like(Tensor const& tensor) {
+  if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  auto const sizes = tensor.sizes(), strides = tensor.strides();
+  return empty_strided(tensor, dtype, {sizes[0], sizes[1], sizes[2], sizes[3]},
+                       {strides[0], strides[1], strides[2], strides[3]}, 4);
 }
 
 // Everything but the pointers of outputs: what both the launch and the plan need.
@@ -140,10 +176,11 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   Device const& device = device_at(device_index);
 
-  Tensor out = torch::stable::empty_like(arguments.q);
-  std::array<int64_t, 3> const lse_sizes{shape.batch, shape.heads_q, shape.seqlen_q};
-  Tensor lse = torch::stable::new_empty(arguments.q, {lse_sizes.data(), lse_sizes.size()},
-                                        torch::headeronly::ScalarType::Float);
+  Tensor out = empty_like(arguments.q);
+  int64_t const rows = larger(1, shape.seqlen_q);
+  Tensor lse =
+      empty_strided(arguments.q, aoti_torch_dtype_float32(), {shape.batch, shape.heads_q, shape.seqlen_q},
+                    {larger(1, shape.heads_q) * rows, rows, 1}, 3);
   if (lse.numel() == 0) return {out, lse};
 
   ForwardParams params = make_params(problem, device.info);
@@ -154,8 +191,9 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   }
 
   Tensor const q = readable(arguments.q), k = readable(arguments.k), v = readable(arguments.v);
-  bool const padded = q.sizes()[3] != shape.head_dim;
-  Tensor const target = padded ? torch::stable::new_empty(q, q.sizes()) : out;
+  // out has q's layout, which may be one that the kernels can't write.
+  bool const direct = reason_to_copy(out, kElementBytes).empty();
+  Tensor const target = direct ? out : torch::stable::new_empty(q, q.sizes());
   params.shape.head_dim = int(q.sizes()[3]);
   params.q = view_of(q);
   params.k = view_of(k);
@@ -169,8 +207,9 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   visit_kernel(problem, family_for(problem, device), [&]<class Kernel>(Kernel) {
     check_cuda(ForwardLaunch<Kernel>::run(params, static_cast<cudaStream_t>(stream)), "launching the kernel");
   });
-  if (padded)
+  if (!direct) {
     torch::stable::copy_(out, torch::stable::narrow(const_cast<Tensor&>(target), 3, 0, shape.head_dim));
+  }
   return {out, lse};
 }
 

@@ -119,8 +119,8 @@ def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes, section
 
 @given(shapes, blocks, cache_sizes, sections)
 def test_sections_fit_the_cache(host, shape, block_m, l2_bytes, section_tiles):
-    """A section has as many tiles as asked for and its K and V fill half of L2, at most, unless it is of one head of
-    K and V; groups stay whole."""
+    """A section has as many tiles as asked for and K and V that fill half of L2, at most, unless it is of one
+    head of K and V; groups stay whole."""
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
     order, _, _ = make_order(host, shape, None, None, block_m, l2_bytes, section_tiles)
     kv_heads = -(-order.section // group)
