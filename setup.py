@@ -120,7 +120,7 @@ def architecture_flags(family: str) -> str:
         codes.append(f"compute_{oldest}{exact},code=sm_{number}{exact}")
         codes += [f"compute_{number}{exact},code=compute_{number}{exact}"] if ptx else []
     flags = [f"-gencode=arch={code}" for code in dict.fromkeys(codes)]
-    # At head dim 128 the sm80 kernel needs each of its 255 registers: by default ptxas spills 4 words on sm_80.
+    # At head dim 128 the sm80 kernel needs all of its 255 registers: by default ptxas spills a few on sm_80.
     return " ".join(flags + ["-Xptxas=--register-usage-level=10"] * (family == "sm80"))
 
 
