@@ -137,7 +137,7 @@ bool is_dense(Tensor const& tensor) {
 }
 
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
-Tensor empty_like(Tensor const& tensor) {
+Tensor allocate_like(Tensor const& tensor) {
   if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
@@ -176,7 +176,7 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   Device const& device = device_at(device_index);
 
-  Tensor out = empty_like(arguments.q);
+  Tensor out = allocate_like(arguments.q);
   int64_t const rows = larger(1, shape.seqlen_q);
   Tensor lse =
       empty_strided(arguments.q, aoti_torch_dtype_float32(), {shape.batch, shape.heads_q, shape.seqlen_q},
