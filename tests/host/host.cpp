@@ -70,7 +70,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
                                element_bytes, l2_bytes, section_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
-      .def_readonly("section", &TileOrder::section)
+      .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
       .def("__call__", [](TileOrder const& order, int index) {
         TileCoord const tile = order(index);
         return std::tuple(tile.m_block, tile.head, tile.batch);

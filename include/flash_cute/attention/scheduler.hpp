@@ -3,13 +3,14 @@
 
 #include <cstdint>
 
+#include "flash_cute/core/divisor.hpp"
 #include "flash_cute/core/platform.hpp"
 #include "flash_cute/params.hpp"
 
 namespace flash_cute {
 
 struct TileCoord {
-  int m_block, head, batch;
+  int m_block, head, head_kv, batch;
 };
 
 // Walks the (batch, head) pairs in sections; inside a section the longest tiles come first, so that the last
@@ -18,36 +19,66 @@ struct TileCoord {
 // (H100, d128, 16k tokens: sections of 25 MB take turns in being bound by memory and by arithmetic, and lose
 // 20% at seqlen 512 to sections of one head).
 struct TileOrder {
-  int m_blocks, heads, sequences;  // sequences = batch * heads
-  int section;                     // (batch, head) pairs that share L2
-  bool descending;                 // is the last block of queries the longest?
+  int m_blocks, sequences;        // sequences = batch * heads
+  bool descending;                // is the last block of queries the longest?
+  Divisor section, last_section;  // (batch, head) pairs that share L2
+  Divisor section_tiles;          // tiles of a section
+  Divisor heads, group;           // query heads, in all and of one head of K and V
 
   static TileOrder make(ProblemShape const& shape, WindowMask const& mask, int block_m, int element_bytes,
-                        int64_t l2_bytes, int section_tiles) {
+                        int64_t l2_bytes, int wanted_tiles) {
     int const m_blocks = ceil_div(shape.seqlen_q, block_m);
     int64_t const kv_bytes = 2 * int64_t(element_bytes) * shape.seqlen_k * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int64_t const group = shape.heads_q / shape.heads_kv;
-    int64_t const asked_for = section_tiles / (m_blocks * group);
-    int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, asked_for));
+    int64_t const wanted = wanted_tiles / (m_blocks * group);
+    int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
     int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
+    int const section = int(smaller(sequences, kv_heads * group));
+    int const rest = int(sequences % section);
     auto length = [&](int m_block) {
       BlockRange const keys = mask.visited(m_block * block_m, block_m, 1);
       return keys.end - keys.begin;
     };
-    return {m_blocks, shape.heads_q, int(sequences), int(smaller(sequences, kv_heads * group)),
-            length(m_blocks - 1) >= length(0)};
+    return {.m_blocks = m_blocks,
+            .sequences = int(sequences),
+            .descending = length(m_blocks - 1) >= length(0),
+            .section = Divisor(section),
+            .last_section = Divisor(rest == 0 ? section : rest),
+            .section_tiles = Divisor(section * m_blocks),
+            .heads = Divisor(shape.heads_q),
+            .group = Divisor(int(group))};
   }
 
   FLASH_CUTE_HOST_DEVICE int tiles() const { return m_blocks * sequences; }
 
   FLASH_CUTE_HOST_DEVICE TileCoord operator()(int index) const {
-    int const first = index / (section * m_blocks) * section;
-    int const width = smaller(section, sequences - first);
+    int const first = section_tiles.quotient(index) * int(section.value);
+    Divisor const width = first + int(section.value) <= sequences ? section : last_section;
     int const place = index - first * m_blocks;
-    int const rank = place / width;
-    int const sequence = first + place % width;
-    return {descending ? m_blocks - 1 - rank : rank, sequence % heads, sequence / heads};
+    int const rank = width.quotient(place);
+    int const sequence = first + width.remainder(place);
+    int const batch = heads.quotient(sequence), head = sequence - batch * int(heads.value);
+    return {descending ? m_blocks - 1 - rank : rank, head, group.quotient(head), batch};
+  }
+};
+
+// The tiles of one of `blocks` thread blocks: to and fro over the order, which evens out what the blocks get.
+struct TileStream {
+  TileOrder const& order;
+  int block, blocks;
+  int round = 0;
+
+  FLASH_CUTE_HOST_DEVICE int count() const {
+    int const rounds = order.tiles() / blocks;
+    return rounds + (place(rounds) < order.tiles());
+  }
+
+  FLASH_CUTE_HOST_DEVICE TileCoord next() { return order(place(round++)); }
+
+ private:
+  FLASH_CUTE_HOST_DEVICE int place(int in_round) const {
+    return in_round * blocks + (in_round % 2 == 0 ? block : blocks - 1 - block);
   }
 };
 

@@ -57,7 +57,9 @@ struct OnlineSoftmax {
   float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
   float row_sum[kRows];    // this lane's share, until finish() adds up the quad
 
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) {
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
+
+  CUTE_DEVICE void reset() {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       reference[row] = -FLT_MAX;
@@ -69,21 +71,18 @@ struct OnlineSoftmax {
   template <class Scores>
   CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
     auto scores = row_col_view(acc_s);
-    float highest[kRows];
+    float highest[kRows];  // of this lane's scores: whether a row is behind needs no exchange
     bool behind = false;
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      highest[row] = scores(row, 0);
-      CUTE_UNROLL
-      for (int col = 1; col < size<1>(scores); ++col) highest[row] = fmaxf(highest[row], scores(row, col));
-      highest[row] = reduce_quad(highest[row], MaxOp{}) * scale_log2;
-      behind |= highest[row] > reference[row] + kSlack;
+      highest[row] = highest_score(scores, row);
+      behind |= highest[row] * scale_log2 > reference[row] + kSlack;
     }
     Correction<kRows> correction{bool(__any_sync(0xffffffffu, behind))};
     if (correction.needed) {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        float const raised = fmaxf(reference[row], highest[row]);
+        float const raised = fmaxf(reference[row], reduce_quad(highest[row], MaxOp{}) * scale_log2);
         correction.factor[row] = fast_exp2(reference[row] - raised);
         reference[row] = raised;
         row_sum[row] *= correction.factor[row];
@@ -119,6 +118,19 @@ struct OnlineSoftmax {
   }
 
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
+
+ private:
+  // Two chains of maxima, as each one waits for the one before.
+  template <class Scores>
+  CUTE_DEVICE static float highest_score(Scores const& scores, int row) {
+    float even = scores(row, 0), odd = scores(row, 1);
+    CUTE_UNROLL
+    for (int col = 2; col < size<1>(scores); col += 2) {
+      even = fmaxf(even, scores(row, col));
+      odd = fmaxf(odd, scores(row, col + 1));
+    }
+    return fmaxf(even, odd);
+  }
 };
 
 }  // namespace flash_cute

@@ -9,6 +9,7 @@ struct ForwardTile {
   int block_m, block_n;   // queries and keys of a tile
   int stages;             // depth of the K/V pipeline in shared memory
   int warps;              // compute warps, stacked along the queries
+  int stages_q = 1;       // 2: the next tile's Q may come while this one's is in use
   int blocks_per_sm = 1;  // thread blocks that registers must leave room for
 };
 
@@ -34,9 +35,9 @@ constexpr ForwardTile forward_tile(Family family, int head_dim) {
     switch (head_dim) {
       // 128 x 128 with two warpgroups loses 4% at seqlen 512 full and 20% at 16k full, but wins 13% at 512
       // causal.
-      case 64: return {.block_m = 192, .block_n = 128, .stages = 2, .warps = 12};
-      case 96: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8};
-      case 128: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8};
+      case 64: return {.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2};
+      case 96: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2};
+      case 128: return {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2};
       case 192: return {.block_m = 128, .block_n = 96, .stages = 2, .warps = 8};
       // 80 keys lose 10% at 512 and 37% at 16k to 64.
       case 256: return {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8};

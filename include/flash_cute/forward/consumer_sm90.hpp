@@ -1,9 +1,10 @@
-// The Hopper family's forward maths, by one warpgroup on its 64 rows of a tile.
+// The Hopper family's forward maths, by one warpgroup on its 64 rows of every tile.
 #pragma once
 
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/core/warpgroup.hpp"
+#include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/tile_views.hpp"
 #include "flash_cute/forward/traits_sm90.hpp"
 
@@ -12,77 +13,109 @@ namespace flash_cute {
 template <class Traits>
 struct ForwardConsumerSm90 {
   using Element = typename Traits::Element;
+  using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>;
+  using TileO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
   int warpgroup;  // among the consumers
   int thread;     // among the consumers
-  RingPosition<1> at_q{};
+  RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
   // Blocks go from the last to the first. The scores of the next block are computed while this block's
   // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
-  // softmax of S(n - 1) starts when its scores are there. Between warpgroups, turns keep one in its products
-  // while another is in softmax.
-  template <class Softmax, class Output>
-  CUTE_DEVICE void run(TileCoord const& tile, Softmax& softmax, Output& acc_o) {
-    WindowMask const& mask = params.mask;
-    int const m_begin = tile.m_block * Traits::kBlockM;
-    BlockRange const visited = mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN);
-    BlockRange const unmasked = mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN);
-    if (visited.empty()) return;
-
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
+  // softmax of S(n - 1) starts when its scores are there. Between tiles, the first scores of the next one are
+  // computed while O of this one leaves. Between warpgroups, turns keep one in its products while another is
+  // in softmax.
+  CUTE_DEVICE void run(TileStream tiles) {
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
     typename Traits::MmaQK mma_qk;
     typename Traits::MmaPV mma_pv;
-    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);   // (MMA, MMA_M, MMA_K)
+    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);   // (MMA, MMA_M, MMA_K, STAGE)
     Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);   // (MMA, MMA_N, MMA_K, STAGE)
     Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
-    using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>;
     Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
-
-    auto probabilities = [&](auto& acc_s, int block) {
-      if (!unmasked.contains(block)) hide_invisible(mask, m_begin, block * Traits::kBlockN, cS, acc_s);
-      return softmax.update(acc_s);
-    };
-    WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
-
-    int block = visited.end - 1;
-    shared.ring_q.wait(at_q);
-    shared.ring_k.wait(at_k);
+    Tensor cO = mma_pv.get_slice(thread).partition_C(make_identity_tensor(TileO{}));
     Tensor acc_first = partition_fragment_C(mma_qk, TileS{});  // (MMA, MMA_M, MMA_N)
-    turns.wait();
-    issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, tSrK(_, _, _, at_k.slot), acc_first);
-    turns.pass();
-    wait_products<0>(acc_first);
-    release(shared.ring_k, at_k);
-    probabilities(acc_first, block);
-    Tensor rP = convert<Element>(acc_first);
+    Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
+    Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
+    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
+    WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
+    turns.begin();
 
-    for (--block; block >= visited.begin; --block) {
-      Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
-      shared.ring_k.wait(at_k);
-      turns.wait();
-      issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ, tSrK(_, _, _, at_k.slot), acc_s);
+    auto issue_scores = [&](auto& acc_s) {
+      issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
+    };
+    auto issue_output = [&] {
       shared.ring_v.wait(at_v);
       issue_product<GMMA::ScaleOut::One>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
-      turns.pass();
-      wait_products<1>(acc_s);
-      release(shared.ring_k, at_k);
-      auto const correction = probabilities(acc_s, block);
-      wait_products<0>(acc_o);
-      release(shared.ring_v, at_v);
-      correction.apply(acc_o);
-      convert_into<Element>(acc_s, rP);
-    }
-    release(shared.ring_q, at_q);
+    };
+    auto store_tile = [&](TileCoord const& tile) {
+      softmax.finish(acc_o);
+      int const m_begin = tile.m_block * Traits::kBlockM;
+      store_lse(params, tile, m_begin, softmax, cO);
+      store_output<Element>(params, tile, m_begin, acc_o, cO);
+    };
 
-    shared.ring_v.wait(at_v);
-    issue_product<GMMA::ScaleOut::One>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
+    TileCoord tile = tiles.next();
+    shared.ring_q.wait(at_q);
+    shared.ring_k.wait(at_k);
+    turns.wait();
+    issue_scores(acc_first);
+    turns.pass();
+    wait_products<0>(acc_first);
+    for (int left = tiles.count();;) {
+      KeyBlocks<Traits> const keys(params.mask, tile);
+      auto probabilities = [&](auto& acc_s, int block) {
+        release(shared.ring_k, at_k);
+        if (!keys.unmasked.contains(block)) {
+          hide_invisible(params.mask, keys.m_begin, block * Traits::kBlockN, cS, acc_s);
+        }
+        return softmax.update(acc_s);
+      };
+
+      int block = keys.visited.end - 1;
+      softmax.reset();
+      clear(acc_o);
+      probabilities(acc_first, block);
+      convert_into<Element>(acc_first, rP);
+      while (--block >= keys.visited.begin) {
+        Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
+        shared.ring_k.wait(at_k);
+        turns.wait();
+        issue_scores(acc_s);
+        issue_output();
+        turns.pass();
+        wait_products<1>(acc_s);
+        auto const correction = probabilities(acc_s, block);
+        wait_products<0>(acc_o);
+        release(shared.ring_v, at_v);
+        convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
+        correction.apply(acc_o);
+      }
+
+      release(shared.ring_q, at_q);
+
+      TileCoord const finished = tile;
+      if (--left == 0) break;
+      tile = tiles.next();
+      turns.wait();
+      issue_output();
+      shared.ring_q.wait(at_q);
+      shared.ring_k.wait(at_k);
+      issue_scores(acc_first);
+      turns.pass();
+      wait_products<1>(acc_o);
+      release(shared.ring_v, at_v);
+      store_tile(finished);
+      wait_products<0>(acc_first);
+    }
+    issue_output();
     wait_products<0>(acc_o);
-    release(shared.ring_v, at_v);
+    store_tile(tile);
   }
 
  private:

@@ -33,7 +33,6 @@ struct ForwardMainloopSm80 {
     BlockRange const visited = mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN);
     BlockRange const unmasked = mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN);
     if (visited.empty()) return;
-    int const head_kv = tile.head / (shape.heads_q / shape.heads_kv);
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});   // (N, D, STAGE)
@@ -51,11 +50,11 @@ struct ForwardMainloopSm80 {
                  TileBounds{rows - begin, shape.head_dim});
     };
     auto load_k = [&](int block) {
-      load_tile(TileShapeKV{}, params.k, head_kv, block * Traits::kBlockN, shape.seqlen_k,
+      load_tile(TileShapeKV{}, params.k, tile.head_kv, block * Traits::kBlockN, shape.seqlen_k,
                 sK(_, _, block % kStages));
     };
     auto load_v = [&](int block) {
-      load_tile(TileShapeKV{}, params.v, head_kv, block * Traits::kBlockN, shape.seqlen_k,
+      load_tile(TileShapeKV{}, params.v, tile.head_kv, block * Traits::kBlockN, shape.seqlen_k,
                 sV(_, _, block % kStages));
     };
 

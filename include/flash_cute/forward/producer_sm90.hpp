@@ -18,19 +18,21 @@ struct ForwardProducerSm90 {
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
   ForwardMaps const& maps;
-  RingPosition<1> at_q{};
+  RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
+  CUTE_DEVICE void run(TileStream tiles) {
+    for (int left = tiles.count(); left > 0; --left) load(tiles.next());
+  }
+
+ private:
   CUTE_DEVICE void load(TileCoord const& tile) {
-    int const m_begin = tile.m_block * Traits::kBlockM;
-    BlockRange const visited = params.mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN);
-    if (visited.empty()) return;
-    int const head_kv = tile.head / (params.shape.heads_q / params.shape.heads_kv);
+    auto const [m_begin, visited, unmasked] = KeyBlocks<Traits>(params.mask, tile);
 
     auto load_kv = [&](CUtensorMap const& map, auto& ring, auto& at, auto* slots, int block) {
       load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
-          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, block * Traits::kBlockN, head_kv,
-          tile.batch);
+          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, block * Traits::kBlockN,
+          tile.head_kv, tile.batch);
       at.advance();
     };
     auto load_k = [&](int block) { load_kv(maps.k, shared.ring_k, at_k, shared.k, block); };
@@ -38,8 +40,9 @@ struct ForwardProducerSm90 {
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
-    load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(maps.q, shared.ring_q.acquire(at_q),
-                                                                   shared.q, m_begin, tile.head, tile.batch);
+    load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+        maps.q, shared.ring_q.acquire(at_q), shared.q + at_q.slot * Traits::kSlotElementsQ, m_begin,
+        tile.head, tile.batch);
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/pipeline.hpp"
@@ -19,6 +20,7 @@ struct ForwardTraitsSm90 {
   static constexpr ForwardTile kTile = forward_tile(Instance::family, Instance::head_dim);
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
 
@@ -46,19 +48,33 @@ struct ForwardTraitsSm90 {
   using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
   using AtomQK = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
   using AtomVt = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
-  using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
   using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
-  static constexpr int kSlotElements = kBlockN * kHeadDim;
+  static constexpr int kSlotElements = kBlockN * kHeadDim, kSlotElementsQ = kBlockM * kHeadDim;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
-    TmaRing<1> ring_q;
+    TmaRing<kStagesQ> ring_q;
     TmaRing<kStages> ring_k, ring_v;
   };
+};
+
+// The blocks of keys that a tile computes: those that its queries see, or one that is hidden from them all.
+template <class Traits>
+struct KeyBlocks {
+  int m_begin;
+  BlockRange visited, unmasked;
+
+  CUTE_DEVICE KeyBlocks(WindowMask const& mask, TileCoord const& tile)
+      : m_begin(tile.m_block * Traits::kBlockM),
+        visited(mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN)),
+        unmasked(mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN)) {
+    if (visited.empty()) visited = {0, 1};
+  }
 };
 
 }  // namespace flash_cute
