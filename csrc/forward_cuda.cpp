@@ -14,7 +14,6 @@
 #include <limits>
 #include <mutex>
 
-#include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/launch.hpp"
 
@@ -231,20 +230,25 @@ std::string plan_cuda(ForwardArguments const& arguments) {
   visit_kernel(problem, family, [&]<class Kernel>(Kernel) {
     ForwardParams params = make_params(problem, device.info);
     cut_unreachable_keys(params);
-    bool const empty = params.shape.seqlen_k == 0 || arguments.q.numel() == 0;
-    ForwardTile const tile = forward_tile(Kernel::family, Kernel::head_dim);
-    KernelReport report{};
-    check_cuda(ForwardLaunch<Kernel>::report(report), "reading the kernel's attributes");
+    int const seqlen_k_used = params.shape.seqlen_k;
+    bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0;
+    if (empty) {  // nothing would be launched; the kernel is described by the smallest problem
+      params.shape = {1, 1, 1, 1, 1, problem.shape.head_dim};
+      params.mask = WindowMask::make(1, 1, 0, 0);
+    }
+    LaunchPlan launch{};
+    check_cuda(ForwardLaunch<Kernel>::plan(params, launch), "reading the kernel's attributes");
     plan.add("bucket", Kernel::head_dim)
-        .add("block_m", tile.block_m)
-        .add("block_n", tile.block_n)
-        .add("stages", tile.stages)
-        .add("threads", report.threads)
-        .add("registers", report.registers)
-        .add("local_bytes", report.local_bytes)
-        .add("smem_bytes", report.smem_bytes)
-        .add("grid", empty ? 0 : ForwardLaunch<Kernel>::grid(params))
-        .add("seqlen_k_used", params.shape.seqlen_k);
+        .add("block_m", launch.tile.block_m)
+        .add("block_n", launch.tile.block_n)
+        .add("stages", launch.tile.stages)
+        .add("packed_heads", launch.packed_heads)
+        .add("threads", launch.threads)
+        .add("registers", launch.registers)
+        .add("local_bytes", launch.local_bytes)
+        .add("smem_bytes", launch.smem_bytes)
+        .add("grid", empty ? 0 : launch.grid)
+        .add("seqlen_k_used", seqlen_k_used);
   });
   return add_problem(plan, problem).text();
 }
@@ -252,18 +256,19 @@ std::string plan_cuda(ForwardArguments const& arguments) {
 std::string compiled_kernels() {
   std::string list;
   visit_instances([&]<class Kernel>(Kernel) {
-    ForwardTile const tile = forward_tile(Kernel::family, Kernel::head_dim);
-    JsonObject shape, kernel;
-    shape.add("block_m", tile.block_m)
-        .add("block_n", tile.block_n)
-        .add("stages", tile.stages)
-        .add("warps", tile.warps);
-    kernel.add("family", name_of(Kernel::family))
-        .add("element", name_of(Kernel::element))
-        .add("head_dim", Kernel::head_dim)
-        .add_raw("tile", shape.text())
-        .add("smem_bytes", ForwardLaunch<Kernel>::smem_bytes());
-    list += (list.empty() ? "" : ", ") + kernel.text();
+    for (auto const& [tile, smem_bytes] : ForwardLaunch<Kernel>::tiles()) {
+      JsonObject shape, kernel;
+      shape.add("block_m", tile.block_m)
+          .add("block_n", tile.block_n)
+          .add("stages", tile.stages)
+          .add("warps", tile.warps);
+      kernel.add("family", name_of(Kernel::family))
+          .add("element", name_of(Kernel::element))
+          .add("head_dim", Kernel::head_dim)
+          .add_raw("tile", shape.text())
+          .add("smem_bytes", smem_bytes);
+      list += (list.empty() ? "" : ", ") + kernel.text();
+    }
     return false;
   });
   return '[' + list + ']';

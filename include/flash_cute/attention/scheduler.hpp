@@ -9,8 +9,30 @@
 
 namespace flash_cute {
 
+// The first query and the first query head of a tile, and where its keys are.
 struct TileCoord {
-  int m_block, head, head_kv, batch;
+  int m_begin, head, head_kv, batch;
+};
+
+// How the rows of a tile lie: `packed` neighbouring query heads of one query, then those of the next. Heads
+// that share K and V are packed where one head's queries would leave most rows of a tile empty.
+struct PackedRows {
+  Divisor packed;
+  int queries;  // of a tile
+
+  PackedRows(int rows, int packed_) : packed(packed_), queries(rows / packed_) {}
+
+  FLASH_CUTE_HOST_DEVICE int query(int row) const { return packed.quotient(row); }
+  FLASH_CUTE_HOST_DEVICE int head(int row) const { return packed.remainder(row); }
+  FLASH_CUTE_HOST_DEVICE int used() const { return int(packed.value) * queries; }
+  FLASH_CUTE_HOST_DEVICE bool uses(int row) const { return row < used(); }
+};
+
+// One query head a tile.
+struct PlainRows {
+  FLASH_CUTE_HOST_DEVICE int query(int row) const { return row; }
+  FLASH_CUTE_HOST_DEVICE int head(int) const { return 0; }
+  FLASH_CUTE_HOST_DEVICE bool uses(int) const { return true; }
 };
 
 // Walks the (batch, head) pairs in sections; inside a section the longest tiles come first, so that the last
@@ -19,34 +41,37 @@ struct TileCoord {
 // (H100, d128, 16k tokens: sections of 25 MB take turns in being bound by memory and by arithmetic, and lose
 // 20% at seqlen 512 to sections of one head).
 struct TileOrder {
-  int m_blocks, sequences;        // sequences = batch * heads
+  int m_blocks, sequences;        // sequences = batch * heads, of which packed ones count once
+  PackedRows rows;                // of every tile
   bool descending;                // is the last block of queries the longest?
   Divisor section, last_section;  // (batch, head) pairs that share L2
   Divisor section_tiles;          // tiles of a section
-  Divisor heads, group;           // query heads, in all and of one head of K and V
+  Divisor heads, group;           // sequences, of a batch entry and of one head of K and V
 
-  static TileOrder make(ProblemShape const& shape, WindowMask const& mask, int block_m, int element_bytes,
-                        int64_t l2_bytes, int wanted_tiles) {
-    int const m_blocks = ceil_div(shape.seqlen_q, block_m);
+  static TileOrder make(ProblemShape const& shape, WindowMask const& mask, int block_m, int packed,
+                        int element_bytes, int64_t l2_bytes, int wanted_tiles) {
+    PackedRows const rows(block_m, packed);
+    int const m_blocks = ceil_div(shape.seqlen_q, rows.queries);
     int64_t const kv_bytes = 2 * int64_t(element_bytes) * shape.seqlen_k * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
-    int64_t const group = shape.heads_q / shape.heads_kv;
+    int64_t const group = shape.heads_q / shape.heads_kv / packed;
     int64_t const wanted = wanted_tiles / (m_blocks * group);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
-    int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
+    int64_t const sequences = int64_t(shape.batch) * shape.heads_q / packed;
     int const section = int(smaller(sequences, kv_heads * group));
     int const rest = int(sequences % section);
     auto length = [&](int m_block) {
-      BlockRange const keys = mask.visited(m_block * block_m, block_m, 1);
+      BlockRange const keys = mask.visited(m_block * rows.queries, rows.queries, 1);
       return keys.end - keys.begin;
     };
     return {.m_blocks = m_blocks,
             .sequences = int(sequences),
+            .rows = rows,
             .descending = length(m_blocks - 1) >= length(0),
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
             .section_tiles = Divisor(section * m_blocks),
-            .heads = Divisor(shape.heads_q),
+            .heads = Divisor(shape.heads_q / packed),
             .group = Divisor(int(group))};
   }
 
@@ -59,7 +84,8 @@ struct TileOrder {
     int const rank = width.quotient(place);
     int const sequence = first + width.remainder(place);
     int const batch = heads.quotient(sequence), head = sequence - batch * int(heads.value);
-    return {descending ? m_blocks - 1 - rank : rank, head, group.quotient(head), batch};
+    int const m_block = descending ? m_blocks - 1 - rank : rank;
+    return {m_block * rows.queries, head * int(rows.packed.value), group.quotient(head), batch};
   }
 };
 
@@ -83,8 +109,8 @@ struct TileStream {
 };
 
 template <class Traits>
-TileOrder forward_order(ForwardParams const& params) {
-  return TileOrder::make(params.shape, params.mask, Traits::kBlockM, sizeof(typename Traits::Element),
+TileOrder forward_order(ForwardParams const& params, int packed = 1) {
+  return TileOrder::make(params.shape, params.mask, Traits::kBlockM, packed, sizeof(typename Traits::Element),
                          params.device.l2_bytes, Traits::kSectionWaves * params.device.multiprocessors);
 }
 

@@ -82,7 +82,8 @@ struct OnlineSoftmax {
     if (correction.needed) {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        float const raised = fmaxf(reference[row], reduce_quad(highest[row], MaxOp{}) * scale_log2);
+        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+        float const raised = scaled > reference[row] + kSlack ? scaled : reference[row];
         correction.factor[row] = fast_exp2(reference[row] - raised);
         reference[row] = raised;
         row_sum[row] *= correction.factor[row];

@@ -17,11 +17,13 @@ cudaError_t launch_kernel(void (*kernel)(Params...), int blocks, int threads, in
   return cudaGetLastError();
 }
 
+// Adds to the plan what the compiler made of the kernel.
 template <class... Params>
-cudaError_t report_kernel(void (*kernel)(Params...), int threads, int smem_bytes, KernelReport& report) {
-  cudaFuncAttributes attributes;
+cudaError_t read_attributes(void (*kernel)(Params...), LaunchPlan& plan) {
+  cudaFuncAttributes attributes{};
   cudaError_t const status = cudaFuncGetAttributes(&attributes, kernel);
-  report = {threads, attributes.numRegs, int(attributes.localSizeBytes), smem_bytes};
+  plan.registers = attributes.numRegs;
+  plan.local_bytes = int(attributes.localSizeBytes);
   return status;
 }
 

@@ -22,42 +22,49 @@ inline auto tensor_map_encoder() {
   return encoder;
 }
 
-// Describes a (batch, head, row, column) operand that is loaded in panels of `panel` columns and `rows` rows.
-// What a panel covers outside of the operand arrives as zeros, whatever lies there in memory.
+// The part of an operand that one load brings; in shared memory its rows lie head after head of one row of
+// the operand, then those of the next.
+struct TmaBox {
+  int columns, heads, rows;
+};
+
+// Describes a (batch, head, row, column) operand that is loaded box by box. What a box covers outside of the
+// operand arrives as zeros, whatever lies there in memory.
 template <class Element>
 cudaError_t make_tensor_map(CUtensorMap& map, TensorView const& view, int head_dim, int seqlen, int heads,
-                            int batch, int panel, int rows) {
+                            int batch, TmaBox box) {
   auto const encode = tensor_map_encoder();
   if (!encode) return cudaErrorNotSupported;
   constexpr uint64_t kAlignment = 16;  // of strides; the stride of a dimension of size 1 is never used
   auto stride = [](int64_t elements, int size) {
     return size == 1 ? kAlignment : uint64_t(elements) * sizeof(Element);
   };
-  uint64_t const sizes[4] = {uint64_t(head_dim), uint64_t(seqlen), uint64_t(heads), uint64_t(batch)};
-  uint64_t const strides[3] = {stride(view.row_stride, seqlen), stride(view.head_stride, heads),
+  uint64_t const sizes[4] = {uint64_t(head_dim), uint64_t(heads), uint64_t(seqlen), uint64_t(batch)};
+  uint64_t const strides[3] = {stride(view.head_stride, heads), stride(view.row_stride, seqlen),
                                stride(view.batch_stride, batch)};
-  uint32_t const box[4] = {uint32_t(panel), uint32_t(rows), 1, 1};
+  uint32_t const extents[4] = {uint32_t(box.columns), uint32_t(box.heads), uint32_t(box.rows), 1};
   uint32_t const steps[4] = {1, 1, 1, 1};
   CUresult const result =
       encode(&map,
              std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             panel * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             4, view.data, sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Loads `rows` x kHeadDim elements that start at row `begin`, panel by panel, by one thread.
+// Loads kHeadDim columns of `rows` rows of shared memory, which start at this head and row of the operand, by
+// one thread: in panels of kPanel columns, with room for kRows rows each.
 template <int kHeadDim, int kPanel, int kRows, class Element>
 CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
-                             Element* target, int begin, int head, int batch) {
-  arrived.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
+                             Element* target, int rows, int head, int begin, int batch) {
+  arrived.arrive_and_expect_tx(rows * kHeadDim * sizeof(Element));
   CUTE_UNROLL
   for (int column = 0; column < kHeadDim; column += kPanel) {
     cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&arrived),
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                 target + column * kRows, column, begin, head, batch);
+                                 target + column * kRows, column, head, begin, batch);
   }
 }
 

@@ -19,14 +19,15 @@ struct ForwardConsumerSm90 {
   ForwardParams const& params;
   int warpgroup;  // among the consumers
   int thread;     // among the consumers
+  static constexpr bool kRunsAhead = Traits::kStagesQ > 1;
   RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
   // Blocks go from the last to the first. The scores of the next block are computed while this block's
   // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
-  // softmax of S(n - 1) starts when its scores are there. Between tiles, the first scores of the next one are
-  // computed while O of this one leaves. Between warpgroups, turns keep one in its products while another is
-  // in softmax.
+  // softmax of S(n - 1) starts when its scores are there. Where the next tile's Q is there already, its first
+  // scores follow this tile's last product, and are computed while O leaves. Between warpgroups, turns keep
+  // one in its products while another is in softmax.
   CUTE_DEVICE void run(TileStream tiles) {
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
@@ -44,6 +45,7 @@ struct ForwardConsumerSm90 {
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
     WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
+    PackedRows const& rows = tiles.order.rows;
     turns.begin();
 
     auto issue_scores = [&](auto& acc_s) {
@@ -53,26 +55,28 @@ struct ForwardConsumerSm90 {
       shared.ring_v.wait(at_v);
       issue_product<GMMA::ScaleOut::One>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
     };
+    auto issue_first_scores = [&] {
+      shared.ring_q.wait(at_q);
+      shared.ring_k.wait(at_k);
+      issue_scores(acc_first);
+    };
     auto store_tile = [&](TileCoord const& tile) {
       softmax.finish(acc_o);
-      int const m_begin = tile.m_block * Traits::kBlockM;
-      store_lse(params, tile, m_begin, softmax, cO);
-      store_output<Element>(params, tile, m_begin, acc_o, cO);
+      store_lse(params, tile, rows, softmax, cO);
+      store_output<Element>(params, tile, rows, acc_o, cO);
     };
 
     TileCoord tile = tiles.next();
-    shared.ring_q.wait(at_q);
-    shared.ring_k.wait(at_k);
     turns.wait();
-    issue_scores(acc_first);
+    issue_first_scores();
     turns.pass();
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
-      KeyBlocks<Traits> const keys(params.mask, tile);
+      KeyBlocks<Traits> const keys(params.mask, tile.m_begin, rows.queries);
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!keys.unmasked.contains(block)) {
-          hide_invisible(params.mask, keys.m_begin, block * Traits::kBlockN, cS, acc_s);
+          hide_invisible<KeyBits>(params.mask, rows, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
       };
@@ -104,13 +108,17 @@ struct ForwardConsumerSm90 {
       tile = tiles.next();
       turns.wait();
       issue_output();
-      shared.ring_q.wait(at_q);
-      shared.ring_k.wait(at_k);
-      issue_scores(acc_first);
+      if constexpr (kRunsAhead) issue_first_scores();
       turns.pass();
-      wait_products<1>(acc_o);
+      wait_products<kRunsAhead>(acc_o);
       release(shared.ring_v, at_v);
       store_tile(finished);
+      if constexpr (!kRunsAhead) {
+        shared.ring_q.wait(at_q);
+        turns.wait();
+        issue_first_scores();
+        turns.pass();
+      }
       wait_products<0>(acc_first);
     }
     issue_output();

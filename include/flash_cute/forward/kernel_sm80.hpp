@@ -32,11 +32,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   softmax.finish(acc_o);
 
   TileCoord const tile = order(read_block_index());
-  int const m_begin = tile.m_block * Traits::kBlockM;
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
-  store_lse(params, tile, m_begin, softmax, cO);
-  store_output<typename Traits::Element>(params, tile, m_begin, acc_o, cO);
+  store_lse(params, tile, PlainRows{}, softmax, cO);
+  store_output<typename Traits::Element>(params, tile, PlainRows{}, acc_o, cO);
 }
 
 }  // namespace flash_cute

@@ -4,21 +4,32 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
+#include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/params.hpp"
 
 namespace flash_cute {
 
-struct KernelReport {
-  int threads, registers, local_bytes, smem_bytes;
+struct CompiledTile {
+  ForwardTile tile;
+  int smem_bytes;
+};
+
+// What a call launches, for explain.
+struct LaunchPlan {
+  ForwardTile tile;
+  int packed_heads;  // query heads that share a tile
+  int grid, threads, smem_bytes;
+  int registers = 0, local_bytes = 0;  // per thread
 };
 
 // Specialised per Instance in a translation unit of its own, which setup.py generates.
 template <class Instance>
 struct ForwardLaunch {
-  static int grid(ForwardParams const& params);
   static cudaError_t run(ForwardParams const& params, cudaStream_t stream);
-  static cudaError_t report(KernelReport& report);
-  static int smem_bytes();
+  static cudaError_t plan(ForwardParams const& params, LaunchPlan& plan);
+  static std::vector<CompiledTile> tiles();
 };
 
 }  // namespace flash_cute

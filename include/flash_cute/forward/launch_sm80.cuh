@@ -8,27 +8,31 @@
 namespace flash_cute {
 
 template <class Instance>
-int ForwardLaunch<Instance>::grid(ForwardParams const& params) {
-  return forward_order<ForwardTraitsSm80<Instance>>(params).tiles();
-}
-
-template <class Instance>
-int ForwardLaunch<Instance>::smem_bytes() {
-  return sizeof(typename ForwardTraitsSm80<Instance>::SharedStorage);
-}
+using TraitsSm80 = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
 
 template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
-  using Traits = ForwardTraitsSm80<Instance>;
+  using Traits = TraitsSm80<Instance>;
   TileOrder const order = forward_order<Traits>(params);
-  return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads, smem_bytes(), stream,
-                       params, order);
+  return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads,
+                       sizeof(typename Traits::SharedStorage), stream, params, order);
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::report(KernelReport& report) {
-  using Traits = ForwardTraitsSm80<Instance>;
-  return report_kernel(forward_kernel_sm80<Traits>, Traits::kThreads, smem_bytes(), report);
+cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPlan& plan) {
+  using Traits = TraitsSm80<Instance>;
+  plan = {.tile = Traits::kTile,
+          .packed_heads = 1,
+          .grid = forward_order<Traits>(params).tiles(),
+          .threads = Traits::kThreads,
+          .smem_bytes = sizeof(typename Traits::SharedStorage)};
+  return read_attributes(forward_kernel_sm80<Traits>, plan);
+}
+
+template <class Instance>
+std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
+  using Traits = TraitsSm80<Instance>;
+  return {{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
 }
 
 }  // namespace flash_cute

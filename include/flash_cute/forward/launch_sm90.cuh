@@ -7,52 +7,106 @@
 
 namespace flash_cute {
 
-// One block an SM goes through many tiles, loading ahead. Long tiles of unequal length are better handed out
-// one by one, as SMs become free: there the start of a block matters less than who is left with the last long
-// tile.
-template <class Instance>
-int ForwardLaunch<Instance>::grid(ForwardParams const& params) {
-  using Traits = ForwardTraitsSm90<Instance>;
-  constexpr int kLongTile = 64;  // blocks of keys
-  TileOrder const order = forward_order<Traits>(params);
-  auto blocks = [&](int m_block) {
-    BlockRange const visited =
-        params.mask.visited(m_block * Traits::kBlockM, Traits::kBlockM, Traits::kBlockN);
-    return visited.end - visited.begin;
-  };
-  int const first = blocks(0), last = blocks(order.m_blocks - 1);
-  bool const one_by_one = first != last && larger(first, last) >= kLongTile;
-  return one_by_one ? order.tiles() : smaller(params.device.multiprocessors, order.tiles());
+// The pairs of queries and keys that a batch entry's tiles cover, visible or not.
+inline int64_t covered_pairs(ForwardParams const& params, ForwardTile tile, int packed) {
+  constexpr int kSamples = 16;  // tiles that are looked at
+  PackedRows const rows(tile.block_m, packed);
+  int const m_blocks = ceil_div(params.shape.seqlen_q, rows.queries), step = ceil_div(m_blocks, kSamples);
+  int64_t blocks = 0;
+  for (int m_block = m_blocks - 1; m_block >= 0; m_block -= step) {
+    BlockRange const visited = params.mask.visited(m_block * rows.queries, rows.queries, tile.block_n);
+    blocks += visited.end - visited.begin;
+  }
+  return blocks * step * tile.block_m * tile.block_n * (params.shape.heads_q / packed);
 }
 
-template <class Instance>
-int ForwardLaunch<Instance>::smem_bytes() {
-  return sizeof(typename ForwardTraitsSm90<Instance>::SharedStorage);
+// Packing pays where it leaves less to compute: with fewer queries than a tile has rows.
+inline int packed_heads(ForwardParams const& params, ForwardTile tile) {
+  int const group = params.shape.heads_q / params.shape.heads_kv;
+  bool const fits = params.shape.seqlen_q < tile.block_m && group <= tile.block_m;
+  return fits && covered_pairs(params, tile, group) < covered_pairs(params, tile, 1) ? group : 1;
+}
+
+// One block an SM goes through many tiles, loading ahead; the tiles of an unmasked problem take whole rounds
+// of all blocks, so no block more than that needs is started. Long tiles of unequal length that don't share
+// out evenly are better handed out one by one, as SMs become free: there the start of a block matters less
+// than who is left with the last long tile.
+inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
+  constexpr int kLongTile = 64;  // blocks of keys
+  int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
+  int const blocks = ceil_div(order.tiles(), rounds);
+  auto length = [&](int m_block) {
+    BlockRange const visited =
+        params.mask.visited(m_block * order.rows.queries, order.rows.queries, block_n);
+    return visited.end - visited.begin;
+  };
+  int const first = length(0), last = length(order.m_blocks - 1);
+  bool const even = first == last || blocks % order.m_blocks == 0 || order.m_blocks % blocks == 0;
+  return even || larger(first, last) < kLongTile ? blocks : order.tiles();
+}
+
+// Calls visitor(traits, packed heads) for the tile that serves the problem.
+template <class Instance, class Visitor>
+cudaError_t visit_tile(ForwardParams const& params, Visitor&& visitor) {
+  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  int const packed = packed_heads(params, kTiles.main);
+  if constexpr (kTiles.small.warps > 0) {
+    constexpr double kSmallTileRate = 0.87;  // of the main tile's, in covered pairs a second
+    int const packed_small = packed_heads(params, kTiles.small);
+    if (covered_pairs(params, kTiles.small, packed_small) <
+        kSmallTileRate * covered_pairs(params, kTiles.main, packed)) {
+      return visitor(ForwardTraitsSm90<Instance, kTiles.small>{}, packed_small);
+    }
+  }
+  return visitor(ForwardTraitsSm90<Instance, kTiles.main>{}, packed);
 }
 
 template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
-  using Traits = ForwardTraitsSm90<Instance>;
-  ProblemShape const& shape = params.shape;
-  ForwardMaps maps;
-  auto encode = [&](CUtensorMap& map, TensorView const& view, int seqlen, int heads, int rows) {
-    return make_tensor_map<typename Traits::Element>(map, view, shape.head_dim, seqlen, heads, shape.batch,
-                                                     Traits::kPanel, rows);
-  };
-  cudaError_t status = encode(maps.q, params.q, shape.seqlen_q, shape.heads_q, Traits::kBlockM);
-  if (status == cudaSuccess)
-    status = encode(maps.k, params.k, shape.seqlen_k, shape.heads_kv, Traits::kBlockN);
-  if (status == cudaSuccess)
-    status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, Traits::kBlockN);
-  if (status != cudaSuccess) return status;
-  return launch_kernel(forward_kernel_sm90<Traits>, grid(params), Traits::kThreads, smem_bytes(), stream,
-                       params, forward_order<Traits>(params), maps);
+  return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
+    ProblemShape const& shape = params.shape;
+    TileOrder const order = forward_order<Traits>(params, packed);
+    ForwardMaps maps;
+    auto encode = [&](CUtensorMap& map, TensorView const& view, int seqlen, int heads, TmaBox box) {
+      return make_tensor_map<typename Traits::Element>(map, view, shape.head_dim, seqlen, heads, shape.batch,
+                                                       box);
+    };
+    TmaBox const box_q{Traits::kPanel, packed, order.rows.queries}, box_kv{Traits::kPanel, 1, Traits::kBlockN};
+    cudaError_t status = encode(maps.q, params.q, shape.seqlen_q, shape.heads_q, box_q);
+    if (status == cudaSuccess) status = encode(maps.k, params.k, shape.seqlen_k, shape.heads_kv, box_kv);
+    if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, box_kv);
+    if (status != cudaSuccess) return status;
+    return launch_kernel(forward_kernel_sm90<Traits>, persistent_blocks(params, order, Traits::kBlockN),
+                         Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params, order,
+                         maps);
+  });
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::report(KernelReport& report) {
-  using Traits = ForwardTraitsSm90<Instance>;
-  return report_kernel(forward_kernel_sm90<Traits>, Traits::kThreads, smem_bytes(), report);
+cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPlan& plan) {
+  return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
+    TileOrder const order = forward_order<Traits>(params, packed);
+    plan = {.tile = Traits::kTile,
+            .packed_heads = packed,
+            .grid = persistent_blocks(params, order, Traits::kBlockN),
+            .threads = Traits::kThreads,
+            .smem_bytes = sizeof(typename Traits::SharedStorage)};
+    return read_attributes(forward_kernel_sm90<Traits>, plan);
+  });
+}
+
+template <class Instance>
+std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
+  std::vector<CompiledTile> list;
+  auto add = [&]<ForwardTile tile>() {
+    if constexpr (tile.warps > 0) {
+      list.push_back({tile, sizeof(typename ForwardTraitsSm90<Instance, tile>::SharedStorage)});
+    }
+  };
+  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  add.template operator()<kTiles.main>();
+  add.template operator()<kTiles.small>();
+  return list;
 }
 
 }  // namespace flash_cute

@@ -29,9 +29,8 @@ struct ForwardMainloopSm80 {
                               int thread, Softmax& softmax, Output& acc_o) {
     ProblemShape const& shape = params.shape;
     WindowMask const& mask = params.mask;
-    int const m_begin = tile.m_block * Traits::kBlockM;
-    BlockRange const visited = mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN);
-    BlockRange const unmasked = mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN);
+    BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+    BlockRange const unmasked = mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
     if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
@@ -76,7 +75,7 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    load_tile(TileShapeQ{}, params.q, tile.head, m_begin, shape.seqlen_q, sQ);
+    load_tile(TileShapeQ{}, params.q, tile.head, tile.m_begin, shape.seqlen_q, sQ);
     load_k(visited.end - 1);
     cp_async_fence();
     load_v(visited.end - 1);
@@ -100,7 +99,7 @@ struct ForwardMainloopSm80 {
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
       if (!unmasked.contains(block)) {
-        hide_invisible(mask, m_begin, block * Traits::kBlockN, cS, acc_s);
+        hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);

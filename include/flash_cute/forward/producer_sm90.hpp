@@ -22,17 +22,17 @@ struct ForwardProducerSm90 {
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
   CUTE_DEVICE void run(TileStream tiles) {
-    for (int left = tiles.count(); left > 0; --left) load(tiles.next());
+    for (int left = tiles.count(); left > 0; --left) load(tiles.next(), tiles.order.rows);
   }
 
  private:
-  CUTE_DEVICE void load(TileCoord const& tile) {
-    auto const [m_begin, visited, unmasked] = KeyBlocks<Traits>(params.mask, tile);
+  CUTE_DEVICE void load(TileCoord const& tile, PackedRows const& rows) {
+    auto const [visited, unmasked] = KeyBlocks<Traits>(params.mask, tile.m_begin, rows.queries);
 
     auto load_kv = [&](CUtensorMap const& map, auto& ring, auto& at, auto* slots, int block) {
       load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
-          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, block * Traits::kBlockN,
-          tile.head_kv, tile.batch);
+          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, Traits::kBlockN, tile.head_kv,
+          block * Traits::kBlockN, tile.batch);
       at.advance();
     };
     auto load_k = [&](int block) { load_kv(maps.k, shared.ring_k, at_k, shared.k, block); };
@@ -41,8 +41,8 @@ struct ForwardProducerSm90 {
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
     load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
-        maps.q, shared.ring_q.acquire(at_q), shared.q + at_q.slot * Traits::kSlotElementsQ, m_begin,
-        tile.head, tile.batch);
+        maps.q, shared.ring_q.acquire(at_q), shared.q + at_q.slot * Traits::kSlotElementsQ, rows.used(),
+        tile.head, tile.m_begin, tile.batch);
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);

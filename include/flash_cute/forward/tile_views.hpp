@@ -25,31 +25,49 @@ CUTE_DEVICE auto plain_like(SharedTensor const& tensor) {
   return make_tensor(tensor.data(), make_layout(shape(tensor.layout())));
 }
 
-// A lane owns two neighbouring columns of every eight. One bit for each of them that lies below `limit`,
-// which counts from the first.
-CUTE_DEVICE uint32_t columns_below(int limit) {
-  int const columns = max(0, min(limit, 128));
-  int const owned = 2 * (columns / 8) + min(columns % 8, 2);
-  return owned == 32 ? ~0u : (1u << owned) - 1;
-}
+// The keys [first, end), asked for by key.
+struct ComparedKeys {
+  int first, end;
 
-// Scores of pairs that the mask hides become -inf. cS holds the (row, key) coordinates of acc_s within the
-// tile.
-template <class Mask, class Coords, class Scores>
-CUTE_DEVICE void hide_invisible(Mask const& mask, int m_begin, int n_begin, Coords const& cS, Scores& acc_s) {
+  CUTE_DEVICE ComparedKeys(int first_, int end_, int) : first(first_), end(end_) {}
+
+  CUTE_DEVICE bool contains(int, int key) const { return first <= key && key < end; }
+};
+
+// The same, asked for by the place of a key among the columns that a lane owns in a row, two neighbours of
+// every eight from lane_begin on: a test of one bit instead of two comparisons, for kernels with a register to
+// spare.
+struct KeyBits {
+  uint32_t bits;
+
+  CUTE_DEVICE KeyBits(int first, int end, int lane_begin)
+      : bits(below(end - lane_begin) & ~below(first - lane_begin)) {}
+
+  CUTE_DEVICE bool contains(int col, int) const { return bits & (1u << col); }
+
+ private:
+  CUTE_DEVICE static uint32_t below(int limit) {
+    int const columns = max(0, min(limit, 128));
+    int const owned = 2 * (columns / 8) + min(columns % 8, 2);
+    return owned == 32 ? ~0u : (1u << owned) - 1;
+  }
+};
+
+// Scores of pairs that the mask hides become -inf. m_begin, n_begin: the tile's first query and key. cS holds
+// the (row, key) coordinates of acc_s within the tile.
+template <class Keys, class Mask, class Rows, class Coords, class Scores>
+CUTE_DEVICE void hide_invisible(Mask const& mask, Rows const& rows, int m_begin, int n_begin,
+                                Coords const& cS, Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
-  constexpr int kColumns = decltype(size<1>(scores))::value;
-  static_assert(kColumns <= 32);
-  int const lane_begin = n_begin + get<1>(coords(0, 0));
+  static_assert(decltype(size<1>(scores))::value <= 32);
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {
-    int const query = m_begin + get<0>(coords(row, 0));
-    uint32_t const visible =
-        columns_below(mask.end_key(query) - lane_begin) & ~columns_below(mask.first_key(query) - lane_begin);
+    int const query = m_begin + rows.query(get<0>(coords(row, 0)));
+    Keys const visible(mask.first_key(query) - n_begin, mask.end_key(query) - n_begin, get<1>(coords(row, 0)));
     CUTE_UNROLL
-    for (int col = 0; col < kColumns; ++col) {
-      if (!(visible & (1u << col))) scores(row, col) = -INFINITY;
+    for (int col = 0; col < size<1>(scores); ++col) {
+      if (!visible.contains(col, get<1>(coords(row, col)))) scores(row, col) = -INFINITY;
     }
   }
 }

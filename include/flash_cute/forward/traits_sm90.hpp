@@ -12,12 +12,12 @@ namespace flash_cute {
 
 using namespace cute;
 
-template <class Instance_>
+template <class Instance_, ForwardTile tile>
 struct ForwardTraitsSm90 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr ForwardTile kTile = forward_tile(Instance::family, Instance::head_dim);
+  static constexpr ForwardTile kTile = tile;
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesQ = kTile.stages_q;
@@ -66,13 +66,11 @@ struct ForwardTraitsSm90 {
 // The blocks of keys that a tile computes: those that its queries see, or one that is hidden from them all.
 template <class Traits>
 struct KeyBlocks {
-  int m_begin;
   BlockRange visited, unmasked;
 
-  CUTE_DEVICE KeyBlocks(WindowMask const& mask, TileCoord const& tile)
-      : m_begin(tile.m_block * Traits::kBlockM),
-        visited(mask.visited(m_begin, Traits::kBlockM, Traits::kBlockN)),
-        unmasked(mask.unmasked(m_begin, Traits::kBlockM, Traits::kBlockN)) {
+  CUTE_DEVICE KeyBlocks(WindowMask const& mask, int m_begin, int queries)
+      : visited(mask.visited(m_begin, queries, Traits::kBlockN)),
+        unmasked(mask.unmasked(m_begin, queries, Traits::kBlockN)) {
     if (visited.empty()) visited = {0, 1};
   }
 };
