@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -64,24 +65,46 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   py::class_<TileOrder>(module, "TileOrder")
       .def(py::init([](std::tuple<int, int, int, int, int, int> sizes, WindowMask const& mask, int block_m,
-                       int element_bytes, int64_t l2_bytes, int section_tiles) {
+                       int packed, int element_bytes, int64_t l2_bytes, int wanted_tiles) {
         auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
         return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, block_m,
-                               element_bytes, l2_bytes, section_tiles);
+                               packed, element_bytes, l2_bytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
       .def("__call__", [](TileOrder const& order, int index) {
         TileCoord const tile = order(index);
-        return std::tuple(tile.m_block, tile.head, tile.batch);
+        return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
+      })
+      .def("row",  // (query, head) of a row, counted from the tile's first; none where the row is unused
+           [](TileOrder const& order, int row) -> std::optional<std::pair<int, int>> {
+             if (!order.rows.uses(row)) return std::nullopt;
+             return std::pair(order.rows.query(row), order.rows.head(row));
+           })
+      .def("stream", [](TileOrder const& order, int block, int blocks) {
+        TileStream tiles{order, block, blocks};
+        std::vector<std::tuple<int, int, int>> list;
+        for (int left = tiles.count(); left > 0; --left) {
+          TileCoord const tile = tiles.next();
+          list.emplace_back(tile.m_begin, tile.head, tile.batch);
+        }
+        return list;
       });
+
+  py::class_<Divisor>(module, "Divisor")
+      .def(py::init<int>())
+      .def("quotient", &Divisor::quotient)
+      .def("remainder", &Divisor::remainder);
 
   py::class_<ForwardTile>(module, "ForwardTile")
       .def_readonly("block_m", &ForwardTile::block_m)
       .def_readonly("block_n", &ForwardTile::block_n)
       .def_readonly("stages", &ForwardTile::stages)
       .def_readonly("warps", &ForwardTile::warps);
-  module.def("forward_tile", &forward_tile);
+  module.def("forward_tiles", [](Family family, int head_dim) {
+    ForwardTiles const tiles = forward_tiles(family, head_dim);
+    return std::pair(tiles.main, tiles.small);
+  });
 
   py::class_<Instances>(module, "Instances")
       .def_readonly("families", &Instances::families)

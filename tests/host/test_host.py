@@ -87,30 +87,59 @@ cache_sizes = st.sampled_from([0, 2**16, 2**20, 2**24, 2**26])
 sections = st.sampled_from([0, 1, 132, 264, 2**20])
 
 
-def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles):
+def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, pack=False):
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
-    order = host.TileOrder(sizes, mask, block_m, 2, l2_bytes, section_tiles)
+    packed = group if pack and group <= block_m else 1
+    order = host.TileOrder(sizes, mask, block_m, packed, 2, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
 
 
-@given(shapes, limits, limits, blocks, cache_sizes, sections)
-def test_tile_order_visits_every_tile_once(host, shape, left, right, block_m, l2_bytes, section_tiles):
+@given(shapes, limits, limits, blocks, cache_sizes, sections, st.booleans())
+def test_tile_order_visits_every_row_once(host, shape, left, right, block_m, l2_bytes, section_tiles, pack):
+    """Every query of every head is a row of one tile, whose keys are those of its head; a tile that packs
+    heads has all the heads that share K and V."""
     batch, heads_kv, group, seqlen_q, *_ = shape
-    _, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, section_tiles)
-    m_blocks = -(-seqlen_q // block_m)
-    expected = {(m, h, b) for m in range(m_blocks) for h in range(heads_kv * group) for b in range(batch)}
-    assert len(tiles) == len(expected)
-    assert set(tiles) == expected
+    order, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, pack)
+    places = [place for row in range(block_m) if (place := order.row(row))]
+    rows = []
+    for m_begin, head, head_kv, entry in tiles:
+        for query, packed_head in places:
+            assert (head + packed_head) // group == head_kv
+            if m_begin + query < seqlen_q:
+                rows.append((m_begin + query, head + packed_head, entry))
+    expected = {(m, h, b) for m in range(seqlen_q) for h in range(heads_kv * group) for b in range(batch)}
+    assert len(rows) == len(expected)
+    assert set(rows) == expected
+
+
+@given(shapes, blocks, cache_sizes, sections, st.integers(1, 140))
+def test_blocks_share_the_tiles_out(host, shape, block_m, l2_bytes, section_tiles, wanted):
+    """Every tile is in the stream of one thread block, and no stream is longer than another by more than
+    one."""
+    order, _, tiles = make_order(host, shape, None, 0, block_m, l2_bytes, section_tiles)
+    count = min(wanted, len(tiles))
+    streams = [order.stream(block, count) for block in range(count)]
+    assert sorted(tile for stream in streams for tile in stream) == sorted((m, h, b) for m, h, _, b in tiles)
+    lengths = [len(stream) for stream in streams]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_divisor(host, value, number):
+    divisor = host.Divisor(value)
+    for dividend in {number, 0, value - 1, value, 2**31 - 1, number // value * value}:
+        if dividend < 2**31:
+            assert (divisor.quotient(dividend), divisor.remainder(dividend)) == divmod(dividend, value)
 
 
 @given(shapes, blocks, cache_sizes, sections)
 def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes, section_tiles):
     """Within a section, whose K and V share L2, no tile is longer than the one before it."""
     order, mask, tiles = make_order(host, shape, None, 0, block_m, l2_bytes, section_tiles)
-    m_blocks = len({m for m, _, _ in tiles})
-    lengths = [end - begin for begin, end in (mask.visited(m * block_m, block_m, 1) for m, _, _ in tiles)]
+    m_blocks = len({m for m, *_ in tiles})
+    lengths = [end - begin for begin, end in (mask.visited(m, block_m, 1) for m, *_ in tiles)]
     section = order.section * m_blocks
     for begin in range(0, len(lengths), section):
         part = lengths[begin : begin + section]
@@ -133,15 +162,17 @@ def test_every_instance_has_a_tile(host):
     instances = host.instances()
     for family in instances.families:
         for head_dim in instances.head_dims:
-            tile = host.forward_tile(getattr(host.Family, family), head_dim)
-            assert tile.warps > 0, f"{family} has no tile for head_dim {head_dim}"
-            assert tile.stages >= 1
-            assert tile.block_m % 16 == 0
-            assert tile.block_n % 16 == 0
+            main, small = host.forward_tiles(getattr(host.Family, family), head_dim)
+            assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
+            for tile in [main, small] if small.warps else [main]:
+                assert tile.stages >= 1
+                assert tile.block_m % 16 == 0
+                assert tile.block_n % 16 == 0
+            assert small.block_m * small.block_n < main.block_m * main.block_n
 
 
 def test_a_head_dim_without_a_row_has_no_tile(host):
-    assert host.forward_tile(host.Family.sm80, 72).warps == 0
+    assert host.forward_tiles(host.Family.sm80, 72)[0].warps == 0
 
 
 def test_instances_are_well_formed(host):

@@ -109,8 +109,8 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
       bool const sees_nothing = sum == 0.f;
-      float const inverse = 1.f / sum;
-      reference[row] = sees_nothing ? -INFINITY : (reference[row] + log2f(sum)) * float(M_LN2);
+      float const inverse = __fdividef(1.f, sum);
+      reference[row] = sees_nothing ? -INFINITY : (reference[row] + __log2f(sum)) * float(M_LN2);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(output); ++col) {
         output(row, col) = sees_nothing ? 0.f : output(row, col) * inverse;

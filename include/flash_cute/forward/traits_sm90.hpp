@@ -31,6 +31,9 @@ struct ForwardTraitsSm90 {
   static constexpr int kThreads = (1 + kConsumers) * 128;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters,
+                "setmaxnreg would wait for registers that nobody gives back");
 
   using ConsumerLayout = Layout<Shape<Int<kConsumers>, _1, _1>>;
   using MmaQK = decltype(make_tiled_mma(
