@@ -65,21 +65,23 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   py::class_<TileOrder>(module, "TileOrder")
       .def(py::init([](std::tuple<int, int, int, int, int, int> sizes, WindowMask const& mask, int block_m,
-                       int packed, int element_bytes, int64_t l2_bytes, int wanted_tiles) {
+                       int groups, int packed, int element_bytes, int64_t l2_bytes, int wanted_tiles) {
         auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
-        return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, block_m,
-                               packed, element_bytes, l2_bytes, wanted_tiles);
+        PackedRows const rows(block_m / groups, groups, packed);
+        return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, rows,
+                               element_bytes, l2_bytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
-      .def("__call__", [](TileOrder const& order, int index) {
-        TileCoord const tile = order(index);
-        return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
-      })
+      .def("__call__",
+           [](TileOrder const& order, int index) {
+             TileCoord const tile = order(index);
+             return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
+           })
       .def("row",  // (query, head) of a row, counted from the tile's first; none where the row is unused
-           [](TileOrder const& order, int row) -> std::optional<std::pair<int, int>> {
+           [](TileOrder const& order, int group, int row) -> std::optional<std::pair<int, int>> {
              if (!order.rows.uses(row)) return std::nullopt;
-             return std::pair(order.rows.query(row), order.rows.head(row));
+             return std::pair(group * order.rows.queries + order.rows.query(row), order.rows.head(row));
            })
       .def("stream", [](TileOrder const& order, int block, int blocks) {
         TileStream tiles{order, block, blocks};

@@ -87,22 +87,24 @@ cache_sizes = st.sampled_from([0, 2**16, 2**20, 2**24, 2**26])
 sections = st.sampled_from([0, 1, 132, 264, 2**20])
 
 
-def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, pack=False):
+def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, groups=1, pack=False):
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
-    packed = group if pack and group <= block_m else 1
-    order = host.TileOrder(sizes, mask, block_m, packed, 2, l2_bytes, section_tiles)
+    packed = group if pack and group <= block_m // groups else 1
+    order = host.TileOrder(sizes, mask, block_m, groups, packed, 2, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
 
 
-@given(shapes, limits, limits, blocks, cache_sizes, sections, st.booleans())
-def test_tile_order_visits_every_row_once(host, shape, left, right, block_m, l2_bytes, section_tiles, pack):
+@given(shapes, limits, limits, st.sampled_from([(64, 1), (128, 2), (48, 3)]), cache_sizes, st.booleans())
+def test_tile_order_visits_every_row_once(host, shape, left, right, tile, l2_bytes, pack):
     """Every query of every head is a row of one tile, whose keys are those of its head; a tile that packs
     heads has all the heads that share K and V."""
     batch, heads_kv, group, seqlen_q, *_ = shape
-    order, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, pack)
-    places = [place for row in range(block_m) if (place := order.row(row))]
+    block_m, groups = tile
+    order, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, 1, groups, pack)
+    rows_of_groups = [(group, row) for group in range(groups) for row in range(block_m // groups)]
+    places = [place for group, row in rows_of_groups if (place := order.row(group, row))]
     rows = []
     for m_begin, head, head_kv, entry in tiles:
         for query, packed_head in places:

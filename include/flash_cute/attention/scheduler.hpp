@@ -14,18 +14,23 @@ struct TileCoord {
   int m_begin, head, head_kv, batch;
 };
 
-// How the rows of a tile lie: `packed` neighbouring query heads of one query, then those of the next. Heads
-// that share K and V are packed where one head's queries would leave most rows of a tile empty.
+// How the rows of a tile lie: in groups, one for each warpgroup; in a group `packed` neighbouring query heads
+// of one query, then those of the next. Heads that share K and V are packed where one head's queries would
+// leave most rows of a tile empty.
 struct PackedRows {
   Divisor packed;
-  int queries;  // of a tile
+  int queries, groups;  // queries of a group, groups of a tile
 
-  PackedRows(int rows, int packed_) : packed(packed_), queries(rows / packed_) {}
+  PackedRows(int group_rows, int groups_, int packed_ = 1)
+      : packed(packed_), queries(group_rows / packed_), groups(groups_) {}
 
+  // Of a row of a group, counted from the group's first.
   FLASH_CUTE_HOST_DEVICE int query(int row) const { return packed.quotient(row); }
   FLASH_CUTE_HOST_DEVICE int head(int row) const { return packed.remainder(row); }
-  FLASH_CUTE_HOST_DEVICE int used() const { return int(packed.value) * queries; }
   FLASH_CUTE_HOST_DEVICE bool uses(int row) const { return row < used(); }
+
+  FLASH_CUTE_HOST_DEVICE int used() const { return int(packed.value) * queries; }
+  FLASH_CUTE_HOST_DEVICE int tile_queries() const { return groups * queries; }
 };
 
 // One query head a tile.
@@ -48,10 +53,10 @@ struct TileOrder {
   Divisor section_tiles;          // tiles of a section
   Divisor heads, group;           // sequences, of a batch entry and of one head of K and V
 
-  static TileOrder make(ProblemShape const& shape, WindowMask const& mask, int block_m, int packed,
+  static TileOrder make(ProblemShape const& shape, WindowMask const& mask, PackedRows const& rows,
                         int element_bytes, int64_t l2_bytes, int wanted_tiles) {
-    PackedRows const rows(block_m, packed);
-    int const m_blocks = ceil_div(shape.seqlen_q, rows.queries);
+    int const queries = rows.tile_queries(), packed = int(rows.packed.value);
+    int const m_blocks = ceil_div(shape.seqlen_q, queries);
     int64_t const kv_bytes = 2 * int64_t(element_bytes) * shape.seqlen_k * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int64_t const group = shape.heads_q / shape.heads_kv / packed;
@@ -61,7 +66,7 @@ struct TileOrder {
     int const section = int(smaller(sequences, kv_heads * group));
     int const rest = int(sequences % section);
     auto length = [&](int m_block) {
-      BlockRange const keys = mask.visited(m_block * rows.queries, rows.queries, 1);
+      BlockRange const keys = mask.visited(m_block * queries, queries, 1);
       return keys.end - keys.begin;
     };
     return {.m_blocks = m_blocks,
@@ -85,7 +90,7 @@ struct TileOrder {
     int const sequence = first + width.remainder(place);
     int const batch = heads.quotient(sequence), head = sequence - batch * int(heads.value);
     int const m_block = descending ? m_blocks - 1 - rank : rank;
-    return {m_block * rows.queries, head * int(rows.packed.value), group.quotient(head), batch};
+    return {m_block * rows.tile_queries(), head * int(rows.packed.value), group.quotient(head), batch};
   }
 };
 
@@ -109,8 +114,8 @@ struct TileStream {
 };
 
 template <class Traits>
-TileOrder forward_order(ForwardParams const& params, int packed = 1) {
-  return TileOrder::make(params.shape, params.mask, Traits::kBlockM, packed, sizeof(typename Traits::Element),
+TileOrder forward_order(ForwardParams const& params, PackedRows const& rows) {
+  return TileOrder::make(params.shape, params.mask, rows, sizeof(typename Traits::Element),
                          params.device.l2_bytes, Traits::kSectionWaves * params.device.multiprocessors);
 }
 

@@ -18,7 +18,7 @@ struct ForwardConsumerSm90 {
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
   int warpgroup;  // among the consumers
-  int thread;     // among the consumers
+  int thread;     // of the warpgroup
   static constexpr bool kRunsAhead = Traits::kStagesQ > 1;
   RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
@@ -46,6 +46,7 @@ struct ForwardConsumerSm90 {
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
     WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
     PackedRows const& rows = tiles.order.rows;
+    auto& ring_q = shared.ring_q[warpgroup];
     turns.begin();
 
     auto issue_scores = [&](auto& acc_s) {
@@ -56,12 +57,14 @@ struct ForwardConsumerSm90 {
       issue_product<GMMA::ScaleOut::One>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
     };
     auto issue_first_scores = [&] {
-      shared.ring_q.wait(at_q);
+      ring_q.wait(at_q);
       shared.ring_k.wait(at_k);
       issue_scores(acc_first);
     };
-    auto store_tile = [&](TileCoord const& tile) {
+    auto first_query = [&](TileCoord const& tile) { return tile.m_begin + warpgroup * rows.queries; };
+    auto store_tile = [&](TileCoord tile) {
       softmax.finish(acc_o);
+      tile.m_begin = first_query(tile);
       auto store = [&](auto const& rows) {
         store_lse(params, tile, rows, softmax, cO);
         store_output<Element>(params, tile, rows, acc_o, cO);
@@ -80,22 +83,23 @@ struct ForwardConsumerSm90 {
     turns.pass();
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
-      KeyBlocks<Traits> const keys(params.mask, tile.m_begin, rows.queries);
+      BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
+      BlockRange const unmasked = params.mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
       TileCoord const upcoming = tiles.next();
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
-        if (!keys.unmasked.contains(block)) {
-          hide_invisible<KeyBits>(params.mask, rows, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
+        if (!unmasked.contains(block)) {
+          hide_invisible<KeyBits>(params.mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
       };
 
-      int block = keys.visited.end - 1;
+      int block = visited.end - 1;
       softmax.reset();
       clear(acc_o);
       probabilities(acc_first, block);
       convert_into<Element>(acc_first, rP);
-      while (--block >= keys.visited.begin) {
+      while (--block >= visited.begin) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
         shared.ring_k.wait(at_k);
         turns.wait();
@@ -110,7 +114,7 @@ struct ForwardConsumerSm90 {
         correction.apply(acc_o);
       }
 
-      release(shared.ring_q, at_q);
+      release(ring_q, at_q);
 
       if (--left == 0) break;
       turns.wait();
@@ -122,7 +126,7 @@ struct ForwardConsumerSm90 {
       store_tile(tile);
       tile = upcoming;
       if constexpr (!kRunsAhead) {
-        shared.ring_q.wait(at_q);
+        ring_q.wait(at_q);
         turns.wait();
         issue_first_scores();
         turns.pass();

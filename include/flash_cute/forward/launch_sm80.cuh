@@ -11,9 +11,15 @@ template <class Instance>
 using TraitsSm80 = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
 
 template <class Instance>
+TileOrder order_sm80(ForwardParams const& params) {
+  using Traits = TraitsSm80<Instance>;
+  return forward_order<Traits>(params, PackedRows(Traits::kBlockM, 1));
+}
+
+template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   using Traits = TraitsSm80<Instance>;
-  TileOrder const order = forward_order<Traits>(params);
+  TileOrder const order = order_sm80<Instance>(params);
   return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads,
                        sizeof(typename Traits::SharedStorage), stream, params, order);
 }
@@ -23,7 +29,7 @@ cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPla
   using Traits = TraitsSm80<Instance>;
   plan = {.tile = Traits::kTile,
           .packed_heads = 1,
-          .grid = forward_order<Traits>(params).tiles(),
+          .grid = order_sm80<Instance>(params).tiles(),
           .threads = Traits::kThreads,
           .smem_bytes = sizeof(typename Traits::SharedStorage)};
   return read_attributes(forward_kernel_sm80<Traits>, plan);

@@ -7,14 +7,18 @@
 
 namespace flash_cute {
 
+inline PackedRows rows_sm90(ForwardTile tile, int packed) {
+  return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
+}
+
 // The pairs of queries and keys that a batch entry's tiles cover, visible or not.
 inline int64_t covered_pairs(ForwardParams const& params, ForwardTile tile, int packed) {
   constexpr int kSamples = 16;  // tiles that are looked at
-  PackedRows const rows(tile.block_m, packed);
-  int const m_blocks = ceil_div(params.shape.seqlen_q, rows.queries), step = ceil_div(m_blocks, kSamples);
+  int const queries = rows_sm90(tile, packed).tile_queries();
+  int const m_blocks = ceil_div(params.shape.seqlen_q, queries), step = ceil_div(m_blocks, kSamples);
   int64_t blocks = 0;
   for (int m_block = m_blocks - 1; m_block >= 0; m_block -= step) {
-    BlockRange const visited = params.mask.visited(m_block * rows.queries, rows.queries, tile.block_n);
+    BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
     blocks += visited.end - visited.begin;
   }
   return blocks * step * tile.block_m * tile.block_n * (params.shape.heads_q / packed);
@@ -23,7 +27,7 @@ inline int64_t covered_pairs(ForwardParams const& params, ForwardTile tile, int 
 // Packing pays where it leaves less to compute: with fewer queries than a tile has rows.
 inline int packed_heads(ForwardParams const& params, ForwardTile tile) {
   int const group = params.shape.heads_q / params.shape.heads_kv;
-  bool const fits = params.shape.seqlen_q < tile.block_m && group <= tile.block_m;
+  bool const fits = params.shape.seqlen_q < tile.block_m && group <= kWarpgroupRows;
   return fits && covered_pairs(params, tile, group) < covered_pairs(params, tile, 1) ? group : 1;
 }
 
@@ -36,8 +40,8 @@ inline int persistent_blocks(ForwardParams const& params, TileOrder const& order
   int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
   int const blocks = ceil_div(order.tiles(), rounds);
   auto length = [&](int m_block) {
-    BlockRange const visited =
-        params.mask.visited(m_block * order.rows.queries, order.rows.queries, block_n);
+    int const queries = order.rows.tile_queries();
+    BlockRange const visited = params.mask.visited(m_block * queries, queries, block_n);
     return visited.end - visited.begin;
   };
   int const first = length(0), last = length(order.m_blocks - 1);
@@ -65,13 +69,14 @@ template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
     ProblemShape const& shape = params.shape;
-    TileOrder const order = forward_order<Traits>(params, packed);
+    TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
     ForwardMaps maps;
     auto encode = [&](CUtensorMap& map, TensorView const& view, int seqlen, int heads, TmaBox box) {
       return make_tensor_map<typename Traits::Element>(map, view, shape.head_dim, seqlen, heads, shape.batch,
                                                        box);
     };
-    TmaBox const box_q{Traits::kPanel, packed, order.rows.queries}, box_kv{Traits::kPanel, 1, Traits::kBlockN};
+    TmaBox const box_q{Traits::kPanel, packed, order.rows.queries},
+        box_kv{Traits::kPanel, 1, Traits::kBlockN};
     cudaError_t status = encode(maps.q, params.q, shape.seqlen_q, shape.heads_q, box_q);
     if (status == cudaSuccess) status = encode(maps.k, params.k, shape.seqlen_k, shape.heads_kv, box_kv);
     if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, box_kv);
@@ -85,7 +90,7 @@ cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream
 template <class Instance>
 cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPlan& plan) {
   return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
-    TileOrder const order = forward_order<Traits>(params, packed);
+    TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
     plan = {.tile = Traits::kTile,
             .packed_heads = packed,
             .grid = persistent_blocks(params, order, Traits::kBlockN),

@@ -27,7 +27,7 @@ struct ForwardProducerSm90 {
 
  private:
   CUTE_DEVICE void load(TileCoord const& tile, PackedRows const& rows) {
-    auto const [visited, unmasked] = KeyBlocks<Traits>(params.mask, tile.m_begin, rows.queries);
+    BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
 
     auto load_kv = [&](CUtensorMap const& map, auto& ring, auto& at, auto* slots, int block) {
       load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
@@ -40,9 +40,13 @@ struct ForwardProducerSm90 {
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
-    load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
-        maps.q, shared.ring_q.acquire(at_q), shared.q + at_q.slot * Traits::kSlotElementsQ, rows.used(),
-        tile.head, tile.m_begin, tile.batch);
+    auto* const slot_q = shared.q + at_q.slot * Traits::kSlotElementsQ;
+    CUTE_UNROLL
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+          maps.q, shared.ring_q[consumer].acquire(at_q), slot_q + consumer * kWarpgroupRows * Traits::kPanel,
+          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, tile.batch);
+    }
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);

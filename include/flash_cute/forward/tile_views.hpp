@@ -35,8 +35,8 @@ struct ComparedKeys {
 };
 
 // The same, asked for by the place of a key among the columns that a lane owns in a row, two neighbours of
-// every eight from lane_begin on: a test of one bit instead of two comparisons, for kernels with a register to
-// spare.
+// every eight from lane_begin on: a test of one bit instead of two comparisons, for kernels with a register
+// to spare.
 struct KeyBits {
   uint32_t bits;
 
@@ -64,7 +64,8 @@ CUTE_DEVICE void hide_invisible(Mask const& mask, Rows const& rows, int m_begin,
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {
     int const query = m_begin + rows.query(get<0>(coords(row, 0)));
-    Keys const visible(mask.first_key(query) - n_begin, mask.end_key(query) - n_begin, get<1>(coords(row, 0)));
+    Keys const visible(mask.first_key(query) - n_begin, mask.end_key(query) - n_begin,
+                       get<1>(coords(row, 0)));
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
       if (!visible.contains(col, get<1>(coords(row, col)))) scores(row, col) = -INFINITY;

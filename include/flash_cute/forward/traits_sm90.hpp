@@ -12,6 +12,8 @@ namespace flash_cute {
 
 using namespace cute;
 
+constexpr int kWarpgroupRows = 64;  // of a WGMMA
+
 template <class Instance_, ForwardTile tile>
 struct ForwardTraitsSm90 {
   using Instance = Instance_;
@@ -27,7 +29,7 @@ struct ForwardTraitsSm90 {
   // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
-  static_assert(kBlockM == 64 * kConsumers);
+  static_assert(kBlockM == kWarpgroupRows * kConsumers);
   static constexpr int kThreads = (1 + kConsumers) * 128;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
@@ -61,21 +63,16 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
-    TmaRing<kStagesQ> ring_q;
+    TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
     TmaRing<kStages> ring_k, ring_v;
   };
 };
 
 // The blocks of keys that a tile computes: those that its queries see, or one that is hidden from them all.
 template <class Traits>
-struct KeyBlocks {
-  BlockRange visited, unmasked;
-
-  CUTE_DEVICE KeyBlocks(WindowMask const& mask, int m_begin, int queries)
-      : visited(mask.visited(m_begin, queries, Traits::kBlockN)),
-        unmasked(mask.unmasked(m_begin, queries, Traits::kBlockN)) {
-    if (visited.empty()) visited = {0, 1};
-  }
-};
+CUTE_DEVICE BlockRange visited_blocks(WindowMask const& mask, int m_begin, int queries) {
+  BlockRange const visited = mask.visited(m_begin, queries, Traits::kBlockN);
+  return visited.empty() ? BlockRange{0, 1} : visited;
+}
 
 }  // namespace flash_cute
