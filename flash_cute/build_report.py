@@ -18,6 +18,7 @@ from pathlib import Path
 ENTRY = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<architecture>\w+)'")
 SERIALISED = re.compile(r"^.*(?:\(C75\d\d\)|wgmma.* serialized).*$", re.MULTILINE)
 MEASURE = re.compile(r"flash_cute measure: ([\d.]+) seconds, (\d+) MB")  # written by tools/measure.py
+TILE = re.compile(r"ForwardTileELi(\d+)ELi(\d+)")  # in the mangled name of a kernel: queries, keys
 PTXAS = {  # key in a kernel's record: what ptxas -v prints
     "registers": r"Used (\d+) registers",
     "spill_bytes": r"(\d+) bytes spill (?:stores|loads)",
@@ -41,7 +42,12 @@ def kernels(instance: str, log: str) -> list[dict]:
     ends = [entry.start() for entry in entries[1:]] + [len(log)]
     records = []
     for entry, end in zip(entries, ends, strict=True):
-        names = {"kernel": short_name(entry["symbol"]), "architecture": entry["architecture"]}
+        tile = TILE.search(entry["symbol"])
+        names = {
+            "kernel": short_name(entry["symbol"]),
+            "tile": "x".join(tile.groups()) if tile else "",
+            "architecture": entry["architecture"],
+        }
         said = log[entry.end() : end]
         numbers = {key: sum(map(int, re.findall(pattern, said))) for key, pattern in PTXAS.items()}
         records.append({"instance": instance, **names, **numbers})
@@ -61,21 +67,23 @@ def collect(logs: dict[str, str]) -> dict:
 def faults(report: dict) -> list[str]:
     """One line for each thing in the report that no kernel of this library may have."""
     return [
-        f"{record['instance']}, {record['kernel']} on {record['architecture']}: {key} = {record[key]}"
+        f"{record['instance']}, {record['kernel']} {record['tile']} on {record['architecture']}: "
+        f"{key} = {record[key]}"
         for record in report["kernels"]
         for key in ("spill_bytes", "stack_bytes")
         if record[key]
     ] + report["serialised"]
 
 
-def table(report: dict, dynamic_smem: dict[str, int]) -> str:
+def table(report: dict, dynamic_smem: dict[tuple[str, str], int]) -> str:
     """The report as aligned columns, one line for each kernel and architecture.
 
-    dynamic_smem: bytes of shared memory that an instance asks for at its launch, which ptxas cannot know.
+    dynamic_smem: bytes of shared memory that an instance's tile asks for at its launch, which ptxas cannot
+    know.
     """
     records = [
         record
-        | {"dynamic_smem_bytes": dynamic_smem.get(record["instance"], "")}
+        | {"dynamic_smem_bytes": dynamic_smem.get((record["instance"], record["tile"]), "")}
         | report["instances"][record["instance"]]
         for record in report["kernels"]
     ]
@@ -100,9 +108,12 @@ def main() -> int:
     if report["missing"]:
         print(f"This is the CPU package: {report['missing']}")
         return 0
-    name = "forward_{family}_{element}_{head_dim}"
-    compiled = json.loads(torch.ops.flash_cute.compiled())
-    print(table(report, {name.format_map(kernel): kernel["smem_bytes"] for kernel in compiled}))
+    name, tile = "forward_{family}_{element}_{head_dim}", "{block_m}x{block_n}"
+    dynamic_smem = {
+        (name.format_map(kernel), tile.format_map(kernel["tile"])): kernel["smem_bytes"]
+        for kernel in json.loads(torch.ops.flash_cute.compiled())
+    }
+    print(table(report, dynamic_smem))
     if not arguments.check:
         return 0
     found = faults(report)

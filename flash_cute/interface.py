@@ -85,14 +85,16 @@ def explain(
 def supported() -> dict[str, Any]:
     """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "kernels": [...]}.
 
-    A kernel serves every head_dim up to its own; "kernels" lists them with their tiles and shared memory in
-    bytes. Both are empty in a build without CUDA. The CPU needs no kernel and is always supported.
+    A kernel serves every head_dim up to its own; "kernels" lists them with their tile and shared memory in
+    bytes, once for each tile that the launch chooses from. Both are empty in a build without CUDA. The CPU
+    needs no kernel and is always supported.
     """
     kernels = json.loads(ops.compiled())
     families: dict[str, dict[str, list[int]]] = {}
     for kernel in kernels:
-        elements = families.setdefault(kernel["family"], {})
-        elements.setdefault(kernel["element"], []).append(kernel["head_dim"])
+        head_dims = families.setdefault(kernel["family"], {}).setdefault(kernel["element"], [])
+        if kernel["head_dim"] not in head_dims:
+            head_dims.append(kernel["head_dim"])
     return {"families": families, "kernels": kernels}
 
 

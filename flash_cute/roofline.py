@@ -64,7 +64,8 @@ class Explanation(dict):
     (None where the device's rates are unknown, else seconds, bound_by "compute" or "memory", and the rates).
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
-    threads, registers and local_bytes (spills) per thread, smem_bytes, grid in blocks, seqlen_k_used.
+    packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
+    smem_bytes, grid in blocks, seqlen_k_used.
     """
 
     @classmethod
@@ -93,9 +94,11 @@ class Explanation(dict):
     def _kernel_rows(self) -> dict[str, str]:
         if self["family"] == "cpu":
             return {"kernel": "PyTorch's CPU flash attention, in float32"}
+        heads = self["packed_heads"]
+        packing = f" of {heads} heads" if heads > 1 else ""
         return {
             "kernel": f"{self['family']}, {self['element']}, for head_dim up to {self['bucket']}",
-            "tile": f"{self['block_m']} queries x {self['block_n']} keys, {self['stages']} stages",
+            "tile": f"{self['block_m']} queries{packing} x {self['block_n']} keys, {self['stages']} stages",
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",

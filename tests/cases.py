@@ -142,6 +142,11 @@ SHAPES = {
     "more_queries": Shape(2, 2, 2, 700, 113, 64),
     "grouped_heads": Shape(2, 6, 2, 150, 190, 64),
     "one_kv_head": Shape(2, 8, 1, 130, 260, 64),
+    "one_query_of_grouped_heads": Shape(3, 8, 2, 1, 413, 64),
+    "few_queries_of_grouped_heads": Shape(2, 16, 2, 21, 300, 64),
+    "few_queries_of_seven_heads": Shape(2, 14, 2, 19, 260, 64),
+    "few_queries_of_64_heads": Shape(1, 64, 1, 3, 200, 64),
+    "few_queries_of_100_heads": Shape(1, 100, 1, 3, 200, 64),
     "long_one_head": Shape(1, 1, 1, 1024, 1024, 64),
     "many_short": Shape(32, 8, 8, 33, 47, 64),
 }

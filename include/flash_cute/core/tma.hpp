@@ -68,4 +68,16 @@ CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTrans
   }
 }
 
+// The way back, by one thread, which has to wait before shared memory is written again. Rows and columns
+// outside of the operand are not written.
+template <int kHeadDim, int kPanel, int kRows, class Element>
+CUTE_DEVICE void store_panels(CUtensorMap const& map, Element const* source, int head, int begin,
+                              int batch) {
+  CUTE_UNROLL
+  for (int column = 0; column < kHeadDim; column += kPanel) {
+    cute::SM90_TMA_STORE_4D::copy(&map, source + column * kRows, column, head, begin, batch);
+  }
+  cute::tma_store_arrive();
+}
+
 }  // namespace flash_cute

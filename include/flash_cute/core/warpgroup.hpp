@@ -31,6 +31,12 @@ CUTE_DEVICE void wait_products(Acc& acc) {
   warpgroup_fence_operand(acc);
 }
 
+// A barrier of each warpgroup's own; those of the turns come before it.
+template <int kWarpgroups>
+CUTE_DEVICE void sync_warpgroup(int warpgroup) {
+  cutlass::arch::NamedBarrier::sync(128, uint32_t(kWarpgroups + warpgroup));
+}
+
 // Warpgroups issue their products one after the other, so that the tensor cores serve one while others do
 // softmax.
 template <int kWarpgroups>

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/core/tma.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/tile_views.hpp"
@@ -17,9 +18,10 @@ struct ForwardConsumerSm90 {
   using TileO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
+  ForwardMaps const& maps;
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
-  static constexpr bool kRunsAhead = Traits::kStagesQ > 1;
+  static constexpr bool kRunsAhead = Traits::kRunsAhead;
   RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
@@ -49,6 +51,12 @@ struct ForwardConsumerSm90 {
     auto& ring_q = shared.ring_q[warpgroup];
     turns.begin();
 
+    int const tiled_thread = warpgroup * 128 + thread;
+    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_pv);
+    Element* const staged = kRunsAhead ? shared.o : shared.q;  // where O lies before it leaves
+    Tensor sO = make_tensor(make_smem_ptr(staged), typename Traits::LayoutO{});  // (M, D)
+    Tensor tOsO = copy_o.get_slice(tiled_thread).partition_D(sO);
+
     auto issue_scores = [&](auto& acc_s) {
       issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
     };
@@ -65,16 +73,29 @@ struct ForwardConsumerSm90 {
     auto store_tile = [&](TileCoord tile) {
       softmax.finish(acc_o);
       tile.m_begin = first_query(tile);
-      auto store = [&](auto const& rows) {
-        store_lse(params, tile, rows, softmax, cO);
-        store_output<Element>(params, tile, rows, acc_o, cO);
-      };
-      // The addresses of packed rows would cost the others 3% at seqlen 512.
-      if (rows.packed.value == 1) {
-        store(PlainRows{});
+      if (rows.packed.value == 1) {  // the addresses of packed rows cost 1% at seqlen 512
+        store_lse(params, tile, PlainRows{}, softmax, cO);
       } else {
-        store(rows);
+        store_lse(params, tile, rows, softmax, cO);
       }
+      if constexpr (kRunsAhead) {  // the tile before has left
+        if (thread == 0) tma_store_wait<0>();
+        sync_warpgroup<Traits::kConsumers>(warpgroup);
+      }
+      Tensor rO = convert<Element>(acc_o);
+      copy(copy_o, copy_o.get_slice(tiled_thread).retile_S(rO), tOsO);
+      cutlass::arch::fence_view_async_shared();
+      sync_warpgroup<Traits::kConsumers>(warpgroup);
+      if (thread == 0) {
+        store_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+            maps.out, staged + warpgroup * kWarpgroupRows * Traits::kPanel, tile.head, tile.m_begin,
+            tile.batch);
+        if constexpr (!kRunsAhead) {
+          tma_store_wait<0>();
+          ring_q.release(at_q);
+        }
+      }
+      if constexpr (!kRunsAhead) at_q.advance();
     };
 
     TileCoord tile = tiles.next();
@@ -114,7 +135,7 @@ struct ForwardConsumerSm90 {
         correction.apply(acc_o);
       }
 
-      release(ring_q, at_q);
+      if constexpr (kRunsAhead) release(ring_q, at_q);
 
       if (--left == 0) break;
       turns.wait();
@@ -136,6 +157,7 @@ struct ForwardConsumerSm90 {
     issue_output();
     wait_products<0>(acc_o);
     store_tile(tile);
+    if (thread == 0) tma_store_wait<0>();
   }
 
  private:

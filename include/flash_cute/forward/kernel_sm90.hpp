@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    for (auto& ring_q : shared.ring_q) ring_q.init(4);
+    for (auto& ring_q : shared.ring_q) ring_q.init(Traits::kRunsAhead ? 4 : 1);
     shared.ring_k.init(kConsumerWarps);
     shared.ring_v.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    ForwardConsumerSm90<Traits>{shared, params, warpgroup - 1, int(threadIdx.x) % 128}.run(tiles);
+    ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(tiles);
   }
 }
 

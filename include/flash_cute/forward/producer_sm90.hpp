@@ -8,11 +8,6 @@
 
 namespace flash_cute {
 
-// Where q, k and v lie, as TMA wants it.
-struct ForwardMaps {
-  CUtensorMap q, k, v;
-};
-
 template <class Traits>
 struct ForwardProducerSm90 {
   typename Traits::SharedStorage& shared;

@@ -1,6 +1,8 @@
 // Types of the Hopper family's forward: tile shapes, warpgroup products, shared-memory layouts.
 #pragma once
 
+#include <cuda.h>
+
 #include <cute/tensor.hpp>
 
 #include "flash_cute/attention/scheduler.hpp"
@@ -11,6 +13,11 @@
 namespace flash_cute {
 
 using namespace cute;
+
+// Where the operands lie, as TMA wants it.
+struct ForwardMaps {
+  CUtensorMap q, k, v, out;
+};
 
 constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
@@ -23,6 +30,9 @@ struct ForwardTraitsSm90 {
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesQ = kTile.stages_q;
+  // With a second slot for Q and one for O, a tile's first scores are computed while O of the tile before
+  // leaves. Otherwise O leaves through the slot of its Q.
+  static constexpr bool kRunsAhead = kStagesQ > 1;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
 
@@ -57,12 +67,15 @@ struct ForwardTraitsSm90 {
   using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
+  using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   static constexpr int kSlotElements = kBlockN * kHeadDim, kSlotElementsQ = kBlockM * kHeadDim;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
+    alignas(kRunsAhead ? 1024 : 2) Element o[kRunsAhead ? cosize_v<LayoutO> : 1];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
     TmaRing<kStages> ring_k, ring_v;
   };
