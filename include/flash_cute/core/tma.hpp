@@ -68,14 +68,14 @@ CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTrans
   }
 }
 
-// The way back, by one thread, which has to wait before shared memory is written again. Rows and columns
-// outside of the operand are not written.
-template <int kHeadDim, int kPanel, int kRows, class Element>
-CUTE_DEVICE void store_panels(CUtensorMap const& map, Element const* source, int head, int begin,
-                              int batch) {
+// The way back for kColumns columns from first_column on, by one thread, which has to wait before shared
+// memory is written again. Rows and columns outside of the operand are not written.
+template <int kColumns, int kPanel, int kRows, class Element>
+CUTE_DEVICE void store_panels(CUtensorMap const& map, Element const* source, int first_column, int head,
+                              int begin, int batch) {
   CUTE_UNROLL
-  for (int column = 0; column < kHeadDim; column += kPanel) {
-    cute::SM90_TMA_STORE_4D::copy(&map, source + column * kRows, column, head, begin, batch);
+  for (int column = 0; column < kColumns; column += kPanel) {
+    cute::SM90_TMA_STORE_4D::copy(&map, source + column * kRows, first_column + column, head, begin, batch);
   }
   cute::tma_store_arrive();
 }

@@ -52,10 +52,12 @@ struct ForwardConsumerSm90 {
     turns.begin();
 
     int const tiled_thread = warpgroup * 128 + thread;
-    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_pv);
-    Element* const staged = kRunsAhead ? shared.o : shared.q;  // where O lies before it leaves
-    Tensor sO = make_tensor(make_smem_ptr(staged), typename Traits::LayoutO{});  // (M, D)
+    typename Traits::MmaO mma_o;
+    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
+    Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
     Tensor tOsO = copy_o.get_slice(tiled_thread).partition_D(sO);
+    Tensor rO =
+        make_tensor<Element>(partition_shape_C(mma_o, Shape<Int<Traits::kBlockM>, Int<Traits::kColumnsO>>{}));
 
     auto issue_scores = [&](auto& acc_s) {
       issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
@@ -78,24 +80,21 @@ struct ForwardConsumerSm90 {
       } else {
         store_lse(params, tile, rows, softmax, cO);
       }
-      if constexpr (kRunsAhead) {  // the tile before has left
-        if (thread == 0) tma_store_wait<0>();
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::kPartsO; ++part) {
+        int const slot = part % Traits::kStagesO;
+        convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
+        if (thread == 0) tma_store_wait<Traits::kStagesO - 1>();  // what was in the slot has left
         sync_warpgroup<Traits::kConsumers>(warpgroup);
-      }
-      Tensor rO = convert<Element>(acc_o);
-      copy(copy_o, copy_o.get_slice(tiled_thread).retile_S(rO), tOsO);
-      cutlass::arch::fence_view_async_shared();
-      sync_warpgroup<Traits::kConsumers>(warpgroup);
-      if (thread == 0) {
-        store_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
-            maps.out, staged + warpgroup * kWarpgroupRows * Traits::kPanel, tile.head, tile.m_begin,
-            tile.batch);
-        if constexpr (!kRunsAhead) {
-          tma_store_wait<0>();
-          ring_q.release(at_q);
+        copy(copy_o, copy_o.get_slice(tiled_thread).retile_S(rO), tOsO(_, _, _, slot));
+        cutlass::arch::fence_view_async_shared();
+        sync_warpgroup<Traits::kConsumers>(warpgroup);
+        if (thread == 0) {
+          store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
+              maps.out, &sO(warpgroup * kWarpgroupRows, 0, slot), part * Traits::kColumnsO, tile.head,
+              tile.m_begin, tile.batch);
         }
       }
-      if constexpr (!kRunsAhead) at_q.advance();
     };
 
     TileCoord tile = tiles.next();
@@ -135,7 +134,7 @@ struct ForwardConsumerSm90 {
         correction.apply(acc_o);
       }
 
-      if constexpr (kRunsAhead) release(ring_q, at_q);
+      release(ring_q, at_q);
 
       if (--left == 0) break;
       turns.wait();

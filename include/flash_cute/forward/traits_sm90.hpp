@@ -30,8 +30,7 @@ struct ForwardTraitsSm90 {
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesQ = kTile.stages_q;
-  // With a second slot for Q and one for O, a tile's first scores are computed while O of the tile before
-  // leaves. Otherwise O leaves through the slot of its Q.
+  // With a second slot for Q, a tile's first scores are computed while O of the tile before leaves.
   static constexpr bool kRunsAhead = kStagesQ > 1;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
@@ -67,7 +66,15 @@ struct ForwardTraitsSm90 {
   using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
-  using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+
+  // O leaves through shared memory: at once where there is room for it, else panel by panel.
+  static constexpr int kStagesO = kRunsAhead ? 1 : 2, kColumnsO = kRunsAhead ? kHeadDim : kPanel;
+  static constexpr int kPartsO = kHeadDim / kColumnsO;
+  using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
+  using MmaO = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kColumnsO>, _16>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   static constexpr int kSlotElements = kBlockN * kHeadDim, kSlotElementsQ = kBlockM * kHeadDim;
 
@@ -75,7 +82,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
-    alignas(kRunsAhead ? 1024 : 2) Element o[kRunsAhead ? cosize_v<LayoutO> : 1];
+    alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
     TmaRing<kStages> ring_k, ring_v;
   };
