@@ -3,9 +3,9 @@
 
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/softmax.hpp"
-#include "flash_cute/core/tma.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
+#include "flash_cute/forward/epilogue_sm90.hpp"
 #include "flash_cute/forward/tile_views.hpp"
 #include "flash_cute/forward/traits_sm90.hpp"
 
@@ -40,7 +40,6 @@ struct ForwardConsumerSm90 {
     Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);   // (MMA, MMA_N, MMA_K, STAGE)
     Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
     Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
-    Tensor cO = mma_pv.get_slice(thread).partition_C(make_identity_tensor(TileO{}));
     Tensor acc_first = partition_fragment_C(mma_qk, TileS{});  // (MMA, MMA_M, MMA_N)
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
@@ -48,16 +47,9 @@ struct ForwardConsumerSm90 {
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
     WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
     PackedRows const& rows = tiles.order.rows;
+    ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
     auto& ring_q = shared.ring_q[warpgroup];
     turns.begin();
-
-    int const tiled_thread = warpgroup * 128 + thread;
-    typename Traits::MmaO mma_o;
-    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
-    Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
-    Tensor tOsO = copy_o.get_slice(tiled_thread).partition_D(sO);
-    Tensor rO =
-        make_tensor<Element>(partition_shape_C(mma_o, Shape<Int<Traits::kBlockM>, Int<Traits::kColumnsO>>{}));
 
     auto issue_scores = [&](auto& acc_s) {
       issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
@@ -76,25 +68,11 @@ struct ForwardConsumerSm90 {
       softmax.finish(acc_o);
       tile.m_begin = first_query(tile);
       if (rows.packed.value == 1) {  // the addresses of packed rows cost 1% at seqlen 512
-        store_lse(params, tile, PlainRows{}, softmax, cO);
+        store_lse(params, tile, PlainRows{}, softmax, cS);
       } else {
-        store_lse(params, tile, rows, softmax, cO);
+        store_lse(params, tile, rows, softmax, cS);
       }
-      CUTE_UNROLL
-      for (int part = 0; part < Traits::kPartsO; ++part) {
-        int const slot = part % Traits::kStagesO;
-        convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
-        if (thread == 0) tma_store_wait<Traits::kStagesO - 1>();  // what was in the slot has left
-        sync_warpgroup<Traits::kConsumers>(warpgroup);
-        copy(copy_o, copy_o.get_slice(tiled_thread).retile_S(rO), tOsO(_, _, _, slot));
-        cutlass::arch::fence_view_async_shared();
-        sync_warpgroup<Traits::kConsumers>(warpgroup);
-        if (thread == 0) {
-          store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
-              maps.out, &sO(warpgroup * kWarpgroupRows, 0, slot), part * Traits::kColumnsO, tile.head,
-              tile.m_begin, tile.batch);
-        }
-      }
+      epilogue.store(acc_o, tile);
     };
 
     TileCoord tile = tiles.next();
@@ -156,7 +134,7 @@ struct ForwardConsumerSm90 {
     issue_output();
     wait_products<0>(acc_o);
     store_tile(tile);
-    if (thread == 0) tma_store_wait<0>();
+    epilogue.finish();
   }
 
  private:

@@ -1,4 +1,4 @@
-// How results leave: straight from the registers of the compute warps, in both families.
+// How the LSE leaves, in both families: straight from the registers of the compute warps.
 #pragma once
 
 #include "flash_cute/attention/scheduler.hpp"
@@ -7,61 +7,20 @@
 
 namespace flash_cute {
 
-// Does this row of a tile stand for a query?
-template <class Rows>
-CUTE_DEVICE bool is_query(ForwardParams const& params, TileCoord const& tile, Rows const& rows, int row) {
-  return rows.uses(row) && tile.m_begin + rows.query(row) < params.shape.seqlen_q;
-}
-
-// Writes the LSE of the rows whose first column this thread owns. cO: (row, column) coordinates of acc_o.
+// Writes the LSE of the rows whose first column this thread owns. coords: (row, column) of an accumulator.
 template <class Rows, class Softmax, class Coords>
 CUTE_DEVICE void store_lse(ForwardParams const& params, TileCoord const& tile, Rows const& rows,
-                           Softmax const& softmax, Coords const& cO) {
+                           Softmax const& softmax, Coords const& accumulator_coords) {
   ProblemShape const& shape = params.shape;
   float* const lse =
       params.lse + (int64_t(tile.batch) * shape.heads_q + tile.head) * shape.seqlen_q + tile.m_begin;
-  auto const coords = row_col_view(cO);
+  auto const coords = row_col_view(accumulator_coords);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(coords); ++i) {
     int const row = get<0>(coords(i, 0));
-    if (get<1>(coords(i, 0)) == 0 && is_query(params, tile, rows, row)) {
+    bool const is_query = rows.uses(row) && tile.m_begin + rows.query(row) < shape.seqlen_q;
+    if (get<1>(coords(i, 0)) == 0 && is_query) {
       lse[int64_t(rows.head(row)) * shape.seqlen_q + rows.query(row)] = softmax.lse(i);
-    }
-  }
-}
-
-// Writes O in chunks of 16 bytes. The four lanes of a quad own two neighbouring columns each of every eight;
-// after a transpose among them each lane owns eight neighbouring columns. Shared memory and its barriers stay
-// out of it.
-template <class Element, class Rows, class Output, class Coords>
-CUTE_DEVICE void store_output(ForwardParams const& params, TileCoord const& tile, Rows const& rows,
-                              Output const& acc_o, Coords const& cO) {
-  constexpr int kWords = 4, kColumns = 2 * kWords;  // that a lane owns of 32 columns
-  auto const output = row_col_view(acc_o);
-  auto const coords = row_col_view(cO);
-  static_assert(decltype(size<1>(output))::value % kColumns == 0, "head dims come in multiples of 32");
-  Element* const data = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
-                        tile.head * params.out.head_stride + tile.m_begin * params.out.row_stride;
-  int const lane = threadIdx.x % kWords;
-  CUTE_UNROLL
-  for (int i = 0; i < size<0>(output); ++i) {
-    int const row = get<0>(coords(i, 0));
-    bool const stored = is_query(params, tile, rows, row);
-    Element* const target =
-        data + rows.head(row) * params.out.head_stride + rows.query(row) * params.out.row_stride;
-    CUTE_UNROLL
-    for (int group = 0; group < size<1>(output) / kColumns; ++group) {
-      uint32_t words[kWords];
-      CUTE_UNROLL
-      for (int word = 0; word < kWords; ++word) {
-        int const column = group * kColumns + 2 * word;
-        words[word] = pack<Element>(output(i, column), output(i, column + 1));
-      }
-      transpose_quad(words, lane);
-      int const column = (group * kWords + lane) * kColumns;
-      if (stored && column < params.shape.head_dim) {
-        *reinterpret_cast<uint4*>(target + column) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
     }
   }
 }

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/forward/epilogue.hpp"
+#include "flash_cute/forward/epilogue_sm80.hpp"
 #include "flash_cute/forward/mainloop_sm80.hpp"
 
 namespace flash_cute {
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   store_lse(params, tile, PlainRows{}, softmax, cO);
-  store_output<typename Traits::Element>(params, tile, PlainRows{}, acc_o, cO);
+  store_output<typename Traits::Element>(params, tile, acc_o, cO);
 }
 
 }  // namespace flash_cute

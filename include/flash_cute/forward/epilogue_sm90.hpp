@@ -1,0 +1,54 @@
+// How O leaves the Hopper family: through shared memory, by TMA.
+#pragma once
+
+#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/core/layout.hpp"
+#include "flash_cute/core/tma.hpp"
+#include "flash_cute/core/warpgroup.hpp"
+#include "flash_cute/forward/traits_sm90.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct ForwardEpilogueSm90 {
+  using Element = typename Traits::Element;
+  using PartO = Shape<Int<Traits::kBlockM>, Int<Traits::kColumnsO>>;
+  typename Traits::SharedStorage& shared;
+  ForwardMaps const& maps;
+  int warpgroup;  // among the consumers
+  int thread;     // of the warpgroup
+
+  // The warpgroup's rows of O, finished; tile.m_begin is its first query. Returns while they are on their
+  // way.
+  template <class Output>
+  CUTE_DEVICE void store(Output const& acc_o, TileCoord const& tile) const {
+    typename Traits::MmaO const mma_o;
+    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
+    auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);
+    Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
+    Tensor tOsO = thread_copy.partition_D(sO);
+    Tensor rO = make_tensor<Element>(partition_shape_C(mma_o, PartO{}));
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kPartsO; ++part) {
+      int const stage = part % Traits::kStagesO;
+      convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
+      if (thread == 0) tma_store_wait<Traits::kStagesO - 1>();  // what was there has left
+      sync_warpgroup<Traits::kConsumers>(warpgroup);
+      copy(copy_o, thread_copy.retile_S(rO), tOsO(_, _, _, stage));
+      cutlass::arch::fence_view_async_shared();
+      sync_warpgroup<Traits::kConsumers>(warpgroup);
+      if (thread == 0) {
+        store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
+            maps.out, &sO(warpgroup * kWarpgroupRows, 0, stage), part * Traits::kColumnsO, tile.head,
+            tile.m_begin, tile.batch);
+      }
+    }
+  }
+
+  // Shared memory has been read: the block may end.
+  CUTE_DEVICE void finish() const {
+    if (thread == 0) tma_store_wait<0>();
+  }
+};
+
+}  // namespace flash_cute
