@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import re
 import shlex
@@ -24,8 +25,20 @@ def _output(*command: str) -> str | None:
         return None
 
 
+def command_line(arguments: list[str]) -> str:
+    """The command to repeat a benchmark, from sys.argv; where its results were written does not matter."""
+    program, *options = arguments
+    if "--output" in options:
+        place = options.index("--output")
+        del options[place : place + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(program).stem}", *options])
+
+
 def environment(device: torch.device) -> dict:
-    """The machine, the software and the command behind a result."""
+    """The machine, the software and the command behind a result.
+
+    FLASH_CUTE_COMMIT names the commit where the sources were copied without their repository.
+    """
     on_gpu = device.type == "cuda"
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
     return {
@@ -37,9 +50,9 @@ def environment(device: torch.device) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "python": platform.python_version(),
-        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": os.environ.get("FLASH_CUTE_COMMIT") or _output(*["git", "describe", "--always", "--dirty"]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": command_line(sys.argv),
     }
 
 

@@ -37,7 +37,7 @@ struct Device {
 };
 
 Device const& device_at(int index) {
-  constexpr int kMaxDevices = 128;
+  constexpr int kMaxDevices = DeviceInfo::kMaxDevices;
   static Device devices[kMaxDevices];
   static std::once_flag read[kMaxDevices];
   require(index < kMaxDevices, "device index ", index, " is not supported; it must be below ", kMaxDevices);
@@ -48,7 +48,7 @@ Device const& device_at(int index) {
       return value;
     };
     devices[index] = {
-        {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize)},
+        {index, attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize)},
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return devices[index];

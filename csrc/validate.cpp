@@ -17,17 +17,19 @@ struct NamedTensor {
   Tensor const& tensor;
 };
 
-std::string shape_text(Tensor const& tensor) {
-  std::ostringstream text;
-  char const* separator = "";
-  text << '(';
-  for (int64_t const size : tensor.sizes()) {
-    text << separator << size;
-    separator = ", ";
+// Writes a tensor's shape, and costs nothing until an error is written.
+struct ShapeOf {
+  Tensor const& tensor;
+
+  friend std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
+    char const* separator = "(";
+    for (int64_t const size : shape.tensor.sizes()) {
+      text << separator << size;
+      separator = ", ";
+    }
+    return text << ')';
   }
-  text << ')';
-  return text.str();
-}
+};
 
 ElementType element_type(NamedTensor const& q) {
   ScalarType const type = q.tensor.scalar_type();
@@ -71,8 +73,8 @@ ForwardProblem validate(ForwardArguments const& arguments) {
 
   auto const sizes_q = q.tensor.sizes(), sizes_k = k.tensor.sizes(), sizes_v = v.tensor.sizes();
   for (int dim = 0; dim < 4; ++dim) {
-    require(sizes_v[dim] == sizes_k[dim], "v has shape ", shape_text(v.tensor), " and k ",
-            shape_text(k.tensor), "; they must be the same");
+    require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{v.tensor}, " and k ", ShapeOf{k.tensor},
+            "; they must be the same");
   }
   int64_t const head_dim = sizes_q[3];
   require(sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],

@@ -21,7 +21,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from cases import DTYPES, MASKS, Shape, make_inputs
+from cases import DTYPES, MASKS, Shape, make_inputs, with_head_dim
 from tolerance import assert_attention
 
 import flash_cute
@@ -30,6 +30,9 @@ from benchmarks.contenders import families
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Two tiles of queries, several of keys, none of them full; and rows that see nothing.
 SIZES = {"rows": (150, 201), "blind": (201, 50)}
+# For each type and head dim: more tiles than multiprocessors, so that a block goes from one to the next, and
+# few queries of heads that share K and V.
+SHAPES = {"many_tiles": Shape(3, 55, 55, 130, 70, 0), "few_queries": Shape(2, 14, 2, 19, 201, 0)}
 
 
 def calls():
@@ -40,6 +43,8 @@ def calls():
             for head_dim, mask in itertools.product(head_dims, ("full", "causal", "window_symmetric")):
                 for size, narrower in ((SIZES["rows"], 0), (SIZES["blind"], 8)):
                     yield family, MASKS[mask], Shape(1, 2, 1, *size, head_dim - narrower), DTYPES[element]
+            for head_dim, shape in itertools.product(head_dims, SHAPES.values()):
+                yield family, MASKS["causal"], with_head_dim(shape, head_dim), DTYPES[element]
 
 
 def run_all() -> None:

@@ -34,6 +34,8 @@ struct SoftmaxParams {
 };
 
 struct DeviceInfo {
+  static constexpr int kMaxDevices = 128;
+  int index;  // below kMaxDevices
   int multiprocessors;
   int64_t l2_bytes;
 };

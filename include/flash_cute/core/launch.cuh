@@ -3,16 +3,22 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "flash_cute/forward/launch.hpp"
 
 namespace flash_cute {
 
-template <class... Params, class... Args>
-cudaError_t launch_kernel(void (*kernel)(Params...), int blocks, int threads, int smem_bytes,
+template <auto kernel, class... Args>
+cudaError_t launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes,
                           cudaStream_t stream, Args const&... args) {
-  cudaError_t const status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  if (status != cudaSuccess) return status;
+  static std::atomic<bool> may_have_smem[DeviceInfo::kMaxDevices];  // asking anew would cost every call 1 us
+  if (!may_have_smem[device.index].load(std::memory_order_relaxed)) {
+    cudaError_t const status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (status != cudaSuccess) return status;
+    may_have_smem[device.index].store(true, std::memory_order_relaxed);
+  }
   kernel<<<blocks, threads, smem_bytes, stream>>>(args...);
   return cudaGetLastError();
 }

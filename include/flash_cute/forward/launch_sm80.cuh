@@ -20,8 +20,9 @@ template <class Instance>
 cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   using Traits = TraitsSm80<Instance>;
   TileOrder const order = order_sm80<Instance>(params);
-  return launch_kernel(forward_kernel_sm80<Traits>, order.tiles(), Traits::kThreads,
-                       sizeof(typename Traits::SharedStorage), stream, params, order);
+  return launch_kernel<forward_kernel_sm80<Traits>>(params.device, order.tiles(), Traits::kThreads,
+                                                    sizeof(typename Traits::SharedStorage), stream, params,
+                                                    order);
 }
 
 template <class Instance>

@@ -82,9 +82,9 @@ cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream
     if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, box_kv);
     if (status == cudaSuccess) status = encode(maps.out, params.out, shape.seqlen_q, shape.heads_q, box_q);
     if (status != cudaSuccess) return status;
-    return launch_kernel(forward_kernel_sm90<Traits>, persistent_blocks(params, order, Traits::kBlockN),
-                         Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params, order,
-                         maps);
+    return launch_kernel<forward_kernel_sm90<Traits>>(
+        params.device, persistent_blocks(params, order, Traits::kBlockN), Traits::kThreads,
+        sizeof(typename Traits::SharedStorage), stream, params, order, maps);
   });
 }
 
