@@ -3,7 +3,7 @@
     python tools/timeline.py
 
 The JSON holds [event, clock] pairs of three roles (two computing warpgroups and the loading warp), written by
-marks of %clock that were put into a copy of the kernel: one at each line of forward/consumer_sm90.hpp at which
+marks of %clock in a copy of the kernel: one at each line of forward/consumer_sm90.hpp at which
 a phase begins or ends, and after each load of forward/producer_sm90.hpp.
 """
 

@@ -11,24 +11,29 @@ inline PackedRows rows_sm90(ForwardTile tile, int packed) {
   return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
 }
 
-// The pairs of queries and keys that a batch entry's tiles cover, visible or not.
-inline int64_t covered_pairs(ForwardParams const& params, ForwardTile tile, int packed) {
+// What a multiprocessor has to do with these tiles: the pairs of queries and keys that a tile covers, visible
+// or not, times the rounds of tiles.
+inline int64_t work(ForwardParams const& params, ForwardTile tile, int packed) {
   constexpr int kSamples = 16;  // tiles that are looked at
+  ProblemShape const& shape = params.shape;
   int const queries = rows_sm90(tile, packed).tile_queries();
-  int const m_blocks = ceil_div(params.shape.seqlen_q, queries), step = ceil_div(m_blocks, kSamples);
-  int64_t blocks = 0;
-  for (int m_block = m_blocks - 1; m_block >= 0; m_block -= step) {
+  int const m_blocks = ceil_div(shape.seqlen_q, queries), step = ceil_div(m_blocks, kSamples);
+  int64_t blocks = 0, samples = 0;
+  for (int m_block = m_blocks - 1; m_block >= 0; m_block -= step, ++samples) {
     BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
     blocks += visited.end - visited.begin;
   }
-  return blocks * step * tile.block_m * tile.block_n * (params.shape.heads_q / packed);
+  int64_t const tiles = int64_t(m_blocks) * (shape.heads_q / packed) * shape.batch;
+  int64_t const rounds = (tiles + params.device.multiprocessors - 1) / params.device.multiprocessors;
+  return rounds * blocks * tile.block_m * tile.block_n / samples;
 }
 
-// Packing pays where it leaves less to compute: with fewer queries than a tile has rows.
-inline int packed_heads(ForwardParams const& params, ForwardTile tile) {
-  int const group = params.shape.heads_q / params.shape.heads_kv;
-  bool const fits = params.shape.seqlen_q < tile.block_m && group <= kWarpgroupRows;
-  return fits && covered_pairs(params, tile, group) < covered_pairs(params, tile, 1) ? group : 1;
+// Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
+// often.
+inline int packed_heads(ProblemShape const& shape, ForwardTile tile) {
+  int const group = shape.heads_q / shape.heads_kv;
+  if (shape.seqlen_q >= tile.block_m || group > kWarpgroupRows) return 1;
+  return ceil_div(shape.seqlen_q, rows_sm90(tile, group).tile_queries()) < group ? group : 1;
 }
 
 // One block an SM goes through many tiles, loading ahead; the tiles of an unmasked problem take whole rounds
@@ -53,12 +58,11 @@ inline int persistent_blocks(ForwardParams const& params, TileOrder const& order
 template <class Instance, class Visitor>
 cudaError_t visit_tile(ForwardParams const& params, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
-  int const packed = packed_heads(params, kTiles.main);
+  int const packed = packed_heads(params.shape, kTiles.main);
   if constexpr (kTiles.small.warps > 0) {
-    constexpr double kSmallTileRate = 0.87;  // of the main tile's, in covered pairs a second
-    int const packed_small = packed_heads(params, kTiles.small);
-    if (covered_pairs(params, kTiles.small, packed_small) <
-        kSmallTileRate * covered_pairs(params, kTiles.main, packed)) {
+    constexpr double kSmallTileRate = 0.87;  // of the main tile's, in pairs a second
+    int const packed_small = packed_heads(params.shape, kTiles.small);
+    if (work(params, kTiles.small, packed_small) < kSmallTileRate * work(params, kTiles.main, packed)) {
       return visitor(ForwardTraitsSm90<Instance, kTiles.small>{}, packed_small);
     }
   }
