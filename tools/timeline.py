@@ -3,8 +3,9 @@
     python tools/timeline.py
 
 The JSON holds [event, clock] pairs of three roles (two computing warpgroups and the loading warp), written by
-marks of %clock in a copy of the kernel: one at each line of forward/consumer_sm90.hpp at which
-a phase begins or ends, and after each load of forward/producer_sm90.hpp.
+marks of %clock in a copy of the kernel: one at each line of forward/consumer_sm90.hpp at which a phase begins
+or ends, and after each load of forward/producer_sm90.hpp. Most marks of the loads of K were lost on their way
+out of the kernel, so K is not drawn: each is asked for just before V of the block after it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ PHASES = {
     1: ("P to 16 bits", "#F0E442"),
     11: ("P to 16 bits", "#F0E442"),
     12: ("waits for its turn", "#DDDDDD"),
-    13: ("last P V; next tile's scores issued", "#0072B2"),
+    13: ("last P V; next tile's scores issued", "#882255"),
     14: ("O and LSE leave", "#009E73"),
     15: ("products are issued; waits for scores", "#56B4E9"),
 }
 AFTER_SCORES = {(15, 1), (15, 11)}  # the first softmax of a tile runs up to the wait for the next turn
-LOADS = {21: ("K", "#CC79A7"), 22: ("V", "#D55E00"), 23: ("Q", "#000000")}
+LOADS = {22: ("V", "#D55E00"), 23: ("Q", "#000000")}
 WIDTH, ROW, LEFT, TOP = 1100, 34, 110, 40
 SPAN = 21000  # clocks that are shown
 
@@ -36,7 +37,7 @@ SPAN = 21000  # clocks that are shown
 def main() -> None:
     *warpgroups, loads = json.loads((DOCS / "timeline_sm90.json").read_text())
     begin = max(role[0][1] for role in (*warpgroups, loads))
-    scale = (WIDTH - LEFT - 10) / SPAN
+    scale = (WIDTH - LEFT - 25) / SPAN
 
     def x(clock: int) -> float:
         return LEFT + min(max(clock - begin, 0), SPAN) * scale
@@ -56,7 +57,7 @@ def main() -> None:
     y = TOP + len(warpgroups) * ROW
     shapes.append(f'<text x="4" y="{y + 18}">TMA loads</text>')
     for event, clock in loads:
-        if 0 <= clock - begin <= SPAN:
+        if event in LOADS and 0 <= clock - begin <= SPAN:
             title, colour = LOADS[event]
             shapes.append(
                 f'<rect x="{x(clock) - 1:.1f}" y="{y}" width="2" height="{ROW - 14}" fill="{colour}"/>'
