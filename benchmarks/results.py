@@ -28,6 +28,7 @@ def _output(*command: str) -> str | None:
 def command_line(arguments: list[str]) -> str:
     """The command to repeat a benchmark, from sys.argv; where its results were written does not matter."""
     program, *options = arguments
+    options = [option for option in options if not option.startswith("--output=")]
     if "--output" in options:
         place = options.index("--output")
         del options[place : place + 2]
@@ -50,7 +51,7 @@ def environment(device: torch.device) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "python": platform.python_version(),
-        "commit": os.environ.get("FLASH_CUTE_COMMIT") or _output(*["git", "describe", "--always", "--dirty"]),
+        "commit": os.environ.get("FLASH_CUTE_COMMIT") or _output("git", "describe", "--always", "--dirty"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),
     }

@@ -82,24 +82,24 @@ TensorView view_of(Tensor const& tensor) {
   return {tensor.data_ptr(), strides[0], strides[1], strides[2]};
 }
 
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kRowElements = kRowAlignment / kElementBytes;
+
 // Why the kernels can't read a tensor where it lies; empty if they can.
-std::string reason_to_copy(Tensor const& tensor, int64_t element_bytes) {
+std::string reason_to_copy(Tensor const& tensor) {
   auto const sizes = tensor.sizes(), strides = tensor.strides();
-  if (sizes[3] * element_bytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
+  if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
   bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kRowAlignment == 0;
   for (int dim = 0; dim < 3; ++dim) {
-    aligned = aligned && (sizes[dim] == 1 || strides[dim] * element_bytes % kRowAlignment == 0);
+    aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
   }
   return aligned ? "" : "its rows do not start at multiples of 16 bytes";
 }
 
-constexpr int64_t kElementBytes = 2;
-constexpr int64_t kRowElements = kRowAlignment / kElementBytes;
-
 // The tensor itself where a kernel can read it, else a copy with rows padded to 16 bytes by zeros.
 Tensor readable(Tensor const& tensor) {
-  if (reason_to_copy(tensor, kElementBytes).empty()) return tensor;
+  if (reason_to_copy(tensor).empty()) return tensor;
   auto const sizes = tensor.sizes();
   int64_t const head_dim = sizes[3], padded = ceil_div(head_dim, kRowElements) * kRowElements;
   std::array<int64_t, 4> const target{sizes[0], sizes[1], sizes[2], padded};
@@ -191,7 +191,7 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
 
   Tensor const q = readable(arguments.q), k = readable(arguments.k), v = readable(arguments.v);
   // out has q's layout, which may be one that the kernels can't write.
-  bool const direct = reason_to_copy(out, kElementBytes).empty();
+  bool const direct = reason_to_copy(out).empty();
   Tensor const target = direct ? out : torch::stable::new_empty(q, q.sizes());
   params.shape.head_dim = int(q.sizes()[3]);
   params.q = view_of(q);
@@ -221,7 +221,7 @@ std::string plan_cuda(ForwardArguments const& arguments) {
   std::vector<std::string> copies;
   for (auto const& [name, tensor] :
        {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    std::string const reason = reason_to_copy(*tensor, kElementBytes);
+    std::string const reason = reason_to_copy(*tensor);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
   }
 

@@ -95,10 +95,10 @@ class Explanation(dict):
         if self["family"] == "cpu":
             return {"kernel": "PyTorch's CPU flash attention, in float32"}
         heads = self["packed_heads"]
-        packing = f" of {heads} heads" if heads > 1 else ""
+        rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
         return {
             "kernel": f"{self['family']}, {self['element']}, for head_dim up to {self['bucket']}",
-            "tile": f"{self['block_m']} queries{packing} x {self['block_n']} keys, {self['stages']} stages",
+            "tile": f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages",
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -149,11 +151,13 @@ SHAPES = {
     "few_queries_of_100_heads": Shape(1, 100, 1, 3, 200, 64),
     "long_one_head": Shape(1, 1, 1, 1024, 1024, 64),
     "many_short": Shape(32, 8, 8, 33, 47, 64),
+    "more_tiles_than_multiprocessors": Shape(3, 55, 55, 130, 70, 64),
 }
 
 HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (1, 4, 15, 33, 63, 100, 130, 250)
-BUCKETS = (64, 96, 128, 192, 256)
+INSTANCES = Path(__file__).resolve().parent.parent / "include/flash_cute/instances.def"
+BUCKETS = tuple(map(int, re.findall(r"^FLASH_CUTE_HEAD_DIM\((\d+)\)", INSTANCES.read_text(), re.MULTILINE)))
 
 
 def with_head_dim(shape: Shape, head_dim: int) -> Shape:

@@ -14,9 +14,9 @@ struct TileCoord {
   int m_begin, head, head_kv, batch;
 };
 
-// How the rows of a tile lie: in groups, one for each warpgroup; in a group `packed` neighbouring query heads
-// of one query, then those of the next. Heads that share K and V are packed where one head's queries would
-// leave most rows of a tile empty.
+// How the rows of a tile lie: in groups, on Hopper one for each warpgroup; in a group `packed` neighbouring
+// query heads of one query, then those of the next. Heads that share K and V are packed where one head's
+// queries would leave most rows of a tile empty.
 struct PackedRows {
   Divisor packed;
   int queries, groups;  // queries of a group, groups of a tile

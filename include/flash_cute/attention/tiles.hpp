@@ -6,7 +6,7 @@
 namespace flash_cute {
 
 struct ForwardTile {
-  int block_m, block_n;   // queries and keys of a tile
+  int block_m, block_n;   // rows (queries, or several heads of each) and keys of a tile
   int stages;             // depth of the K/V pipeline in shared memory
   int warps;              // compute warps, stacked along the queries
   int stages_q = 1;       // 2: the next tile's Q may come while this one's is in use
@@ -14,7 +14,8 @@ struct ForwardTile {
 };
 
 // A kernel's tile, and a smaller one (or none) for problems in which the first covers many pairs that are
-// hidden or past the end: short masked sequences, few queries.
+// hidden or past the end (short masked sequences, few queries) or leaves multiprocessors without a tile (one
+// long sequence on few heads).
 struct ForwardTiles {
   ForwardTile main, small = {};
 };

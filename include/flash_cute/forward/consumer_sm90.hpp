@@ -83,7 +83,7 @@ struct ForwardConsumerSm90 {
     for (int left = tiles.count();;) {
       BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
       BlockRange const unmasked = params.mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
-      TileCoord const upcoming = tiles.next();
+      TileCoord const upcoming = tiles.next();  // after the last tile a place that nobody uses
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
@@ -124,13 +124,14 @@ struct ForwardConsumerSm90 {
       store_tile(tile);
       tile = upcoming;
       if constexpr (!kRunsAhead) {
-        ring_q.wait(at_q);
+        ring_q.wait(at_q);  // outside of the turn, which would hold the other warpgroup up
         turns.wait();
         issue_first_scores();
         turns.pass();
       }
       wait_products<0>(acc_first);
     }
+    // Nothing follows that would need a turn.
     issue_output();
     wait_products<0>(acc_o);
     store_tile(tile);

@@ -28,11 +28,19 @@ struct ForwardEpilogueSm90 {
     Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
     Tensor tOsO = thread_copy.partition_D(sO);
     Tensor rO = make_tensor<Element>(partition_shape_C(mma_o, PartO{}));
+    static_assert(decltype(size<2>(acc_o))::value == 1, "parts of O are slices of one product");
     CUTE_UNROLL
     for (int part = 0; part < Traits::kPartsO; ++part) {
       int const stage = part % Traits::kStagesO;
       convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
-      if (thread == 0) tma_store_wait<Traits::kStagesO - 1>();  // what was there has left
+      if (thread ==
+          0) {  // what was there has left: all of the tile before, or of this one all but the newest
+        if (part == 0) {
+          tma_store_wait<0>();
+        } else {
+          tma_store_wait<Traits::kStagesO - 1>();
+        }
+      }
       sync_warpgroup<Traits::kConsumers>(warpgroup);
       copy(copy_o, thread_copy.retile_S(rO), tOsO(_, _, _, stage));
       cutlass::arch::fence_view_async_shared();

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
-    for (auto& ring_q : shared.ring_q) ring_q.init(4);
+    for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
     shared.ring_k.init(kConsumerWarps);
     shared.ring_v.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();

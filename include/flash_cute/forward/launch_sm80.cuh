@@ -1,9 +1,9 @@
 // Launches the Ampere family's forward.
 #pragma once
 
-#include "flash_cute/core/launch.cuh"
 #include "flash_cute/forward/kernel_sm80.hpp"
 #include "flash_cute/forward/launch.hpp"
+#include "flash_cute/forward/launch_kernel.cuh"
 
 namespace flash_cute {
 

@@ -1,9 +1,9 @@
 // Launches the Hopper family's forward.
 #pragma once
 
-#include "flash_cute/core/launch.cuh"
 #include "flash_cute/forward/kernel_sm90.hpp"
 #include "flash_cute/forward/launch.hpp"
+#include "flash_cute/forward/launch_kernel.cuh"
 
 namespace flash_cute {
 
@@ -36,10 +36,10 @@ inline int packed_heads(ProblemShape const& shape, ForwardTile tile) {
   return ceil_div(shape.seqlen_q, rows_sm90(tile, group).tile_queries()) < group ? group : 1;
 }
 
-// One block an SM goes through many tiles, loading ahead; the tiles of an unmasked problem take whole rounds
-// of all blocks, so no block more than that needs is started. Long tiles of unequal length that don't share
-// out evenly are better handed out one by one, as SMs become free: there the start of a block matters less
-// than who is left with the last long tile.
+// One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
+// block more than these need is started. Long tiles of unequal length that don't share out evenly are better
+// handed out one by one, as SMs become free: there the start of a block matters less than who is left with
+// the last long tile.
 inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
   constexpr int kLongTile = 64;  // blocks of keys
   int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
