@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def instances(axis: str) -> list[str]:
+    """The names that include/flash_cute/instances.def lists on one axis."""
+    text = (ROOT / "include/flash_cute/instances.def").read_text()
+    return re.findall(rf"^FLASH_CUTE_{axis}\((\w+)\)", text, re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,7 @@ SHAPES = {
 
 HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (1, 4, 15, 33, 63, 100, 130, 250)
-INSTANCES = Path(__file__).resolve().parent.parent / "include/flash_cute/instances.def"
-BUCKETS = tuple(map(int, re.findall(r"^FLASH_CUTE_HEAD_DIM\((\d+)\)", INSTANCES.read_text(), re.MULTILINE)))
+BUCKETS = tuple(int(size) for size in instances("HEAD_DIM"))
 
 
 def with_head_dim(shape: Shape, head_dim: int) -> Shape:

@@ -24,7 +24,7 @@ inline int64_t work(ForwardParams const& params, ForwardTile tile, int packed) {
     blocks += visited.end - visited.begin;
   }
   int64_t const tiles = int64_t(m_blocks) * (shape.heads_q / packed) * shape.batch;
-  int64_t const rounds = (tiles + params.device.multiprocessors - 1) / params.device.multiprocessors;
+  int64_t const rounds = ceil_div(tiles, int64_t(params.device.multiprocessors));
   return rounds * blocks * tile.block_m * tile.block_n / samples;
 }
 
