@@ -24,7 +24,9 @@ from .results import choose_device, environment, save
 MASKS = {"full": [False], "causal": [True], "both": [False, True]}
 SHAPES = {
     "cuda": [
-        (2, 8, kv, seqlen, seqlen, dim) for dim in (64, 128, 256) for kv, seqlen in ((8, 512), (2, 4096))
+        (batch, heads, kv, seqlen, seqlen, dim)
+        for dim in (64, 128, 256)
+        for batch, heads, kv, seqlen in ((16, 16, 16, 512), (2, 8, 2, 4096))
     ],
     "cpu": [(1, 2, 2, 100, 100, 64)],
 }

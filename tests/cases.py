@@ -159,6 +159,7 @@ SHAPES = {
     "long_one_head": Shape(1, 1, 1, 1024, 1024, 64),
     "many_short": Shape(32, 8, 8, 33, 47, 64),
     "more_tiles_than_multiprocessors": Shape(3, 55, 55, 130, 70, 64),
+    "rows_that_fit_192": Shape(2, 34, 17, 570, 330, 64),
 }
 
 HEAD_DIMS = tuple(range(8, 257, 8))

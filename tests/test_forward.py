@@ -121,3 +121,18 @@ def test_row_maximum_moves(kernel, drift, height, mask, dtype):
     q = (1 + 0.1 * q).to(dtype)
     k = (0.3 * k + height / shape.head_dim**0.5 * drift(place)).to(dtype)
     assert_attention(kernel.forward(q, k, v, **mask.options), q, k, v, mask)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sm80_errs_no_more_than_flash_attention_2(head_dim, mask, dtype):
+    """Enough tiles that FlashAttention-2 does not split the keys, which changes its error by up to 3%."""
+    inputs = make_inputs(Shape(16, 16, 16, 512, 512, head_dim), dtype, "cuda", "contiguous")
+    exact = flash_cute.reference.forward(*inputs, causal=mask.causal)
+    ours = flash_cute.forward(*inputs, causal=mask.causal, family="sm80")
+    theirs = torch.ops.aten._scaled_dot_product_flash_attention(*inputs, 0.0, mask.causal)[:2]
+    for name, oracle, *results in zip(("out", "lse"), exact, ours, theirs, strict=True):
+        error, limit = ((result.double() - oracle).square().mean().sqrt().item() for result in results)
+        assert error <= 1.01 * limit, f"RMS of {name}'s error: {error:.3e}, FlashAttention-2's {limit:.3e}"

@@ -46,13 +46,11 @@ struct Correction {
   }
 };
 
-template <int kRows>
+// Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
+// of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
+// block. With 8 they stay below 256, sums and products in float do not care, and O is seldom rescaled.
+template <int kRows, int kSlack>
 struct OnlineSoftmax {
-  // Probabilities are relative to a reference that follows the row maximum only when it falls behind by more
-  // than this many powers of two: they stay below 2^8, sums and products in float do not care, and O is
-  // seldom rescaled.
-  static constexpr float kSlack = 8.f;
-
   float scale_log2;
   float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
   float row_sum[kRows];    // this lane's share, until finish() adds up the quad
@@ -71,24 +69,7 @@ struct OnlineSoftmax {
   template <class Scores>
   CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
     auto scores = row_col_view(acc_s);
-    float highest[kRows];  // of this lane's scores: whether a row is behind needs no exchange
-    bool behind = false;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      highest[row] = highest_score(scores, row);
-      behind |= highest[row] * scale_log2 > reference[row] + kSlack;
-    }
-    Correction<kRows> correction{bool(__any_sync(0xffffffffu, behind))};
-    if (correction.needed) {
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
-        float const raised = scaled > reference[row] + kSlack ? scaled : reference[row];
-        correction.factor[row] = fast_exp2(reference[row] - raised);
-        reference[row] = raised;
-        row_sum[row] *= correction.factor[row];
-      }
-    }
+    Correction<kRows> const correction = raise_references(scores);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
@@ -110,7 +91,7 @@ struct OnlineSoftmax {
       float const sum = reduce_quad(row_sum[row], SumOp{});
       bool const sees_nothing = sum == 0.f;
       float const inverse = __fdividef(1.f, sum);
-      reference[row] = sees_nothing ? -INFINITY : (reference[row] + __log2f(sum)) * float(M_LN2);
+      reference[row] = sees_nothing ? -INFINITY : fmaf(reference[row], float(M_LN2), logf(sum));
       CUTE_UNROLL
       for (int col = 0; col < size<1>(output); ++col) {
         output(row, col) = sees_nothing ? 0.f : output(row, col) * inverse;
@@ -121,6 +102,33 @@ struct OnlineSoftmax {
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
 
  private:
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
+    Correction<kRows> correction{kSlack == 0};
+    float highest[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) highest[row] = highest_score(scores, row);
+    if constexpr (kSlack > 0) {  // this lane's own scores tell whether a row is behind
+      bool behind = false;
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) behind |= is_behind(row, highest[row] * scale_log2);
+      correction.needed = __any_sync(0xffffffffu, behind);
+    }
+    if (correction.needed) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+        float const raised = is_behind(row, scaled) ? scaled : reference[row];
+        correction.factor[row] = fast_exp2(reference[row] - raised);
+        reference[row] = raised;
+        row_sum[row] *= correction.factor[row];
+      }
+    }
+    return correction;
+  }
+
+  CUTE_DEVICE bool is_behind(int row, float scaled) const { return scaled > reference[row] + kSlack; }
+
   // Two chains of maxima, as each one waits for the one before.
   template <class Scores>
   CUTE_DEVICE static float highest_score(Scores const& scores, int row) {

@@ -14,10 +14,11 @@ struct ForwardTile {
 };
 
 // A kernel's tile, and a smaller one (or none) for problems in which the first covers many pairs that are
-// hidden or past the end (short masked sequences, few queries) or leaves multiprocessors without a tile (one
-// long sequence on few heads).
+// hidden or past the end (short or masked sequences, few queries) or leaves multiprocessors without a tile
+// (one long sequence on few heads).
 struct ForwardTiles {
   ForwardTile main, small = {};
+  double enough = 0;  // the small tile is taken where it leaves less than this part of the main one's work
 };
 
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The sm80 family
@@ -26,13 +27,15 @@ struct ForwardTiles {
 constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
-      // Three blocks an SM: 168 registers, which 64 keys exceed by 44 bytes. Two blocks of 64 keys: 2-5%
-      // slower at 512.
-      case 64: return {{.block_m = 128, .block_n = 48, .stages = 2, .warps = 4, .blocks_per_sm = 3}};
+      // Three blocks an SM; two lose 5% at 512, 3% at 1k. 48 keys lose 3-7%.
+      case 64: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 3}};
+      // 96 keys with one stage lose 5-7% at 512 and win 4-8% from 2k on. 32 keys, or 64 rows, lose 6-14%.
       case 96: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 32 rows a warp: K and V are read from shared memory half as often as with 16, which loses 20%. 32 or
       // 48 keys lose 5-8% to 64.
       case 128: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
+      // 48 keys lose 7-9%, 32 with two stages 13-18%. 80 lose 4% at 512 causal and win 4-8% from 2k on, but
+      // leave an A100 room for one block only.
       case 192: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
       // 48 keys lose 3-6%.
       case 256: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
@@ -43,11 +46,22 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
       // 128 x 128 loses up to 19% on the same pairs, but wins 22% at 512 causal and 23% at 1024 causal.
       case 64:
         return {{.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
-      case 96: return {{.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
-      case 128: return {{.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
-      case 192: return {{.block_m = 128, .block_n = 96, .stages = 2, .warps = 8}};
-      // 80 keys lose 10% at 512 and 37% at 16k to 64.
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                0.87};
+      // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
+      case 96:
+        return {{.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                0.91};
+      // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96) and
+      // 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
+      case 128:
+        return {{.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                0.965};
+      // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
+      case 192: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+      // No more keys fit beside the slots of O.
       case 256: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
     }
   }

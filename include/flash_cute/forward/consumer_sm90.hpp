@@ -44,7 +44,7 @@ struct ForwardConsumerSm90 {
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
-    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
+    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
     WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
     PackedRows const& rows = tiles.order.rows;
     ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value> softmax(params.softmax.scale_log2);
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
   ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
   softmax.finish(acc_o);

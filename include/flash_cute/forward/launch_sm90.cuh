@@ -17,11 +17,14 @@ inline int64_t work(ForwardParams const& params, ForwardTile tile, int packed) {
   constexpr int kSamples = 16;  // tiles that are looked at
   ProblemShape const& shape = params.shape;
   int const queries = rows_sm90(tile, packed).tile_queries();
-  int const m_blocks = ceil_div(shape.seqlen_q, queries), step = ceil_div(m_blocks, kSamples);
+  int const m_blocks = ceil_div(shape.seqlen_q, queries), step = ceil_div(2 * m_blocks, kSamples);
   int64_t blocks = 0, samples = 0;
-  for (int m_block = m_blocks - 1; m_block >= 0; m_block -= step, ++samples) {
-    BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
-    blocks += visited.end - visited.begin;
+  for (int from_end = 0; from_end < m_blocks; from_end += step) {
+    for (int m_block : {from_end, m_blocks - 1 - from_end}) {  // their mean is the mean of all
+      BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
+      blocks += larger(1, visited.end - visited.begin);
+      ++samples;
+    }
   }
   int64_t const tiles = int64_t(m_blocks) * (shape.heads_q / packed) * shape.batch;
   int64_t const rounds = ceil_div(tiles, int64_t(params.device.multiprocessors));
@@ -60,9 +63,8 @@ cudaError_t visit_tile(ForwardParams const& params, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
   int const packed = packed_heads(params.shape, kTiles.main);
   if constexpr (kTiles.small.warps > 0) {
-    constexpr double kSmallTileRate = 0.87;  // of the main tile's, in pairs a second
     int const packed_small = packed_heads(params.shape, kTiles.small);
-    if (work(params, kTiles.small, packed_small) < kSmallTileRate * work(params, kTiles.main, packed)) {
+    if (work(params, kTiles.small, packed_small) < kTiles.enough * work(params, kTiles.main, packed)) {
       return visitor(ForwardTraitsSm90<Instance, kTiles.small>{}, packed_small);
     }
   }

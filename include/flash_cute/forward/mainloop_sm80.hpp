@@ -19,6 +19,7 @@ struct ForwardMainloopSm80 {
   using TileShapeQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
   using TileShapeKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
   static constexpr int kStages = Traits::kStages;
+  static constexpr int kRowsOfWarp = Traits::kBlockM / Traits::kTile.warps;
   static_assert(kStages == 1 || kStages == 2);
 
   // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while
@@ -39,10 +40,10 @@ struct ForwardMainloopSm80 {
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
 
     // Global memory to shared memory.
-    auto const loader = typename Traits::TiledLoad{}.get_slice(thread);
     typename Traits::LoadAtom const load_atom;
     auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int begin, int rows,
                          auto&& target) {
+      auto const loader = typename Traits::TiledLoad{}.get_slice(reread(thread, kRowsOfWarp > 16));
       Tensor source = local_tensor<Element>(view, tile.batch, head, begin, tile_shape);
       copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
                  loader.partition_S(make_identity_tensor(tile_shape)),
@@ -66,9 +67,6 @@ struct ForwardMainloopSm80 {
     auto const copy_q = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma);
     auto const copy_k = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma);
     auto const copy_v = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma);
-    Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);
-    Tensor tSsK = copy_k.get_slice(thread).partition_S(sK);
-    Tensor tOsV = copy_v.get_slice(thread).partition_S(sVt);
     Tensor tSrQ_copy = copy_q.get_slice(thread).retile_D(tSrQ);
     Tensor tSrK_copy = copy_k.get_slice(thread).retile_D(tSrK);
     Tensor tOrV_copy = copy_v.get_slice(thread).retile_D(tOrV);
@@ -95,6 +93,9 @@ struct ForwardMainloopSm80 {
 
       Tensor acc_s = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});
       clear(acc_s);
+      int const reader = reread(thread, Traits::kTile.blocks_per_sm > 1);
+      Tensor tSsQ = copy_q.get_slice(reader).partition_S(sQ);
+      Tensor tSsK = copy_k.get_slice(reader).partition_S(sK);
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
@@ -112,6 +113,7 @@ struct ForwardMainloopSm80 {
       } else if (first) {
         wait_for_loads<1>();
       }
+      Tensor tOsV = copy_v.get_slice(reader).partition_S(sVt);
       gemm_from_shared(
           mma, acc_o, tOrP, tOrV, [](int) {},
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
@@ -124,6 +126,13 @@ struct ForwardMainloopSm80 {
   }
 
  private:
+  // The thread's index, read anew where registers are short (32 rows a warp, several blocks an SM): what
+  // follows from it need not stay in registers in between.
+  CUTE_DEVICE static int reread(int thread, bool registers_are_short) {
+    if (registers_are_short) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+
   // All but the newest kPending groups of loads have arrived, for every thread of the block.
   template <int kPending>
   CUTE_DEVICE static void wait_for_loads() {

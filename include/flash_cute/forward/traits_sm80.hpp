@@ -20,6 +20,7 @@ struct ForwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps * 32;
+  static constexpr int kSlack = 0;         // see OnlineSoftmax
   static constexpr int kSectionWaves = 2;  // see TileOrder; of blocks, one an SM
 
   // Every warp owns whole rows, so that the softmax never leaves a warp.
@@ -49,6 +50,8 @@ struct ForwardTraitsSm80 {
   static constexpr int kChunksPerPanel = kPanel / kChunk;
   using ThreadLayout =
       Layout<Shape<Int<kThreads / kChunksPerPanel>, Int<kChunksPerPanel>>, Stride<Int<kChunksPerPanel>, _1>>;
+  static_assert(kBlockM % size<0>(ThreadLayout{}) == 0 && kBlockN % size<0>(ThreadLayout{}) == 0,
+                "every thread loads the same number of rows");
   using ValueLayout = Layout<Shape<_1, Int<kChunk>>>;
   using LoadAtom = Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>;
   using TiledLoad = decltype(make_tiled_copy(LoadAtom{}, ThreadLayout{}, ValueLayout{}));

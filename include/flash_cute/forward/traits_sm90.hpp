@@ -33,6 +33,7 @@ struct ForwardTraitsSm90 {
   // With a second slot for Q, a tile's first scores are computed while O of the tile before leaves.
   static constexpr bool kRunsAhead = kStagesQ > 1;
   static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kSlack = 8;         // see OnlineSoftmax
   static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
 
   // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
@@ -50,6 +51,8 @@ struct ForwardTraitsSm90 {
   using MmaQK = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kBlockN>, Int<kHeadDim>>>(),
       ConsumerLayout{}));
+  static_assert(size<1>(typename MmaQK::AtomShape_MNK{}) == kBlockN,
+                "CuTe makes do with narrow products where it has none of this many keys");
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
