@@ -170,7 +170,7 @@ def test_every_instance_has_a_tile(host):
                 assert tile.stages >= 1
                 assert tile.block_m % 16 == 0
                 assert tile.block_n % 16 == 0
-            assert small.block_m * small.block_n < main.block_m * main.block_n
+            assert small.block_m < main.block_m
 
 
 def test_a_head_dim_without_a_row_has_no_tile(host):

@@ -91,7 +91,8 @@ struct OnlineSoftmax {
       float const sum = reduce_quad(row_sum[row], SumOp{});
       bool const sees_nothing = sum == 0.f;
       float const inverse = __fdividef(1.f, sum);
-      reference[row] = sees_nothing ? -INFINITY : fmaf(reference[row], float(M_LN2), logf(sum));
+      float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);  // fast along with the rest
+      reference[row] = sees_nothing ? -INFINITY : fmaf(reference[row], float(M_LN2), log_sum);
       CUTE_UNROLL
       for (int col = 0; col < size<1>(output); ++col) {
         output(row, col) = sees_nothing ? 0.f : output(row, col) * inverse;
