@@ -50,6 +50,7 @@ CCACHE_SETTINGS = {
     # Headers from the depfile: ccache's own search sees one pass of nvcc, misses what is included under
     # `#if __CUDA_ARCH__`, and would hand out stale objects.
     "CCACHE_DEPEND": "1",
+    "CCACHE_NOHASHDIR": "1",  # it takes -gencode=...sm_90a for -g, and with -g the folder would count
     "CCACHE_PREFIX": MEASURE,
 }
 
