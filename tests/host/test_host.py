@@ -7,7 +7,7 @@ import torch
 from cases import Mask
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 settings.register_profile("flash_cute", deadline=None, max_examples=200)
@@ -158,6 +158,19 @@ def test_sections_fit_the_cache(host, shape, block_m, l2_bytes, section_tiles):
     assert order.section % group == 0 or order.section == batch * heads_kv * group
     assert kv_heads == 1 or kv_heads * 2 * 2 * seqlen_k * head_dim <= l2_bytes / 2
     assert kv_heads == 1 or order.section * -(-seqlen_q // block_m) <= section_tiles
+
+
+@given(shapes, blocks, cache_sizes, sections, st.integers(0, 40))
+def test_behind_a_window_sections_are_what_the_cache_holds(
+    host, shape, block_m, l2_bytes, section_tiles, left
+):
+    """Where no tile sees half of the keys, a section has all the heads whose visible keys fill half of L2."""
+    batch, heads_kv, group, _, seqlen_k, head_dim = shape
+    order, mask, tiles = make_order(host, shape, left, 0, block_m, l2_bytes, section_tiles)
+    lengths = [end - begin for begin, end in (mask.visited(m, block_m, 1) for m, *_ in tiles)]
+    assume(0 < max(lengths) == lengths[0] and 2 * max(lengths) < seqlen_k)
+    in_l2 = l2_bytes // 2 // (2 * 2 * max(lengths) * head_dim)
+    assert order.section == min(batch * heads_kv * group, max(1, in_l2) * group)
 
 
 def test_every_instance_has_a_tile(host):

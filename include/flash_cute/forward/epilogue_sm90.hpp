@@ -33,8 +33,8 @@ struct ForwardEpilogueSm90 {
     for (int part = 0; part < Traits::kPartsO; ++part) {
       int const stage = part % Traits::kStagesO;
       convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
-      if (thread ==
-          0) {  // what was there has left: all of the tile before, or of this one all but the newest
+      // What was there has left: all of the tile before, or of this one all but the newest.
+      if (thread == 0) {
         if (part == 0) {
           tma_store_wait<0>();
         } else {

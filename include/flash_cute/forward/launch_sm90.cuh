@@ -22,7 +22,7 @@ inline int64_t work(ForwardParams const& params, ForwardTile tile, int packed) {
   for (int from_end = 0; from_end < m_blocks; from_end += step) {
     for (int m_block : {from_end, m_blocks - 1 - from_end}) {  // their mean is the mean of all
       BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
-      blocks += larger(1, visited.end - visited.begin);
+      blocks += larger(1, visited.end - visited.begin);  // see visited_blocks
       ++samples;
     }
   }
