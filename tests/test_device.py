@@ -24,6 +24,22 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_call_waits_for_the_one_before(kernel, head_dim):
+    """The queries are the output of the call before, whose blocks may still be at work."""
+    shape = Shape(2, 8, 8, 1000, 1000, head_dim)
+    start, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
+
+    def chain(after_each) -> list[torch.Tensor]:
+        outputs = [start]
+        for _ in range(20):
+            outputs.append(flash_cute.forward(outputs[-1], k, v, causal=True, family=kernel.family)[0])
+            after_each()
+        return outputs
+
+    assert_same(chain(lambda: None), chain(torch.cuda.synchronize))
+
+
 @LAYOUTS
 def test_work_goes_to_the_current_stream(kernel, head_dim, layout):
     """The inputs arrive late on a side stream; a kernel on another would read the NaN that was there."""

@@ -82,6 +82,17 @@ def test_the_launch_fits_the_problem(shape, causal, expected):
     assert (packing in str(plan)) == (plan["packed_heads"] > 1)
 
 
+@pytest.mark.gpu
+def test_a_window_leaves_no_multiprocessor_out():
+    """Whole rounds of equal tiles would take 128 blocks here; the short tiles at the end even 132 out."""
+    gpu = torch.cuda.get_device_properties()
+    if (gpu.major, gpu.minor) != (9, 0):
+        pytest.skip("this is a plan of the sm90 family")
+    inputs = make_inputs(Shape(1, 16, 16, 16384, 16384, 128), torch.bfloat16, "cuda")
+    plan = flash_cute.explain(*inputs, causal=True, window=(1024, 0))
+    assert plan["grid"] == gpu.multi_processor_count
+
+
 # Inputs of each layout that the kernels cannot read where they lie.
 COPIED = {
     "contiguous": "",

@@ -47,9 +47,10 @@ struct PlainRows {
 // 20% at seqlen 512 to sections of one head). Behind a window, tiles see few of their head's keys: there all
 // the heads that L2 holds go through their tiles side by side (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
-  int m_blocks, sequences;        // sequences = batch * heads, of which packed ones count once
-  PackedRows rows;                // of every tile
-  bool descending;                // is the last block of queries the longest?
+  int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
+  PackedRows rows;          // of every tile
+  bool descending;          // is the last block of queries the longest?
+  bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
   Divisor section, last_section;  // (batch, head) pairs that share L2
   Divisor section_tiles;          // tiles of a section
   Divisor heads, group;           // sequences, of a batch entry and of one head of K and V
@@ -66,7 +67,8 @@ struct TileOrder {
     int64_t const kv_bytes = 2 * int64_t(element_bytes) * longest * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int64_t const group = shape.heads_q / shape.heads_kv / packed;
-    int64_t const wanted = 2 * longest < shape.seqlen_k ? in_l2 : wanted_tiles / (m_blocks * group);
+    bool const side_by_side = 2 * longest < shape.seqlen_k;
+    int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * group);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
     int64_t const sequences = int64_t(shape.batch) * shape.heads_q / packed;
     int const section = int(smaller(sequences, kv_heads * group));
@@ -75,6 +77,7 @@ struct TileOrder {
             .sequences = int(sequences),
             .rows = rows,
             .descending = length(m_blocks - 1) >= length(0),
+            .side_by_side = side_by_side,
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
             .section_tiles = Divisor(section * m_blocks),

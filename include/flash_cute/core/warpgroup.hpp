@@ -11,11 +11,11 @@ using namespace cute;
 
 // Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
 // waited for.
-template <GMMA::ScaleOut kScale, class Mma, class A, class B, class Acc>
-CUTE_DEVICE void issue_product(Mma& mma, A const& a, B const& b, Acc& acc) {
+template <class Mma, class A, class B, class Acc>
+CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
   warpgroup_fence_operand(acc);
   warpgroup_arrive();
-  mma.accumulate_ = kScale;
+  mma.accumulate_ = scale;
   CUTE_UNROLL
   for (int k = 0; k < size<2>(a); ++k) {
     gemm(mma, a(_, _, k), b(_, _, k), acc);

@@ -52,11 +52,13 @@ struct ForwardConsumerSm90 {
     turns.begin();
 
     auto issue_scores = [&](auto& acc_s) {
-      issue_product<GMMA::ScaleOut::Zero>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
     };
-    auto issue_output = [&] {
+    auto issue_output = [&](bool first_of_tile) {
       shared.ring_v.wait(at_v);
-      issue_product<GMMA::ScaleOut::One>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
+      bool const overwrites = Traits::kOverwritesO && first_of_tile;
+      issue_product(overwrites ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One, mma_pv, tOrP,
+                    tOrV(_, _, _, at_v.slot), acc_o);
     };
     auto issue_first_scores = [&] {
       ring_q.wait(at_q);
@@ -94,7 +96,7 @@ struct ForwardConsumerSm90 {
 
       int block = visited.end - 1;
       softmax.reset();
-      clear(acc_o);
+      if constexpr (!Traits::kOverwritesO) clear(acc_o);
       probabilities(acc_first, block);
       convert_into<Element>(acc_first, rP);
       while (--block >= visited.begin) {
@@ -102,7 +104,7 @@ struct ForwardConsumerSm90 {
         shared.ring_k.wait(at_k);
         turns.wait();
         issue_scores(acc_s);
-        issue_output();
+        issue_output(block == visited.end - 2);
         turns.pass();
         wait_products<1>(acc_s);
         auto const correction = probabilities(acc_s, block);
@@ -114,9 +116,16 @@ struct ForwardConsumerSm90 {
 
       release(ring_q, at_q);
 
-      if (--left == 0) break;
+      bool const one_block = visited.end - visited.begin == 1;
+      if (--left == 0) {  // nothing follows that would need a turn
+        issue_output(one_block);
+        wait_products<0>(acc_o);
+        store_tile(tile);
+        epilogue.finish();
+        return;
+      }
       turns.wait();
-      issue_output();
+      issue_output(one_block);
       if constexpr (kRunsAhead) issue_first_scores();
       turns.pass();
       wait_products<kRunsAhead>(acc_o);
@@ -131,11 +140,6 @@ struct ForwardConsumerSm90 {
       }
       wait_products<0>(acc_first);
     }
-    // Nothing follows that would need a turn.
-    issue_output();
-    wait_products<0>(acc_o);
-    store_tile(tile);
-    epilogue.finish();
   }
 
  private:

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
   TileStream const tiles{order, int(blockIdx.x), int(gridDim.x)};
   if (warpgroup == 0) {

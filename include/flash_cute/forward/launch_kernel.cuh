@@ -9,7 +9,9 @@
 
 namespace flash_cute {
 
-template <auto kernel, class... Args>
+// kStartsEarly: the kernel itself waits for the one before it in the stream, so its blocks may be launched
+// while that one's memory operations settle.
+template <auto kernel, bool kStartsEarly = false, class... Args>
 cudaError_t launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes,
                           cudaStream_t stream, Args const&... args) {
   static std::atomic<bool> may_have_smem[DeviceInfo::kMaxDevices];  // asking anew would cost every call 1 us
@@ -19,7 +21,17 @@ cudaError_t launch_kernel(DeviceInfo const& device, int blocks, int threads, int
     if (status != cudaSuccess) return status;
     may_have_smem[device.index].store(true, std::memory_order_relaxed);
   }
-  kernel<<<blocks, threads, smem_bytes, stream>>>(args...);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = kStartsEarly;
+  cudaLaunchKernelEx(&config, kernel, args...);
   return cudaGetLastError();
 }
 

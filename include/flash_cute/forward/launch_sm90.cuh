@@ -42,9 +42,11 @@ inline int packed_heads(ProblemShape const& shape, ForwardTile tile) {
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
 // block more than these need is started. Long tiles of unequal length that don't share out evenly are better
 // handed out one by one, as SMs become free: there the start of a block matters less than who is left with
-// the last long tile.
+// the last long tile. Behind a window the few short tiles of all heads come last and even out what full
+// rounds of long ones leave (window of 1024 at 16k, d128: +4%).
 inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
   constexpr int kLongTile = 64;  // blocks of keys
+  if (order.side_by_side) return smaller(order.tiles(), params.device.multiprocessors);
   int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
   int const blocks = ceil_div(order.tiles(), rounds);
   auto length = [&](int m_block) {
@@ -88,7 +90,7 @@ cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream
     if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, box_kv);
     if (status == cudaSuccess) status = encode(maps.out, params.out, shape.seqlen_q, shape.heads_q, box_q);
     if (status != cudaSuccess) return status;
-    return launch_kernel<forward_kernel_sm90<Traits>>(
+    return launch_kernel<forward_kernel_sm90<Traits>, /*kStartsEarly=*/true>(
         params.device, persistent_blocks(params, order, Traits::kBlockN), Traits::kThreads,
         sizeof(typename Traits::SharedStorage), stream, params, order, maps);
   });

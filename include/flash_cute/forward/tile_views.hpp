@@ -47,9 +47,8 @@ struct KeyBits {
 
  private:
   CUTE_DEVICE static uint32_t below(int limit) {
-    int const columns = max(0, min(limit, 128));
-    int const owned = 2 * (columns / 8) + min(columns % 8, 2);
-    return owned == 32 ? ~0u : (1u << owned) - 1;
+    int const owned = ((limit + 7) >> 3) + ((limit + 6) >> 3);  // of even and of odd ones
+    return ~__funnelshift_lc(0u, ~0u, max(0, owned));           // 32 and more shift everything out
   }
 };
 
