@@ -33,14 +33,24 @@ class Problem:
     @property
     def pairs(self) -> int:
         """(query, key) pairs of one head that the mask lets through."""
+        return self.visited_pairs(1, 1)
+
+    def visited_pairs(self, block_m: int, block_n: int) -> int:
+        """Pairs of one head, hidden ones too, in the blocks that tiles of block_m queries visit.
+
+        For each tile these are the blocks of block_n keys from the first key of its first query to the last
+        key of its last one.
+        """
         left, right = self.window or (None, None)
         right = 0 if self.causal else right
-        count = 0
-        for diagonal in range(self.seqlen_k - self.seqlen_q, self.seqlen_k):
+        blocks = 0
+        for row in range(0, self.seqlen_q, block_m):
+            diagonal = row + self.seqlen_k - self.seqlen_q
+            last_diagonal = min(diagonal + block_m, self.seqlen_k) - 1
             first = 0 if left is None else max(0, diagonal - left)
-            last = self.seqlen_k - 1 if right is None else min(self.seqlen_k - 1, diagonal + right)
-            count += max(0, last - first + 1)
-        return count
+            end = self.seqlen_k if right is None else min(self.seqlen_k, last_diagonal + right + 1)
+            blocks += -(-end // block_n) - first // block_n if end > first else 0
+        return blocks * block_m * block_n
 
     @property
     def flops(self) -> int:

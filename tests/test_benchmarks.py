@@ -10,7 +10,7 @@ import torch
 from cases import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import accuracy, attention, contenders, overhead, profile, report, results, timing
+from benchmarks import accuracy, attention, contenders, masks, overhead, profile, report, results, timing
 from benchmarks.problem import Problem, paper_grid, parse_shape, parse_window
 
 MATMUL_TFLOPS, COPY_GBS = 700, 3000
@@ -21,6 +21,17 @@ MATMUL_TFLOPS, COPY_GBS = 700, 3000
 def test_pairs_are_the_masks(mask, seqlen_q, seqlen_k):
     problem = Problem(1, 1, 1, seqlen_q, seqlen_k, 64, causal=mask.causal, window=mask.window)
     assert problem.pairs == mask.visible(seqlen_q, seqlen_k).sum().item()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(37, 37), (20, 90), (90, 20), (1, 50)])
+def test_visited_pairs_are_whole_blocks(mask, seqlen_q, seqlen_k):
+    problem = Problem(1, 1, 1, seqlen_q, seqlen_k, 64, causal=mask.causal, window=mask.window)
+    blocks = 0
+    for rows in mask.visible(seqlen_q, seqlen_k).split(16):
+        keys = rows.any(0).nonzero()
+        blocks += int(keys.max()) // 8 - int(keys.min()) // 8 + 1 if len(keys) else 0
+    assert problem.visited_pairs(16, 8) == blocks * 16 * 8
 
 
 def test_work_of_a_problem():
@@ -210,6 +221,14 @@ def test_accuracy(tmp_path, capsys):
 def test_overhead(tmp_path, capsys):
     overhead.main([*TINY, "--output", str(tmp_path)])
     assert "flash_cute.forward" in capsys.readouterr().out
+
+
+def test_masks(tmp_path, capsys):
+    path = masks.main(["--device", "cpu", "--window", "50,0", "--seconds", "0.01", "--output", str(tmp_path)])
+    assert "share of causal" in capsys.readouterr().out
+    cases = json.loads(path.read_text())["dtypes"]["fp16"]["cases"]
+    assert len(cases) == 3
+    assert cases["causal"]["share"]["median"] == 1
 
 
 def test_profile(capsys):

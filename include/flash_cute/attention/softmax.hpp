@@ -28,23 +28,16 @@ CUTE_DEVICE float reduce_quad(float value, Op op) {
   return op(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
-// Results computed so far, times factor, are relative to the reference of later ones.
-template <int kRows>
-struct Correction {
-  bool needed;  // by any row of the warp
-  cute::array<float, kRows> factor;
-
-  template <class Output>
-  CUTE_DEVICE void apply(Output& acc_o) const {
-    if (!needed) return;
-    auto output = row_col_view(acc_o);
+// Each row times its factor.
+template <class Output, class Factors>
+CUTE_DEVICE void scale_rows(Output& acc_o, Factors const& factor) {
+  auto output = row_col_view(acc_o);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(output); ++row) {
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
-    }
+    for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
   }
-};
+}
 
 // Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
 // of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
@@ -65,11 +58,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raw scores become probabilities. Returns what brings earlier results to the same reference.
-  template <class Scores>
-  CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
+  // Raw scores become probabilities. Where references rise, rescale(factors) is called: results so far, row
+  // by row times these factors, are then relative to the new ones.
+  template <class Scores, class Rescale>
+  CUTE_DEVICE void update(Scores& acc_s, Rescale const& rescale) {
     auto scores = row_col_view(acc_s);
-    Correction<kRows> const correction = raise_references(scores);
+    raise_references(scores, rescale);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
@@ -78,7 +72,6 @@ struct OnlineSoftmax {
         row_sum[row] += scores(row, col);
       }
     }
-    return correction;
   }
 
   // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
@@ -118,9 +111,8 @@ struct OnlineSoftmax {
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
 
  private:
-  template <class Scores>
-  CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
-    Correction<kRows> correction{kSlack == 0};
+  template <class Scores, class Rescale>
+  CUTE_DEVICE void raise_references(Scores const& scores, Rescale const& rescale) {
     float highest[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) highest[row] = highest_score(scores, row);
@@ -128,19 +120,18 @@ struct OnlineSoftmax {
       bool behind = false;
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) behind |= is_behind(row, highest[row] * scale_log2);
-      correction.needed = __any_sync(0xffffffffu, behind);
+      if (!__any_sync(0xffffffffu, behind)) return;
     }
-    if (correction.needed) {
-      CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) {
-        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
-        float const raised = is_behind(row, scaled) ? scaled : reference[row];
-        correction.factor[row] = fast_exp2(reference[row] - raised);
-        reference[row] = raised;
-        row_sum[row] *= correction.factor[row];
-      }
+    cute::array<float, kRows> factor;
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+      float const raised = is_behind(row, scaled) ? scaled : reference[row];
+      factor[row] = fast_exp2(reference[row] - raised);
+      reference[row] = raised;
+      row_sum[row] *= factor[row];
     }
-    return correction;
+    rescale(factor);
   }
 
   CUTE_DEVICE bool is_behind(int row, float scaled) const { return scaled > reference[row] + kSlack; }

@@ -1,0 +1,121 @@
+"""FLOP rate of the blocks that a sliding window or grouped heads visit, beside the causal mask's.
+
+    python -m benchmarks.masks
+
+All three are timed in turn, so that a ratio between them does not depend on the card's clocks of the moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import flash_cute
+
+from . import contenders, timing
+from .attention import yardsticks
+from .problem import DTYPES, Problem, parse_shape, parse_window
+from .report import digits, table
+from .results import choose_device, environment, save
+
+SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 256, 256, 32)}
+
+
+def problems(causal: Problem, group: int, window: tuple[int | None, int | None]) -> dict[str, Problem]:
+    """The causal problem, the same with `group` query heads to a head of K and V, and behind a window."""
+    return {
+        "causal": causal,
+        f"causal, {group} query heads per K/V head": replace(causal, heads_kv=causal.heads_q // group),
+        f"causal, window {window[0]},{window[1]}": replace(causal, window=window),
+    }
+
+
+def visited_flops(problem: Problem, inputs) -> int:
+    """Both products over all pairs in the blocks that our kernel visits; on the CPU over the visible ones."""
+    plan = flash_cute.explain(*inputs, problem.causal, window=problem.window)
+    block_m, block_n = plan.get("block_m", 1), plan.get("block_n", 1)
+    pairs = problem.visited_pairs(block_m, block_n)
+    return 4 * problem.head_dim * pairs * problem.batch * problem.heads_q
+
+
+def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
+    """One type: for each case its times, its FLOP rates, and the latter's share of the first case's."""
+    inputs = {name: problem.inputs(device) for name, problem in cases.items()}
+    calls = {name: contenders.ours(cases[name], *inputs[name], family=None) for name in cases}
+    samples = timing.interleaved(calls | yardsticks(device), device, seconds)
+    first = next(iter(cases))
+    flops = {name: visited_flops(problem, inputs[name]) for name, problem in cases.items()}
+    found = {}
+    for name, problem in cases.items():
+        times = timing.summary(samples[name])
+        shares = [
+            flops[name] / mine / (flops[first] / theirs)
+            for mine, theirs in zip(samples[name], samples[first], strict=True)
+        ]
+        found[name] = {
+            "problem": problem.to_json(),
+            "times_us": times,
+            "visible_tflops": problem.flops / times["median"] / 1e6,
+            "visited_tflops": flops[name] / times["median"] / 1e6,
+            "share": timing.summary(shares),
+        }
+    return {"rounds": len(samples[first]), "cases": found}
+
+
+def markdown(results: dict) -> str:
+    where = results["environment"]
+    lines = [
+        f"{where['device']}, driver {where['driver']}, torch {where['torch']}, commit {where['commit']}, "
+        f"{where['date']}",
+        f"`{where['command']}`",
+    ]
+    for dtype, measured in results["dtypes"].items():
+        problem = next(iter(measured["cases"].values()))["problem"]
+        shape = f"{problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
+        lines += ["", f"{shape}, head dim {problem['head_dim']}, {dtype}, {measured['rounds']} rounds:", ""]
+        header = [
+            "",
+            "us",
+            "TFLOP/s, visible pairs",
+            "TFLOP/s, visited blocks",
+            "share of causal",
+            "quartiles",
+        ]
+        rows = []
+        for name, case in measured["cases"].items():
+            share = case["share"]
+            rows.append([name, f"{case['times_us']['median']:.1f}"])
+            rows[-1] += [digits(case["visible_tflops"]), digits(case["visited_tflops"])]
+            rows[-1] += [f"{share['median']:.3f}", f"{share['q25']:.3f} to {share['q75']:.3f}"]
+        lines += table(header, rows)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__.splitlines()[0])
+    args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="of the causal problem")
+    args.add_argument("--group", type=int, help="query heads per K/V head (default: 8, on the CPU 2)")
+    args.add_argument("--window", type=parse_window, default=(1024, 0), metavar="LEFT,RIGHT")
+    args.add_argument("--seconds", type=float, default=2.0, help="of measuring per type")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="masks", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    shape = options.shape or SHAPE[device.type]
+    group = options.group or (2 if device.type == "cpu" else 8)
+    dtypes = {}
+    for dtype in timing.progress(DTYPES, "masks"):
+        causal = Problem(*shape, causal=True, dtype=dtype)
+        dtypes[dtype] = measure(problems(causal, group, options.window), device, options.seconds)
+    results = {"environment": environment(device), "dtypes": dtypes}
+    path = save(results, options.name, options.output)
+    text = markdown(results)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\nwritten to {path}")
+    return path
+
+
+if __name__ == "__main__":
+    main()
