@@ -34,8 +34,9 @@ def problems(causal: Problem, group: int, window: tuple[int | None, int | None])
 def visited_flops(problem: Problem, inputs) -> int:
     """Both products over all pairs in the blocks that our kernel visits; on the CPU over the visible ones."""
     plan = flash_cute.explain(*inputs, problem.causal, window=problem.window)
-    block_m, block_n = plan.get("block_m", 1), plan.get("block_n", 1)
-    pairs = problem.visited_pairs(block_m, block_n)
+    if plan["family"] == "cpu":
+        return problem.flops
+    pairs = problem.visited_pairs(plan["block_m"] // plan["packed_heads"], plan["block_n"])
     return 4 * problem.head_dim * pairs * problem.batch * problem.heads_q
 
 
@@ -43,6 +44,7 @@ def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
     """One type: for each case its times, its FLOP rates, and the latter's share of the first case's."""
     inputs = {name: problem.inputs(device) for name, problem in cases.items()}
     calls = {name: contenders.ours(cases[name], *inputs[name], family=None) for name in cases}
+    # The yardsticks are there as load, as in the grid's cells.
     samples = timing.interleaved(calls | yardsticks(device), device, seconds)
     first = next(iter(cases))
     flops = {name: visited_flops(problem, inputs[name]) for name, problem in cases.items()}
@@ -82,12 +84,17 @@ def markdown(results: dict) -> str:
             "share of causal",
             "quartiles",
         ]
-        rows = []
-        for name, case in measured["cases"].items():
-            share = case["share"]
-            rows.append([name, f"{case['times_us']['median']:.1f}"])
-            rows[-1] += [digits(case["visible_tflops"]), digits(case["visited_tflops"])]
-            rows[-1] += [f"{share['median']:.3f}", f"{share['q25']:.3f} to {share['q75']:.3f}"]
+        rows = [
+            [
+                name,
+                f"{case['times_us']['median']:.1f}",
+                digits(case["visible_tflops"]),
+                digits(case["visited_tflops"]),
+                f"{case['share']['median']:.3f}",
+                f"{case['share']['q25']:.3f} to {case['share']['q75']:.3f}",
+            ]
+            for name, case in measured["cases"].items()
+        ]
         lines += table(header, rows)
     return "\n".join(lines)
 

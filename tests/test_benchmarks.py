@@ -223,12 +223,17 @@ def test_overhead(tmp_path, capsys):
     assert "flash_cute.forward" in capsys.readouterr().out
 
 
-def test_masks(tmp_path, capsys):
-    path = masks.main(["--device", "cpu", "--window", "50,0", "--seconds", "0.01", "--output", str(tmp_path)])
+def test_masks(tmp_path, capsys, monkeypatch):
+    """A window that takes as long as the causal problem has its visited blocks' share of the rate."""
+    monkeypatch.setattr(timing, "interleaved", lambda functions, *_: {name: [8.0] * 3 for name in functions})
+    plan = {"family": "sm90", "block_m": 128, "block_n": 64, "packed_heads": 2}
+    monkeypatch.setattr(masks.flash_cute, "explain", lambda *_, **__: plan)
+    path = masks.main(["--device", "cpu", "--window", "63,0", "--output", str(tmp_path)])
     assert "share of causal" in capsys.readouterr().out
-    cases = json.loads(path.read_text())["dtypes"]["fp16"]["cases"]
-    assert len(cases) == 3
-    assert cases["causal"]["share"]["median"] == 1
+    causal, grouped, window = json.loads(path.read_text())["dtypes"]["fp16"]["cases"].values()
+    assert causal["visited_tflops"] == pytest.approx(4 * 32 * 2 * (1 + 2 + 3 + 4) * 64 * 64 / 8 / 1e6)
+    assert grouped["share"]["median"] == pytest.approx(1)
+    assert window["share"]["median"] == pytest.approx((1 + 2 + 2 + 2) / (1 + 2 + 3 + 4))
 
 
 def test_profile(capsys):

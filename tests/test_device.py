@@ -26,7 +26,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_call_waits_for_the_one_before(kernel, head_dim):
-    """The queries are the output of the call before, whose blocks may still be at work."""
+    """The queries are the output of the call before: the same as with a synchronisation between calls."""
     shape = Shape(2, 8, 8, 1000, 1000, head_dim)
     start, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
 

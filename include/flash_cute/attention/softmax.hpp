@@ -28,16 +28,23 @@ CUTE_DEVICE float reduce_quad(float value, Op op) {
   return op(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
-// Each row times its factor.
-template <class Output, class Factors>
-CUTE_DEVICE void scale_rows(Output& acc_o, Factors const& factor) {
-  auto output = row_col_view(acc_o);
-  CUTE_UNROLL
-  for (int row = 0; row < size<0>(output); ++row) {
+// Results computed so far, times factor, are relative to the reference of later ones.
+template <int kRows>
+struct Correction {
+  bool needed;  // by any row of the warp
+  cute::array<float, kRows> factor;
+
+  template <class Output>
+  CUTE_DEVICE void apply(Output& acc_o) const {
+    if (!needed) return;
+    auto output = row_col_view(acc_o);
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
+    }
   }
-}
+};
 
 // Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
 // of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
@@ -58,12 +65,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raw scores become probabilities. Where references rise, rescale(factors) is called: results so far, row
-  // by row times these factors, are then relative to the new ones.
-  template <class Scores, class Rescale>
-  CUTE_DEVICE void update(Scores& acc_s, Rescale const& rescale) {
+  // Raw scores become probabilities. Returns what brings earlier results to the same reference.
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
     auto scores = row_col_view(acc_s);
-    raise_references(scores, rescale);
+    Correction<kRows> const correction = raise_references(scores);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
@@ -72,6 +78,7 @@ struct OnlineSoftmax {
         row_sum[row] += scores(row, col);
       }
     }
+    return correction;
   }
 
   // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
@@ -111,8 +118,9 @@ struct OnlineSoftmax {
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
 
  private:
-  template <class Scores, class Rescale>
-  CUTE_DEVICE void raise_references(Scores const& scores, Rescale const& rescale) {
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
+    Correction<kRows> correction{kSlack == 0};
     float highest[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) highest[row] = highest_score(scores, row);
@@ -120,18 +128,19 @@ struct OnlineSoftmax {
       bool behind = false;
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) behind |= is_behind(row, highest[row] * scale_log2);
-      if (!__any_sync(0xffffffffu, behind)) return;
+      correction.needed = __any_sync(0xffffffffu, behind);
     }
-    cute::array<float, kRows> factor;
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
-      float const raised = is_behind(row, scaled) ? scaled : reference[row];
-      factor[row] = fast_exp2(reference[row] - raised);
-      reference[row] = raised;
-      row_sum[row] *= factor[row];
+    if (correction.needed) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+        float const raised = is_behind(row, scaled) ? scaled : reference[row];
+        correction.factor[row] = fast_exp2(reference[row] - raised);
+        reference[row] = raised;
+        row_sum[row] *= correction.factor[row];
+      }
     }
-    rescale(factor);
+    return correction;
   }
 
   CUTE_DEVICE bool is_behind(int row, float scaled) const { return scaled > reference[row] + kSlack; }

@@ -86,18 +86,18 @@ struct ForwardConsumerSm90 {
       BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
       BlockRange const unmasked = params.mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
       TileCoord const upcoming = tiles.next();  // after the last tile a place that nobody uses
-      auto probabilities = [&](auto& acc_s, int block, auto const& rescale) {
+      auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
           hide_invisible<KeyBits>(params.mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
         }
-        softmax.update(acc_s, rescale);
+        return softmax.update(acc_s);
       };
 
       int block = visited.end - 1;
       softmax.reset();
       if constexpr (!Traits::kOverwritesO) clear(acc_o);
-      probabilities(acc_first, block, [](auto const&) {});  // no results yet
+      probabilities(acc_first, block);
       convert_into<Element>(acc_first, rP);
       while (--block >= visited.begin) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
@@ -107,13 +107,11 @@ struct ForwardConsumerSm90 {
         issue_output(block == visited.end - 2);
         turns.pass();
         wait_products<1>(acc_s);
-        probabilities(acc_s, block, [&](auto const& factor) {
-          wait_products<0>(acc_o);  // rare; a branch of its own below the other wait would cost all 0.5%
-          scale_rows(acc_o, factor);
-        });
+        auto const correction = probabilities(acc_s, block);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
-        convert_into<Element>(acc_s, rP);
+        convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
+        correction.apply(acc_o);
       }
 
       release(ring_q, at_q);

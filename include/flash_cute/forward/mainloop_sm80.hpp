@@ -102,7 +102,7 @@ struct ForwardMainloopSm80 {
       if (!unmasked.contains(block)) {
         hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
-      softmax.update(acc_s, [&](auto const& factor) { scale_rows(acc_o, factor); });
+      softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);
       Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
 

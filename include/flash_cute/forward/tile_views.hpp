@@ -47,7 +47,7 @@ struct KeyBits {
 
  private:
   CUTE_DEVICE static uint32_t below(int limit) {
-    int const owned = ((limit + 7) >> 3) + ((limit + 6) >> 3);  // of even and of odd ones
+    int const owned = ((limit + 7) >> 3) + ((limit + 6) >> 3);  // of the pairs' first and second
     return ~__funnelshift_lc(0u, ~0u, max(0, owned));           // 32 and more shift everything out
   }
 };
