@@ -19,7 +19,7 @@ import flash_cute.reference
 from . import contenders, timing
 from .problem import DTYPES, Problem, parse_shape, parse_window
 from .report import MISSING, table, title
-from .results import choose_device, environment, save
+from .results import choose_device, environment, save_and_show
 
 MASKS = {"full": [False], "causal": [True], "both": [False, True]}
 SHAPES = {
@@ -103,11 +103,9 @@ def main(arguments: list[str] | None = None) -> Path:
     ]
     problems = timing.progress(problems, "accuracy")
     cells = [measure(problem, names, options.seeds, device) for problem in problems]
-    path = save({"environment": environment(device), "cells": cells}, options.name, options.output)
     text = "Error against float64, median (largest) over the draws:\n\n" + markdown(cells)
-    path.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\nwritten to {path}")
-    return path
+    results = {"environment": environment(device), "cells": cells}
+    return save_and_show(results, text, options.name, options.output)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import flash_cute
 from . import contenders, timing
 from .attention import yardsticks
 from .problem import DTYPES, Problem, parse_shape, parse_window
-from .report import digits, table
-from .results import choose_device, environment, save
+from .report import digits, source, table
+from .results import choose_device, environment, save_and_show
 
 SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 256, 256, 32)}
 
@@ -32,12 +32,11 @@ def problems(causal: Problem, group: int, window: tuple[int | None, int | None])
 
 
 def visited_flops(problem: Problem, inputs) -> int:
-    """Both products over all pairs in the blocks that our kernel visits; on the CPU over the visible ones."""
+    """Of the blocks that our kernel visits; on the CPU of the visible pairs."""
     plan = flash_cute.explain(*inputs, problem.causal, window=problem.window)
     if plan["family"] == "cpu":
         return problem.flops
-    pairs = problem.visited_pairs(plan["block_m"] // plan["packed_heads"], plan["block_n"])
-    return 4 * problem.head_dim * pairs * problem.batch * problem.heads_q
+    return problem.visited_flops(plan["block_m"] // plan["packed_heads"], plan["block_n"])
 
 
 def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
@@ -66,12 +65,7 @@ def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
 
 
 def markdown(results: dict) -> str:
-    where = results["environment"]
-    lines = [
-        f"{where['device']}, driver {where['driver']}, torch {where['torch']}, commit {where['commit']}, "
-        f"{where['date']}",
-        f"`{where['command']}`",
-    ]
+    lines = source(results["environment"])
     for dtype, measured in results["dtypes"].items():
         problem = next(iter(measured["cases"].values()))["problem"]
         shape = f"{problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
@@ -117,11 +111,7 @@ def main(arguments: list[str] | None = None) -> Path:
         causal = Problem(*shape, causal=True, dtype=dtype)
         dtypes[dtype] = measure(problems(causal, group, options.window), device, options.seconds)
     results = {"environment": environment(device), "dtypes": dtypes}
-    path = save(results, options.name, options.output)
-    text = markdown(results)
-    path.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\nwritten to {path}")
-    return path
+    return save_and_show(results, markdown(results), options.name, options.output)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import flash_cute
 from . import contenders, timing
 from .problem import Problem
 from .report import MISSING, table
-from .results import choose_device, environment, save
+from .results import choose_device, environment, save_and_show
 
 TINY = [Problem(1, 2, 2, 64, 64, 64, causal=True), Problem(4, 8, 8, 128, 128, 128, causal=True)]
 CALLS = {"cuda": 400, "cpu": 5}  # of one sample
@@ -111,11 +111,8 @@ def main(arguments: list[str] | None = None) -> Path:
     options = args.parse_args(arguments)
     device = choose_device(options.device)
     cells = [measure(problem, device, options.seconds) for problem in timing.progress(TINY, "overhead")]
-    path = save({"environment": environment(device), "cells": cells}, options.name, options.output)
-    text = markdown(cells)
-    path.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\nwritten to {path}")
-    return path
+    results = {"environment": environment(device), "cells": cells}
+    return save_and_show(results, markdown(cells), options.name, options.output)
 
 
 if __name__ == "__main__":

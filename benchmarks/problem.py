@@ -30,16 +30,11 @@ class Problem:
         window = "" if self.window is None else f"window {self.window[0]},{self.window[1]}"
         return " ".join(filter(None, ["causal" if self.causal else "", window])) or "full"
 
-    @property
-    def pairs(self) -> int:
-        """(query, key) pairs of one head that the mask lets through."""
-        return self.visited_pairs(1, 1)
-
     def visited_pairs(self, block_m: int, block_n: int) -> int:
-        """Pairs of one head, hidden ones too, in the blocks that tiles of block_m queries visit.
+        """(query, key) pairs of one head, hidden ones too, in the blocks that tiles of block_m queries visit.
 
         For each tile these are the blocks of block_n keys from the first key of its first query to the last
-        key of its last one.
+        key of its last one; with (1, 1) the pairs that the mask lets through.
         """
         left, right = self.window or (None, None)
         right = 0 if self.causal else right
@@ -55,7 +50,11 @@ class Problem:
     @property
     def flops(self) -> int:
         """Both products, of visible pairs only: for causal half of the square plus half of its diagonal."""
-        return 4 * self.head_dim * self.pairs * self.batch * self.heads_q
+        return self.visited_flops(1, 1)
+
+    def visited_flops(self, block_m: int, block_n: int) -> int:
+        """Both products, of all visited_pairs."""
+        return 4 * self.head_dim * self.visited_pairs(block_m, block_n) * self.batch * self.heads_q
 
     @property
     def bytes(self) -> int:

@@ -133,15 +133,19 @@ def mean_rows(results: dict, columns: dict) -> Iterable[list[str]]:
             yield [name] + [f"{geometric_mean(values):.3f}" if values else MISSING for values in chosen]
 
 
-def markdown(results: dict, baseline: dict[tuple, float]) -> str:
-    """The results as Markdown: where they come from, geometric means, and every cell per head dim."""
-    where, columns = results["environment"], comparisons(results, baseline)
-    lines = [
+def source(where: dict) -> list[str]:
+    """The machine, the software and the command, from a result's environment."""
+    return [
         f"{where['device']}, driver {where['driver']}, torch {where['torch']}, cuDNN {where['cudnn']}, "
         f"commit {where['commit']}, {where['date']}",
         f"`{where['command']}`",
-        "",
     ]
+
+
+def markdown(results: dict, baseline: dict[tuple, float]) -> str:
+    """The results as Markdown: where they come from, geometric means, and every cell per head dim."""
+    columns = comparisons(results, baseline)
+    lines = [*source(results["environment"]), ""]
     if columns:
         lines += [
             "Times as fast as the peer, geometric means:",

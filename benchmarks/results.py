@@ -70,6 +70,14 @@ def save(results: dict, name: str, folder: Path | None = None) -> Path:
     return path
 
 
+def save_and_show(results: dict, text: str, name: str, folder: Path | None = None) -> Path:
+    """save, with its Markdown beside the JSON and on the terminal."""
+    path = save(results, name, folder)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\nwritten to {path}")
+    return path
+
+
 def choose_device(name: str | None) -> torch.device:
     """The device of a benchmark: the one named, else the GPU, and where there is none a plain refusal."""
     if name is None and not torch.cuda.is_available():

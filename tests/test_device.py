@@ -29,6 +29,7 @@ def test_a_call_waits_for_the_one_before(kernel, head_dim):
     """The queries are the output of the call before: the same as with a synchronisation between calls."""
     shape = Shape(2, 8, 8, 1000, 1000, head_dim)
     start, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
+    kernel.forward(start, k, v)  # skips what this build has not
 
     def chain(after_each) -> list[torch.Tensor]:
         outputs = [start]

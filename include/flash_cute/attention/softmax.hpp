@@ -28,6 +28,17 @@ CUTE_DEVICE float reduce_quad(float value, Op op) {
   return op(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
+// Each row times its factor.
+template <class Output, class Factors>
+CUTE_DEVICE void scale_rows(Output& acc_o, Factors const& factor) {
+  auto output = row_col_view(acc_o);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(output); ++row) {
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
+  }
+}
+
 // Results computed so far, times factor, are relative to the reference of later ones.
 template <int kRows>
 struct Correction {
@@ -36,13 +47,7 @@ struct Correction {
 
   template <class Output>
   CUTE_DEVICE void apply(Output& acc_o) const {
-    if (!needed) return;
-    auto output = row_col_view(acc_o);
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
-    }
+    if (needed) scale_rows(acc_o, factor);
   }
 };
 
@@ -86,7 +91,6 @@ struct OnlineSoftmax {
   // every element would cost 1 to 2%.
   template <class Output>
   CUTE_DEVICE void finish(Output& acc_o) {
-    auto output = row_col_view(acc_o);
     float factor[kRows];
     bool nothing_seen = false;  // by any row
     CUTE_UNROLL
@@ -100,6 +104,7 @@ struct OnlineSoftmax {
       reference[row] = sees_nothing ? -INFINITY : fmaf(reference[row], float(M_LN2), log_sum);
     }
     if (__any_sync(0xffffffffu, nothing_seen)) {
+      auto output = row_col_view(acc_o);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         if (lse(row) != -INFINITY) continue;
@@ -108,11 +113,7 @@ struct OnlineSoftmax {
         for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;
       }
     }
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
-    }
+    scale_rows(acc_o, factor);
   }
 
   CUTE_DEVICE float lse(int row) const { return reference[row]; }

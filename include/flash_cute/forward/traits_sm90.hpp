@@ -42,7 +42,7 @@ struct ForwardTraitsSm90 {
   static_assert(kBlockM == kWarpgroupRows * kConsumers);
   // Does a tile's first product with V overwrite O? Else O is cleared before. It saves 1% at short sequences;
   // 192 x 64 loses 2.5% by asking which product is the first (its code is else the same; why is not known).
-  static constexpr bool kOverwritesO = kConsumers == 2 || kBlockN > 64;
+  static constexpr bool kOverwritesO = !(kBlockM == 192 && kBlockN == 64);
   static constexpr int kThreads = (1 + kConsumers) * 128;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
