@@ -1,15 +1,17 @@
-"""Speed of the forward beside PyTorch's own kernels, in one interleaved run.
+"""Speed of the forward beside PyTorch's own kernels, in bursts and sustained.
 
-    python -m benchmarks.attention                                    the papers' grid
-    python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0
+    python -m benchmarks.attention                                    the papers' grid, both regimes
+    python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0 --regime burst
 
-Each cell times every family of ours, every peer, an 8192^3 bf16 matrix product and a large copy in turn, for
-many rounds. Results go to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
+Each cell times every family of ours and every peer; on a GPU an 8192^3 bf16 matrix product and a large copy
+too: in bursts beside every cell, sustained once in a run, as they need the time of two contenders. Results go
+to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 from pathlib import Path
 
 import torch
@@ -17,37 +19,37 @@ import torch
 from . import contenders, report, timing
 from .problem import DTYPES, Problem, paper_grid, parse_shape, parse_window
 from .results import choose_device, environment, save
+from .timing import REGIMES
 
 MASKS = {"full": [False], "causal": [True], "both": [False, True]}
-MATMUL_SIZE = {"cuda": 8192, "cpu": 128}
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**22}
+MATMUL_SIZE = 8192
+COPY_BYTES = 2**30
+ESTIMATE = """\
+On an H200 the grid takes about 4 minutes with four contenders: for each cell 1.2 s in bursts, 1.3 s for each
+contender sustained, and the making of the inputs."""
 
 
 def yardsticks(device: torch.device) -> dict:
-    """The two ceilings, timed beside every cell: a large matrix product and a large copy."""
-    size, length = MATMUL_SIZE[device.type], COPY_BYTES[device.type]
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    """The two ceilings of a GPU: a large matrix product and a large copy. A CPU has none as plain."""
+    if device.type == "cpu":
+        return {}
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
-    source = torch.randint(0, 127, (length,), dtype=torch.int8, device=device)
+    source = torch.randint(0, 127, (COPY_BYTES,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
 
 
-def yardstick_rates(times: dict, device: torch.device) -> dict[str, float]:
-    """Operations and bytes (read and written) per second from the yardsticks' medians."""
-    return {
-        "matmul_flops": 2 * MATMUL_SIZE[device.type] ** 3 / times["matmul"]["median"] * 1e6,
-        "copy_bytes": 2 * COPY_BYTES[device.type] / times["copy"]["median"] * 1e6,
-    }
+def yardstick_rates(times: dict) -> dict[str, float]:
+    """Operations and bytes (read and written) per second from the yardsticks' medians, where they ran."""
+    work = {"matmul_flops": ("matmul", 2 * MATMUL_SIZE**3), "copy_bytes": ("copy", 2 * COPY_BYTES)}
+    return {rate: amount / times[n]["median"] * 1e6 for rate, (n, amount) in work.items() if n in times}
 
 
-def measure(problem: Problem, names: list[str], yards: dict, device: torch.device, options) -> dict:
-    """One cell: times of all contenders that can run it, and why the others cannot."""
-    running, excluded = contenders.prepare_all(names, problem, *problem.inputs(device, options.layout))
-    if options.graph:
-        running = {name: timing.graphed(run) for name, run in running.items()}
-    samples = timing.interleaved(running | yards, device, options.seconds)
+def in_regime(samples: dict[str, list[float]]) -> dict:
+    """What one regime says of a cell: times, the yardsticks' rates, and ours over the peers in speed."""
     times = {name: timing.summary(values) for name, values in samples.items()}
+    running = [name for name in samples if name not in ("matmul", "copy")]
     speedup = {
         mine: {
             peer: timing.paired_speedup(samples[mine], samples[peer])
@@ -57,14 +59,26 @@ def measure(problem: Problem, names: list[str], yards: dict, device: torch.devic
         for mine in running
         if mine not in contenders.PEERS
     }
-    return {
-        "problem": problem.to_json(),
-        "rounds": len(samples["matmul"]),
-        "times_us": times,
-        "rates": yardstick_rates(times, device),
-        "speedup": speedup,
-        "excluded": excluded,
-    }
+    rounds = max(map(len, samples.values()), default=0)
+    return {"rounds": rounds, "times_us": times, "rates": yardstick_rates(times), "speedup": speedup}
+
+
+def measure(problem: Problem, names: list[str], yards: dict, steady, device: torch.device, options) -> dict:
+    """One cell: for each regime times of all contenders that can run it, and why the others cannot.
+
+    yards are timed in bursts; steady has the samples of the same yardsticks sustained, and what they drew.
+    """
+    running, excluded = contenders.prepare_all(names, problem, *problem.inputs(device, options.layout))
+    if options.graph:
+        running = {name: timing.graphed(run) for name, run in running.items()}
+    regimes = {}
+    if options.regime != "sustained":
+        regimes["burst"] = in_regime(timing.burst(running | yards, device, options.seconds))
+    if options.regime != "burst":
+        length = options.sustained_seconds, options.sustained_rounds
+        samples, power = map(operator.or_, timing.sustained(running, device, *length), steady)
+        regimes["sustained"] = in_regime(samples) | {"power": power}
+    return {"problem": problem.to_json(), "regimes": regimes, "excluded": excluded}
 
 
 def problems(options) -> list[Problem]:
@@ -79,12 +93,20 @@ def problems(options) -> list[Problem]:
     ]
 
 
+def add_regime(args: argparse.ArgumentParser) -> None:
+    how = "; ".join(f"{name}: {how}" for name, how in REGIMES.items())
+    args.add_argument("--regime", choices=[*REGIMES, "both"], default="both", help=how)
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
 def parser() -> argparse.ArgumentParser:
-    args = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    args = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention", description=__doc__.splitlines()[0], epilog=ESTIMATE
+    )
+    add_regime(args)
     args.add_argument(
         "--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid"
     )
@@ -102,12 +124,14 @@ def parser() -> argparse.ArgumentParser:
         "--families", type=lambda text: text.split(","), help="ours (default: all that run here)"
     )
     args.add_argument("--peers", type=lambda text: text.split(","), help="of " + ", ".join(contenders.PEERS))
-    args.add_argument("--seconds", type=float, default=1.0, help="of measuring per cell")
+    args.add_argument("--seconds", type=float, default=1.0, help="of bursts per cell")
+    args.add_argument("--sustained-seconds", type=float, default=1.0, help="per contender and cell")
+    args.add_argument("--sustained-rounds", type=int, default=1, help="turns of each contender in a cell")
     args.add_argument(
         "--graph", action="store_true", help="replay CUDA graphs, for kernels shorter than their launch"
     )
     args.add_argument(
-        "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h100.json on H100)"
+        "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h200.json on an H200)"
     )
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="attention", help="of the result file")
@@ -122,9 +146,11 @@ def main(arguments: list[str] | None = None) -> Path:
     peers = options.peers or list(
         contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
     )
-    yards = yardsticks(device)
+    yards, steady = yardsticks(device), ({}, {})
+    if options.regime != "burst":
+        steady = timing.sustained(yards, device, options.sustained_seconds, options.sustained_rounds)
     cells = [
-        measure(problem, mine + peers, yards, device, options)
+        measure(problem, mine + peers, yards, steady, device, options)
         for problem in timing.progress(problems(options), "attention")
     ]
     results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}

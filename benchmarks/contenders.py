@@ -88,7 +88,7 @@ def math(problem: Problem, q, k, v) -> Run:
 
 
 PEERS = {"flash": flash, "cudnn": cudnn, "efficient": efficient, "math": math}
-DEFAULT_PEERS = ("flash", "cudnn", "efficient")
+DEFAULT_PEERS = ("flash", "cudnn")
 PEERS_ON_CPU = ("flash", "math")
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.masks
 
-All three are timed in turn, so that a ratio between them does not depend on the card's clocks of the moment.
+A share is of the causal rate in the same regime.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 import flash_cute
 
 from . import contenders, timing
-from .attention import yardsticks
+from .attention import add_regime
 from .problem import DTYPES, Problem, parse_shape, parse_window
 from .report import digits, source, table
 from .results import choose_device, environment, save_and_show
 
 SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 256, 256, 32)}
+TURNS = 3  # of each case, sustained
 
 
 def problems(causal: Problem, group: int, window: tuple[int | None, int | None]) -> dict[str, Problem]:
@@ -39,12 +40,14 @@ def visited_flops(problem: Problem, inputs) -> int:
     return problem.visited_flops(plan["block_m"] // plan["packed_heads"], plan["block_n"])
 
 
-def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
-    """One type: for each case its times, its FLOP rates, and the latter's share of the first case's."""
+def measure(cases: dict[str, Problem], device, seconds: float, regime: str) -> dict:
+    """For each case its times, its FLOP rates, and the latter's share of the first case's."""
     inputs = {name: problem.inputs(device) for name, problem in cases.items()}
     calls = {name: contenders.ours(cases[name], *inputs[name], family=None) for name in cases}
-    # The yardsticks are there as load, as in the grid's cells.
-    samples = timing.interleaved(calls | yardsticks(device), device, seconds)
+    if regime == "burst":
+        samples = timing.burst(calls, device, seconds)
+    else:
+        samples, _ = timing.sustained(calls, device, seconds / len(calls) / TURNS, TURNS)
     first = next(iter(cases))
     flops = {name: visited_flops(problem, inputs[name]) for name, problem in cases.items()}
     found = {}
@@ -61,15 +64,16 @@ def measure(cases: dict[str, Problem], device, seconds: float) -> dict:
             "visited_tflops": flops[name] / times["median"] / 1e6,
             "share": timing.summary(shares),
         }
-    return {"rounds": len(samples[first]), "cases": found}
+    return {"regime": regime, "rounds": len(samples[first]), "cases": found}
 
 
 def markdown(results: dict) -> str:
     lines = source(results["environment"])
-    for dtype, measured in results["dtypes"].items():
+    for measured in results["measured"]:
         problem = next(iter(measured["cases"].values()))["problem"]
         shape = f"{problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
-        lines += ["", f"{shape}, head dim {problem['head_dim']}, {dtype}, {measured['rounds']} rounds:", ""]
+        shape += f", head dim {problem['head_dim']}, {problem['dtype']}"
+        lines += ["", f"{measured['regime'].capitalize()}, {shape}, rounds: {measured['rounds']}", ""]
         header = [
             "",
             "us",
@@ -98,7 +102,8 @@ def main(arguments: list[str] | None = None) -> Path:
     args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="of the causal problem")
     args.add_argument("--group", type=int, help="query heads per K/V head (default: 8, on the CPU 2)")
     args.add_argument("--window", type=parse_window, default=(1024, 0), metavar="LEFT,RIGHT")
-    args.add_argument("--seconds", type=float, default=2.0, help="of measuring per type")
+    args.add_argument("--seconds", type=float, default=6.0, help="of measuring per type and regime")
+    add_regime(args)
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="masks", help="of the result file")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
@@ -106,11 +111,13 @@ def main(arguments: list[str] | None = None) -> Path:
     device = choose_device(options.device)
     shape = options.shape or SHAPE[device.type]
     group = options.group or (2 if device.type == "cpu" else 8)
-    dtypes = {}
+    measured = []
     for dtype in timing.progress(DTYPES, "masks"):
-        causal = Problem(*shape, causal=True, dtype=dtype)
-        dtypes[dtype] = measure(problems(causal, group, options.window), device, options.seconds)
-    results = {"environment": environment(device), "dtypes": dtypes}
+        cases = problems(Problem(*shape, causal=True, dtype=dtype), group, options.window)
+        for regime in timing.REGIMES:
+            if options.regime in (regime, "both"):
+                measured.append(measure(cases, device, options.seconds, regime))
+    results = {"environment": environment(device), "measured": measured}
     return save_and_show(results, markdown(results), options.name, options.output)
 
 

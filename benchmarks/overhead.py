@@ -4,6 +4,7 @@
 
 "host" is the time a call takes to return while the device is faster than the host, so that no queue fills.
 "latency" is a call and the wait for its result. "in a graph" is one call's share of replaying many of them.
+Only the first says anything of a CPU, and of functions under torch.compile, which run without gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from .report import MISSING, table
 from .results import choose_device, environment, save_and_show
 
 TINY = [Problem(1, 2, 2, 64, 64, 64, causal=True), Problem(4, 8, 8, 128, 128, 128, causal=True)]
-CALLS = {"cuda": 400, "cpu": 5}  # of one sample
+CALLS = {"cuda": 400, "cpu": 2}  # of one sample
 GRAPH_CALLS = 50
+PEERS = ("flash", "cudnn", "efficient")
 ALLOCATION = "empty_like"  # has no kernel, so no graph
 
 
@@ -58,7 +60,7 @@ def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
     ours = contenders.families(device)
     for family in ours if len(ours) > 1 else ():
         found[f"flash_cute.forward, {family}"] = contenders.prepare(family, problem, q, k, v)
-    for peer in ("flash",) if device.type == "cpu" else contenders.DEFAULT_PEERS:
+    for peer in ("flash",) if device.type == "cpu" else PEERS:
         found[f"aten {peer}"] = contenders.prepare(peer, problem, q, k, v)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return found | {
@@ -67,23 +69,43 @@ def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
     }
 
 
+def compiled(problem: Problem, device: torch.device) -> dict[str, Callable]:
+    """Our face and aten's flash operator, each compiled alone, in the same way, without gradients."""
+    if device.type == "cpu":
+        return {}
+    q, k, v = problem.inputs(device)
+
+    def theirs(q, k, v, causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+    found = {}
+    for name, function in {"flash_cute": flash_cute.forward, "aten flash": theirs}.items():
+        call = partial(torch.compile(function, fullgraph=True, dynamic=False), q, k, v, problem.causal)
+        with torch.no_grad():
+            call()
+        found[f"torch.compile, {name}"] = call
+    return found
+
+
 def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
-    """Samples of each measure, taken in turn over all functions like the speeds in benchmarks.attention."""
-    running = functions(problem, device)
-    measures = {"host": partial(host_us, device=device), "latency": partial(latency_us, device=device)}
-    found: dict[str, dict[str, dict]] = {name: {} for name in running}
-    for what, clock in measures.items():
+    """Samples of each measure, taken in turn over all functions."""
+    eager, inference = functions(problem, device), compiled(problem, device)
+    found: dict[str, dict[str, dict]] = {name: {} for name in eager | inference}
+    measures = {"host": (host_us, eager | inference)}
+    if device.type == "cuda":
+        measures["latency"] = latency_us, eager
+    for what, (clock, running) in measures.items():
         samples: dict[str, list[float]] = {name: [] for name in running}
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds or len(samples[ALLOCATION]) < timing.ROUNDS.start:
+        for _ in timing.rounds(seconds):
             for name, function in running.items():
-                samples[name].append(clock(function, CALLS[device.type]))
+                with torch.set_grad_enabled(name not in inference):
+                    samples[name].append(clock(function, CALLS[device.type], device))
         for name, values in samples.items():
             found[name][what] = timing.summary(values)
     if device.type == "cuda":
-        kernels = {name: function for name, function in running.items() if name != ALLOCATION}
+        kernels = {name: function for name, function in eager.items() if name != ALLOCATION}
         graphs = {name: timing.graphed(function, GRAPH_CALLS) for name, function in kernels.items()}
-        for name, values in timing.interleaved(graphs, device, seconds).items():
+        for name, values in timing.burst(graphs, device, seconds).items():
             found[name]["in a graph"] = timing.summary([value / GRAPH_CALLS for value in values])
     return {"problem": problem.to_json(), "us": found}
 

@@ -10,17 +10,35 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from .problem import paper_grid
 from .results import FOLDER
+from .timing import REGIMES
 
-PEERS_H100 = FOLDER / "peers_h100.json"
+PEERS_H200 = FOLDER / "peers_h200.json"
+TOKENS, HIDDEN = 16384, 2048  # of its cells: the papers' grid
+MIXED = "mixed (before regimes)"  # of the files that know none: contenders in turn, the clock as it came
 MISSING = "-"  # in a table
 SHORT = 2048  # sequences up to here have a geometric mean of their own
-# Okabe and Ito's colours, which the colour-blind tell apart; ours take the strong ones.
-OUR_COLOURS = ("#D55E00", "#0072B2", "#009E73")
-PEER_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#CC79A7")
+FEW_QUERIES = 64  # up to here a problem is about the keys' bytes, and told in microseconds
+BEST = "best known"  # of the peers: cuDNN's speed of this run times what is known of the best, same regime
+RATE, TIME = "TFLOP/s", "microseconds"
+# Okabe and Ito's colours, which the colour-blind tell apart; ours are the strong ones.
+COLOURS = {
+    "sm90": "#0072B2",
+    "sm80": "#D55E00",
+    "cpu": "#009E73",
+    "flash": "#999999",
+    "cudnn": "#56B4E9",
+    "efficient": "#E69F00",
+    "math": "#CC79A7",
+    BEST: "#444444",
+}
+
+Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known peer over cuDNN in speed
 
 
 def key(problem: dict) -> tuple:
@@ -29,26 +47,48 @@ def key(problem: dict) -> tuple:
     return tuple(problem[name] for name in names)
 
 
-def load_baseline(path: Path) -> dict[tuple, float]:
-    """best_over_cudnn of every forward cell in a file like peers_h100.json."""
-    return {
-        (c["b"], c["h"], c["h"], c["s"], c["s"], c["d"], "causal" if c["causal"] else "full"): c[
-            "best_over_cudnn"
-        ]
-        for c in json.loads(path.read_text())["cells"]
-        if c["mode"] == "fwd"
-    }
+def load_baseline(path: Path) -> Baseline:
+    """best_over_cudnn of every forward cell of the papers' grid, in a file like peers_h200.json."""
+    found: Baseline = {regime: {} for regime in REGIMES}
+    for c in json.loads(path.read_text())["cells"]:
+        if c["mode"] == "fwd":
+            (problem,) = paper_grid(TOKENS, HIDDEN, [c["d"]], [c["s"]], [c["causal"]], "bf16")
+            for regime, cells in found.items():
+                cells[key(problem.to_json())] = c[regime]["best_over_cudnn"]
+    return found
 
 
-def baseline_for(results: dict, path: Path | None = None) -> dict[tuple, float]:
-    """The baseline named, or on an H100 the one committed, or none."""
-    if path is None and "H100" in results["environment"]["device"]:
-        path = PEERS_H100
+def baseline_for(results: dict, path: Path | None = None) -> Baseline:
+    """The baseline named, or on an H200 the one committed, or none."""
+    if path is None and "H200" in results["environment"]["device"]:
+        path = PEERS_H200
     return load_baseline(path) if path else {}
+
+
+def by_regime(results: dict) -> dict[str, dict]:
+    """Regime -> results whose cells hold what that regime measured."""
+    found: dict[str, dict] = {}
+    for cell in results["cells"]:
+        for regime, measured in cell.get("regimes", {MIXED: {}}).items():
+            found.setdefault(regime, results | {"cells": []})["cells"].append(cell | measured)
+    return found
 
 
 def tflops(cell: dict, name: str) -> float:
     return cell["problem"]["flops"] / cell["times_us"][name]["median"] / 1e6
+
+
+def matmul_tflops(cell: dict) -> float:
+    return cell["rates"]["matmul_flops"] / 1e12
+
+
+def unit_of(cells: list[dict]) -> str:
+    few = all(c["problem"]["seqlen_q"] <= FEW_QUERIES < c["problem"]["seqlen_k"] for c in cells)
+    return TIME if few else RATE
+
+
+def in_unit(cell: dict, name: str, unit: str) -> float:
+    return tflops(cell, name) if unit == RATE else cell["times_us"][name]["median"]
 
 
 def digits(value: float) -> str:
@@ -56,10 +96,11 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def spread(cell: dict, name: str) -> float:
-    """The interquartile range as a share of the median."""
+def spread(cell: dict, name: str) -> str:
+    """Half the interquartile range as a share of the median, where there are several rounds."""
     times = cell["times_us"][name]
-    return (times["q75"] - times["q25"]) / times["median"]
+    half = (times["q75"] - times["q25"]) / times["median"] / 2
+    return f" ±{100 * half:.0f}%" if cell["rounds"] > 1 else ""
 
 
 def floor_us(cell: dict) -> float:
@@ -73,8 +114,8 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def comparisons(results: dict, baseline: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
-    """Column title -> cell -> ours over a peer in speed; the baseline's best peer is one of them."""
+def comparisons(results: dict, known: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
+    """Column title -> cell -> ours over a peer in speed; known is the best known peer over cuDNN."""
     columns: dict[str, dict[tuple, float]] = {}
     for mine in results["ours"]:
         for cell in results["cells"]:
@@ -82,8 +123,8 @@ def comparisons(results: dict, baseline: dict[tuple, float]) -> dict[str, dict[t
             ratios = cell["speedup"].get(mine, {})
             for peer, ratio in ratios.items():
                 columns.setdefault(f"{mine}/{peer}", {})[where] = ratio
-            if "cudnn" in ratios and where in baseline:
-                columns.setdefault(f"{mine}/best known", {})[where] = ratios["cudnn"] / baseline[where]
+            if "cudnn" in ratios and where in known:
+                columns.setdefault(f"{mine}/{BEST}", {})[where] = ratios["cudnn"] / known[where]
     return columns
 
 
@@ -101,20 +142,32 @@ def title(problem: dict) -> str:
     return f"{problem['mask']}, {lengths}{grouped}"
 
 
-def cell_rows(results: dict, cells: list[dict], columns: dict) -> Iterable[list[str]]:
+def cell_rows(results: dict, cells: list[dict], columns: dict, unit: str) -> Iterable[list[str]]:
     ours, names = results["ours"], results["ours"] + results["peers"]
     for cell in cells:
-        times, floor = cell["times_us"], floor_us(cell)
-        rate = cell["rates"]["matmul_flops"] / 1e12
+        times = cell["times_us"]
         row = [title(cell["problem"])]
-        row += [
-            f"{digits(tflops(cell, n))} ±{50 * spread(cell, n):.0f}%" if n in times else MISSING
-            for n in names
-        ]
+        row += [digits(in_unit(cell, n, unit)) + spread(cell, n) if n in times else MISSING for n in names]
         ratios = [column.get(key(cell["problem"])) for column in columns.values()]
         row += [f"{ratio:.2f}" if ratio else MISSING for ratio in ratios]
-        row += [f"{tflops(cell, n) / rate:.2f}" if n in times else MISSING for n in ours]
-        row += [f"{floor / times[n]['median']:.2f}" if n in times else MISSING for n in ours]
+        if cell["rates"]:
+            rate, floor = matmul_tflops(cell), floor_us(cell)
+            row += [f"{tflops(cell, n) / rate:.2f}" if n in times else MISSING for n in ours]
+            row += [f"{floor / times[n]['median']:.2f}" if n in times else MISSING for n in ours]
+        yield row
+
+
+def power_rows(results: dict, cells: list[dict]) -> Iterable[list[str]]:
+    """What each contender drew: joules per TFLOP of visible pairs, clock, watts."""
+    for cell in cells:
+        row = [title(cell["problem"])]
+        for name in [*results["ours"], *results["peers"], "matmul"]:
+            power = cell["power"].get(name)
+            if not power or None in power.values():
+                row.append(MISSING)
+                continue
+            rate = matmul_tflops(cell) if name == "matmul" else tflops(cell, name)
+            row.append(f"{power['watts'] / rate:.2f}, {power['sm_mhz']:.0f} MHz, {power['watts']:.0f} W")
         yield row
 
 
@@ -142,105 +195,174 @@ def source(where: dict) -> list[str]:
     ]
 
 
-def markdown(results: dict, baseline: dict[tuple, float]) -> str:
-    """The results as Markdown: where they come from, geometric means, and every cell per head dim."""
-    columns = comparisons(results, baseline)
-    lines = [*source(results["environment"]), ""]
+def markdown(results: dict, baseline: Baseline) -> str:
+    """The results as Markdown: where they come from, and each regime's means and cells."""
+    lines = source(results["environment"])
+    for regime, measured in by_regime(results).items():
+        how = f": {REGIMES[regime]}" if regime in REGIMES else ""
+        lines += ["", f"## {regime.capitalize()}{how}", "", *section(measured, baseline.get(regime, {}))]
+    reasons = {(name, why) for cell in results["cells"] for name, why in cell["excluded"].items()}
+    lines += ["", *(f"- {name} left out of some cells: {why}" for name, why in sorted(reasons))]
+    return "\n".join(lines).rstrip()
+
+
+def section(results: dict, known: dict[tuple, float]) -> list[str]:
+    """One regime: geometric means, and every cell per head dim."""
+    columns = comparisons(results, known)
+    lines = []
     if columns:
         lines += [
             "Times as fast as the peer, geometric means:",
             "",
             *table(["", *columns], mean_rows(results, columns)),
         ]
-    head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
+    if any(column.endswith(BEST) for column in columns):
+        lines += [
+            "",
+            f"{BEST}: cuDNN of this run times the best peer over cuDNN elsewhere (bf16), same regime.",
+        ]
     ours, names = results["ours"], results["ours"] + results["peers"]
-    header = [*names, *columns, *(f"{n} of matmul" for n in ours), *(f"{n} of floor" for n in ours)]
-    for dim in head_dims:
+    for dim in sorted({cell["problem"]["head_dim"] for cell in results["cells"]}):
         cells = [cell for cell in results["cells"] if cell["problem"]["head_dim"] == dim]
-        caption = f"Head dim {dim}, {cells[0]['problem']['dtype']}, TFLOP/s and half the interquartile range"
-        rates = [cell["rates"] for cell in cells]
-        matmul = " to ".join(f"{pick(r['matmul_flops'] for r in rates) / 1e12:.0f}" for pick in (min, max))
-        copy = " to ".join(f"{pick(r['copy_bytes'] for r in rates) / 1e9:.0f}" for pick in (min, max))
-        lines += ["", f"{caption}; beside it matmul {matmul} TFLOP/s, copy {copy} GB/s:", ""]
-        lines += table(["", *header], cell_rows(results, cells, columns))
-    reasons = {(name, why) for cell in results["cells"] for name, why in cell["excluded"].items()}
-    lines += ["", *(f"- {name} left out of some cells: {why}" for name, why in sorted(reasons))]
-    return "\n".join(lines).rstrip()
+        unit = unit_of(cells)
+        caption = f"Head dim {dim}, {cells[0]['problem']['dtype']}, {unit}"
+        caption += " and half the interquartile range" if cells[0]["rounds"] > 1 else ""
+        header = [*names, *columns]
+        if rates := [cell["rates"] for cell in cells if cell["rates"]]:
+            matmul = " to ".join(
+                f"{pick(r['matmul_flops'] for r in rates) / 1e12:.0f}" for pick in (min, max)
+            )
+            copy = " to ".join(f"{pick(r['copy_bytes'] for r in rates) / 1e9:.0f}" for pick in (min, max))
+            caption += f"; beside it matmul {matmul} TFLOP/s, copy {copy} GB/s"
+            header += [*(f"{n} of matmul" for n in ours), *(f"{n} of floor" for n in ours)]
+        lines += ["", f"{caption}:", "", *table(["", *header], cell_rows(results, cells, columns, unit))]
+        if "power" in cells[0]:
+            lines += [
+                "",
+                f"Head dim {dim}, joules per TFLOP, SM clock and power ({MISSING}: NVML does not tell):",
+                "",
+            ]
+            lines += table(["", *names, "matmul"], power_rows(results, cells))
+    return lines
 
 
-def plot(results: dict, path: Path) -> None:
-    """Bars of TFLOP/s, a panel per head dim and mask, the run's matrix product as a line above them."""
+def plot(results: dict, baseline: Baseline, path: Path) -> None:
+    """Bars of speed: a row of panels per regime and mask, a column per head dim; the ceiling is a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cells = results["cells"]
-    head_dims = sorted({cell["problem"]["head_dim"] for cell in cells})
-    masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in cells))
-    colours = dict(zip(results["ours"], OUR_COLOURS, strict=False))
-    colours |= dict(zip(results["peers"], PEER_COLOURS, strict=False))
-    names = [*results["peers"], *results["ours"]]
-    width = 0.84 / len(names)
-    panel = {"sharey": True, "squeeze": False, "figsize": (5 * len(head_dims), 3.1 * len(masks) + 0.8)}
-    figure, axes = pyplot.subplots(len(masks), len(head_dims), **panel)
-    for row, mask in zip(axes, masks, strict=True):
-        for axis, dim in zip(row, head_dims, strict=True):
-            shown = [c for c in cells if (c["problem"]["head_dim"], c["problem"]["mask"]) == (dim, mask)]
-            for i, name in enumerate(names):
-                at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(shown))]
-                heights = [tflops(cell, name) if name in cell["times_us"] else 0 for cell in shown]
-                mine = name in results["ours"]
-                label = f"flash_cute {name}" if mine else f"PyTorch's {name}"
-                bars = axis.bar(at, heights, width * 0.92, color=colours[name], label=label)
-                if mine:
-                    axis.bar_label(bars, fmt="%.0f", fontsize=6.5, padding=1)
-            rates = [cell["rates"]["matmul_flops"] / 1e12 for cell in shown]
-            axis.plot(
-                range(len(shown)), rates, color="black", linewidth=1, linestyle=":", label="matmul 8192³"
-            )
-            axis.set_xticks(range(len(shown)), [seqlen_label(cell["problem"]) for cell in shown])
-            axis.set_title(f"head dim {dim}, {mask}", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(axis="y", linewidth=0.4, alpha=0.5)
-            axis.set_axisbelow(True)
-        row[0].set_ylabel("TFLOP/s")
-    for axis in axes[-1]:
-        axis.set_xlabel("sequence length")
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=len(names) + 1, frameon=False
+    regimes = by_regime(results)
+    head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
+    masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in results["cells"]))
+    grid = {key(cell["problem"]) for cell in results["cells"]}
+    best = (
+        [BEST]
+        if "cudnn" in results["peers"] and any(grid & set(known) for known in baseline.values())
+        else []
     )
+    names = [*results["peers"], *best, *results["ours"]]
+    panels: dict[tuple, dict[int, list[dict]]] = {}
+    for regime, measured in regimes.items():
+        for mask in masks:
+            shown = [cell for cell in measured["cells"] if cell["problem"]["mask"] == mask]
+            panels[regime, mask] = {d: [c for c in shown if c["problem"]["head_dim"] == d] for d in head_dims}
+    widest = max(len(cells) for row in panels.values() for cells in row.values())
+    size = len(head_dims) * max(4.5, 0.9 + 0.15 * widest * len(names)), len(panels) * 2.9 + 1
+    figure, axes = pyplot.subplots(
+        len(panels), len(head_dims), sharey="row", squeeze=False, figsize=size, layout="constrained"
+    )
+    for row, ((regime, _), columns) in zip(axes, panels.items(), strict=True):
+        unit = unit_of([cell for cells in columns.values() for cell in cells])
+        row[0].set_ylabel(unit)
+        for axis, cells in zip(row, columns.values(), strict=True):
+            draw(axis, cells, names, results["ours"], unit, baseline.get(regime, {}))
+            axis.set_title(textwrap.fill(f"{regime}: {shape_title(cells)}", 60) if cells else "", fontsize=9)
     where = results["environment"]
-    figure.text(
-        0.995,
-        0.005,
-        f"{where['device']}, {cells[0]['problem']['dtype']}",
-        ha="right",
-        fontsize=7,
-        color="0.4",
+    figure.suptitle(f"Forward, {where['device']}, {results['cells'][0]['problem']['dtype']}", fontsize=11)
+    legend = {}
+    for axis in axes.flat:
+        handles, labels = axis.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    columns = min(len(legend), int(size[0] / 1.8))
+    figure.legend(
+        legend.values(), legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
     )
-    figure.tight_layout(rect=(0, 0.01, 1, 1 - 0.35 / figure.get_figheight()))
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def seqlen_label(problem: dict) -> str:
-    """512, 1k, 16k; both lengths where they differ."""
-    lengths = dict.fromkeys((problem["seqlen_q"], problem["seqlen_k"]))
-    return " x ".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
+def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str, known: dict) -> None:
+    """One panel: a group of bars per cell, each with its number."""
+    from matplotlib.patheffects import withStroke
+
+    numbers = {"fontsize": 6.5, "padding": 2, "rotation": 90 if len(cells) * len(names) > 12 else 0}
+    numbers["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]  # over the line
+    width = 0.84 / len(names)
+    for i, name in enumerate(names):
+        timed = "cudnn" if name == BEST else name
+        shown = {x: in_unit(cell, timed, unit) for x, cell in enumerate(cells) if timed in cell["times_us"]}
+        if name == BEST:
+            ratios = {x: known.get(key(cells[x]["problem"])) for x in shown}
+            shown = {x: shown[x] * ratio for x, ratio in ratios.items() if ratio}
+        at = [x + (i - (len(names) - 1) / 2) * width for x in shown]
+        label = f"flash_cute {name}" if name in ours else name if name == BEST else f"PyTorch's {name}"
+        bars = axis.bar(at, shown.values(), width * 0.92, color=COLOURS.get(name, "black"), label=label)
+        axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
+    ceiling, label = (
+        (matmul_tflops, "matmul 8192³") if unit == RATE else (floor_us, "floor: its bytes, copied")
+    )
+    line = [
+        (x + side, ceiling(cell)) for x, cell in enumerate(cells) if cell["rates"] for side in (-0.5, 0.5)
+    ]
+    if line:
+        axis.plot(*zip(*line, strict=True), ":k", linewidth=1, label=label, zorder=0.6)
+    axis.set_xticks(range(len(cells)), shape_labels(cells), fontsize=7.5)
+    axis.margins(x=0.02, y=0.12)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", linewidth=0.4, alpha=0.5)
+    axis.set_axisbelow(True)
+
+
+def heads_of(problem: dict) -> str:
+    query, kv = problem["heads_q"], problem["heads_kv"]
+    return f"heads {query}" if query == kv else f"heads {query} (K/V {kv})"
+
+
+def shape_title(cells: list[dict]) -> str:
+    """What a panel's cells have in common: head dim, mask and, where they are alike, heads."""
+    problem = cells[0]["problem"]
+    heads = {heads_of(cell["problem"]) for cell in cells}
+    return ", ".join(
+        [f"head dim {problem['head_dim']}", problem["mask"], *(heads if len(heads) == 1 else ())]
+    )
+
+
+def shape_labels(cells: list[dict]) -> list[str]:
+    """Sequence length (512, 1k, both lengths where they differ) and batch, and heads where they differ."""
+    several = len({heads_of(cell["problem"]) for cell in cells}) > 1
+    labels = []
+    for problem in (cell["problem"] for cell in cells):
+        lengths = dict.fromkeys((problem["seqlen_q"], problem["seqlen_k"]))
+        seqlen = " x ".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
+        lines = [f"seq {seqlen}", f"batch {problem['batch']}", *([heads_of(problem)] if several else [])]
+        labels.append("\n".join(lines))
+    return labels
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     args.add_argument("results", type=Path, help="a JSON file of benchmarks.attention")
     args.add_argument(
-        "--baseline", type=Path, help="peers measured elsewhere (default: peers_h100.json on an H100)"
+        "--baseline", type=Path, help="peers measured elsewhere (default: peers_h200.json on an H200)"
     )
     options = args.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    text = markdown(results, baseline_for(results, options.baseline))
+    baseline = baseline_for(results, options.baseline)
+    text = markdown(results, baseline)
     options.results.with_suffix(".md").write_text(text + "\n")
-    plot(results, options.results.with_suffix(".png"))
+    plot(results, baseline, options.results.with_suffix(".png"))
     print(text)
 
 

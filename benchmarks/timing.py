@@ -1,18 +1,52 @@
-"""Timing several functions beside each other, so that a warming card or a busy host favours none of them."""
+"""Timing several functions beside each other in two regimes, which a GPU limited by power sets apart.
+
+Little work runs at its full clock, lasting work at the clock that the limit leaves for work of that kind. Who
+is first in one regime need not be first in the other, so a time, a ratio and a plot name theirs.
+"""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-SAMPLE_US = (
-    1500.0  # one sample is a batch of calls about this long, so that an event's own time does not count
-)
+from .power import Meter
+
+REGIMES = {
+    "burst": "about 3 ms of calls after 12 ms of idleness, in another random order every round",
+    "sustained": "each alone and back to back",
+}
+BURST_US = 3000.0
+IDLE_SECONDS = 0.012
+HEAD_START_CYCLES = 100_000  # about 50 us, in which the host gets ahead of a device that was idle
+CHUNK_US = 10_000.0  # calls in this time are enqueued without a look at the device
+AHEAD = 2  # chunks in its queue, which is then never empty and never long
+WARM_UP_SHARE = 0.2  # of the time measured: the power limit takes hold
 WARM_UP_CALLS = 3
-ROUNDS = range(5, 400)  # fewest and most samples of each function
+ROUNDS = range(9, 400)  # fewest and most bursts of each function
+
+
+class HostEvent:
+    """The face of torch.cuda.Event on the CPU, where a call is over when it returns."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def mark(device: torch.device) -> torch.cuda.Event | HostEvent:
+    """An event, recorded now."""
+    event = HostEvent() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def start(function: Callable, calls: int, device: torch.device) -> Callable[[], float]:
@@ -20,17 +54,10 @@ def start(function: Callable, calls: int, device: torch.device) -> Callable[[], 
 
     On a GPU the batch lies between two events and nothing waits for it: read it after a synchronisation.
     """
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        elapsed = 1e6 * (time.perf_counter() - begin) / calls
-        return lambda: elapsed
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    begin = mark(device)
     for _ in range(calls):
         function()
-    end.record()
+    end = mark(device)
     return lambda: 1e3 * begin.elapsed_time(end) / calls
 
 
@@ -39,37 +66,90 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(
-    functions: dict[str, Callable], device: torch.device, seconds: float
-) -> dict[str, list[float]]:
-    """Samples, in microseconds per call, of every function, round by round; each round starts with another.
-
-    As many rounds as `seconds` allow, within ROUNDS. Sample i of each function belongs to the same round.
-    """
-    calls = {}
-    round_us = 0.0
-    for name, function in functions.items():
-        start(function, WARM_UP_CALLS, device)
+def first_timing(function: Callable, device: torch.device) -> float:
+    """Microseconds of a call, roughly, to choose how many calls to time."""
+    for _ in range(2):  # the first time to warm up
+        read = start(function, WARM_UP_CALLS, device)
         synchronize(device)
-        estimate = start(function, WARM_UP_CALLS, device)
-        synchronize(device)
-        calls[name] = max(1, round(SAMPLE_US / estimate()))
-        round_us += calls[name] * estimate()
-    rounds = min(max(int(seconds * 1e6 / round_us), ROUNDS.start), ROUNDS.stop)
+    return read()
 
-    names = list(functions)
-    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
-    for i in range(rounds):
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
-            pending[name].append(start(functions[name], calls[name], device))
+
+def rounds(seconds: float) -> Iterator[int]:
+    """Counts rounds of measuring while `seconds` last, within ROUNDS."""
+    end = time.perf_counter() + seconds
+    for i in range(ROUNDS.stop):
+        if i >= ROUNDS.start and time.perf_counter() > end:
+            return
+        yield i
+
+
+def burst(functions: dict[str, Callable], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Samples, in microseconds per call, of every function; sample i of each belongs to the same round."""
+    calls = {
+        name: max(1, round(BURST_US / first_timing(function, device))) for name, function in functions.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in rounds(seconds):
+        for name in random.sample(list(functions), len(functions)):
+            if device.type == "cuda":
+                time.sleep(IDLE_SECONDS)
+                torch.cuda._sleep(HEAD_START_CYCLES)
+            read = start(functions[name], calls[name], device)
+            synchronize(device)
+            samples[name].append(read())
+    return samples
+
+
+def back_to_back(function: Callable, device: torch.device, seconds: float) -> tuple[float, Meter]:
+    """Microseconds per call on a device that does nothing else for `seconds`, and what it drew meanwhile."""
+    estimate = first_timing(function, device)
+    calls = max(1, round(CHUNK_US / estimate))
+    marks = [mark(device)]
+
+    def advance(share: float) -> int:
+        """Keep the device busy for a share of the time; the result is the last mark that it has passed."""
+        for _ in range(max(AHEAD, round(share * seconds * 1e6 / (calls * estimate)))):
+            for _ in range(calls):
+                function()
+            marks.append(mark(device))
+            marks[-AHEAD].synchronize()
+        return len(marks) - AHEAD
+
+    first = advance(WARM_UP_SHARE)
+    with Meter(device) as meter:
+        last = advance(1)
     synchronize(device)
-    return {name: [read() for read in reads] for name, reads in pending.items()}
+    return 1e3 * marks[first].elapsed_time(marks[last]) / ((last - first) * calls), meter
+
+
+def sustained(
+    functions: dict[str, Callable], device: torch.device, seconds: float, turns: int = 1
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float | None]]]:
+    """A sample for every turn of each function like burst's, and the medians of what it drew.
+
+    That is watts, joules_per_call and sm_mhz, each None where NVML does not tell.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    meters: dict[str, list[Meter]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name in random.sample(list(functions), len(functions)):
+            us, meter = back_to_back(functions[name], device, seconds)
+            samples[name].append(us)
+            meters[name].append(meter)
+    return samples, {name: drawn(samples[name], meters[name]) for name in functions}
+
+
+def drawn(samples: list[float], meters: list[Meter]) -> dict[str, float | None]:
+    watts, sm_mhz = ([getattr(meter, name) for meter in meters] for name in ("watts", "sm_mhz"))
+    joules = [watt and watt * us / 1e6 for watt, us in zip(watts, samples, strict=True)]
+    found = {"watts": watts, "joules_per_call": joules, "sm_mhz": sm_mhz}
+    return {name: None if None in values else statistics.median(values) for name, values in found.items()}
 
 
 def summary(samples: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    quartiles = statistics.quantiles(samples, n=4, method="inclusive")
+    several = samples if len(samples) > 1 else samples * 2  # as quantiles demands
+    quartiles = statistics.quantiles(several, n=4, method="inclusive")
     return {name: round(value, 3) for name, value in zip(("q25", "median", "q75"), quartiles, strict=True)}
 
 

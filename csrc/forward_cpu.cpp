@@ -8,21 +8,10 @@
 #include "plan.hpp"
 
 namespace flash_cute {
-namespace {
-
-ForwardProblem validate_for_cpu(ForwardArguments const& arguments) {
-  ForwardProblem const problem = validate(arguments);
-  require(!problem.family, "family is '", arguments.family.value_or(""),
-          "', but q is on the CPU; None is accepted there");
-  return problem;
-}
-
-}  // namespace
-
 ForwardResult forward_cpu(ForwardArguments const& arguments) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  ForwardProblem const problem = validate_for_cpu(arguments);
+  ForwardProblem const problem = validate(arguments);
   std::array stack{from(arguments.q),
                    from(arguments.k),
                    from(arguments.v),
@@ -37,7 +26,7 @@ ForwardResult forward_cpu(ForwardArguments const& arguments) {
 std::string plan_cpu(ForwardArguments const& arguments) {
   JsonObject plan;
   plan.add("family", "cpu").add("copies", std::vector<std::string>{});
-  return add_problem(plan, validate_for_cpu(arguments)).text();
+  return add_problem(plan, validate(arguments)).text();
 }
 
 }  // namespace flash_cute

@@ -14,6 +14,7 @@
 #include <limits>
 #include <mutex>
 
+#include "flash_cute/core/check.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/launch.hpp"
 
@@ -26,25 +27,20 @@ namespace {
 
 constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
 
-void check_cuda(cudaError_t status, char const* doing) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string("flash_cute: ") + doing + " failed: " + cudaGetErrorString(status));
-}
-
-struct Device {
+struct Gpu {
   DeviceInfo info;
   int compute_capability;  // 90 for 9.0
 };
 
-Device const& device_at(int index) {
+Gpu const& gpu_at(int index) {
   constexpr int kMaxDevices = DeviceInfo::kMaxDevices;
-  static Device devices[kMaxDevices];
+  static Gpu devices[kMaxDevices];
   static std::once_flag read[kMaxDevices];
   require(index < kMaxDevices, "device index ", index, " is not supported; it must be below ", kMaxDevices);
   std::call_once(read[index], [&] {
     auto attribute = [&](cudaDeviceAttr name) {
       int value = 0;
-      check_cuda(cudaDeviceGetAttribute(&value, name, index), "reading the device's properties");
+      check(cudaDeviceGetAttribute(&value, name, index), "reading the device's properties");
       return value;
     };
     devices[index] = {
@@ -54,12 +50,12 @@ Device const& device_at(int index) {
   return devices[index];
 }
 
-Family family_for(ForwardProblem const& problem, Device const& device) {
+Family family_for(ForwardProblem const& problem, Gpu const& gpu) {
   constexpr int kAmpere = 80, kHopper = 90;
   auto compiled = [&](Family family) {
     return visit_instance(family, problem.element, problem.shape.head_dim, [](auto) {});
   };
-  int const capability = device.compute_capability;
+  int const capability = gpu.compute_capability;
   require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
           "; 8.0 (Ampere) and newer are supported");
   if (!problem.family) return capability == kHopper && compiled(Family::sm90) ? Family::sm90 : Family::sm80;
@@ -69,17 +65,30 @@ Family family_for(ForwardProblem const& problem, Device const& device) {
   return *problem.family;
 }
 
-// Calls visitor(Instance<...>{}) for the kernel that serves the problem.
-template <class Visitor>
-void visit_kernel(ForwardProblem const& problem, Family family, Visitor&& visitor) {
-  bool const found = visit_instance(family, problem.element, problem.shape.head_dim, visitor);
+struct Kernel {
+  Family family;
+  int head_dim;  // the largest that it serves
+  decltype(&ForwardLaunch<void>::run) run;
+  decltype(&ForwardLaunch<void>::plan) plan;
+};
+
+// The compiled kernel that serves the problem.
+Kernel kernel_for(ForwardProblem const& problem, Gpu const& gpu) {
+  Family const family = family_for(problem, gpu);
+  Kernel kernel{};
+  bool const found =
+      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
+        kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::plan};
+      });
   require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+  return kernel;
 }
 
+// Only outputs are written through it: a pointer for writing would make a copy of a copy-on-write input.
 TensorView view_of(Tensor const& tensor) {
   auto const strides = tensor.strides();
-  return {tensor.data_ptr(), strides[0], strides[1], strides[2]};
+  return {const_cast<void*>(tensor.const_data_ptr()), strides[0], strides[1], strides[2]};
 }
 
 constexpr int64_t kElementBytes = 2;
@@ -90,21 +99,43 @@ std::string reason_to_copy(Tensor const& tensor) {
   auto const sizes = tensor.sizes(), strides = tensor.strides();
   if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kRowAlignment == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kRowAlignment == 0;
   for (int dim = 0; dim < 3; ++dim) {
     aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
   }
   return aligned ? "" : "its rows do not start at multiples of 16 bytes";
 }
 
+// What allocate() gives. It fails without a reason: torch keeps the exception on its side of the stable ABI.
+template <class Allocate>
+Tensor allocated(char const* name, int64_t elements, int64_t element_bytes, Allocate&& allocate) {
+  try {
+    return allocate();
+  } catch (std::runtime_error const&) {
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "allocating");  // tells an error of a kernel before
+    require(false, "out of memory: ", elements * element_bytes, " bytes for ", name,
+            " could not be allocated; the GPU has ", free, " of ", total, " bytes free");
+    throw;
+  }
+}
+
+// Without the keys that no query can reach: they are the first ones.
+Tensor without_first(Tensor const& tensor, int keys) {
+  return keys == 0 ? tensor
+                   : torch::stable::narrow(const_cast<Tensor&>(tensor), 2, keys, tensor.sizes()[2] - keys);
+}
+
 // The tensor itself where a kernel can read it, else a copy with rows padded to 16 bytes by zeros.
-Tensor readable(Tensor const& tensor) {
+Tensor readable(char const* name, Tensor const& tensor) {
   if (reason_to_copy(tensor).empty()) return tensor;
   auto const sizes = tensor.sizes();
   int64_t const head_dim = sizes[3], padded = ceil_div(head_dim, kRowElements) * kRowElements;
   std::array<int64_t, 4> const target{sizes[0], sizes[1], sizes[2], padded};
-  Tensor copy = padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), target.size()})
-                                   : torch::stable::new_zeros(tensor, {target.data(), target.size()});
+  Tensor copy = allocated(name, sizes[0] * sizes[1] * sizes[2] * padded, kElementBytes, [&] {
+    return padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), target.size()})
+                              : torch::stable::new_zeros(tensor, {target.data(), target.size()});
+  });
   Tensor columns = torch::stable::narrow(copy, 3, 0, head_dim);
   torch::stable::copy_(columns, tensor);
   return copy;
@@ -137,33 +168,34 @@ bool is_dense(Tensor const& tensor) {
 
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
 Tensor allocate_like(Tensor const& tensor) {
-  if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  auto const sizes = tensor.sizes(), strides = tensor.strides();
-  return empty_strided(tensor, dtype, {sizes[0], sizes[1], sizes[2], sizes[3]},
-                       {strides[0], strides[1], strides[2], strides[3]}, 4);
+  return allocated("out", tensor.numel(), kElementBytes, [&] {
+    if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    auto const sizes = tensor.sizes(), strides = tensor.strides();
+    return empty_strided(tensor, dtype, {sizes[0], sizes[1], sizes[2], sizes[3]},
+                         {strides[0], strides[1], strides[2], strides[3]}, 4);
+  });
 }
 
-// Everything but the pointers of outputs: what both the launch and the plan need.
+Tensor allocate_lse(Tensor const& q, ProblemShape const& shape) {
+  int64_t const heads = larger(1, shape.heads_q), rows = larger(1, shape.seqlen_q);
+  return allocated("lse", shape.batch * heads * rows, sizeof(float), [&] {
+    return empty_strided(q, aoti_torch_dtype_float32(), {shape.batch, shape.heads_q, shape.seqlen_q},
+                         {heads * rows, rows, 1}, 3);
+  });
+}
+
+// What both the launch and the plan need. Keys that no query can reach, the first ones, are not there for a
+// kernel; the mask stays what it was, as it is aligned to the end of the keys.
 ForwardParams make_params(ForwardProblem const& problem, DeviceInfo const& device) {
   ForwardParams params{};
   params.shape = problem.shape;
-  params.softmax = {problem.softmax_scale, problem.softmax_scale * float(M_LOG2E)};
+  params.softmax = {problem.softmax_scale * float(M_LOG2E)};
   params.mask = problem.mask();
+  params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
   params.device = device;
   return params;
-}
-
-// Keys that no query can reach never enter the kernel: K and V start at the first one that counts. The mask
-// stays what it was, as it is aligned to the end of the keys.
-int cut_unreachable_keys(ForwardParams& params) {
-  int const first = params.mask.first_reachable_key();
-  for (TensorView* view : {&params.k, &params.v}) {
-    if (view->data) view->data = static_cast<char*>(view->data) + first * view->row_stride * kElementBytes;
-  }
-  params.shape.seqlen_k = params.mask.seqlen_k -= first;
-  return first;
 }
 
 }  // namespace
@@ -173,39 +205,39 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   ProblemShape const& shape = problem.shape;
   int const device_index = arguments.q.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
-  Device const& device = device_at(device_index);
+  Gpu const& gpu = gpu_at(device_index);
+  Kernel const kernel = kernel_for(problem, gpu);
 
   Tensor out = allocate_like(arguments.q);
-  int64_t const rows = larger(1, shape.seqlen_q);
-  Tensor lse =
-      empty_strided(arguments.q, aoti_torch_dtype_float32(), {shape.batch, shape.heads_q, shape.seqlen_q},
-                    {larger(1, shape.heads_q) * rows, rows, 1}, 3);
+  Tensor lse = allocate_lse(arguments.q, shape);
   if (lse.numel() == 0) return {out, lse};
 
-  ForwardParams params = make_params(problem, device.info);
-  if (params.mask.first_reachable_key() == shape.seqlen_k) {
+  ForwardParams params = make_params(problem, gpu.info);
+  int const keys = params.shape.seqlen_k, unreachable = shape.seqlen_k - keys;
+  if (keys == 0) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     return {out, lse};
   }
 
-  Tensor const q = readable(arguments.q), k = readable(arguments.k), v = readable(arguments.v);
+  Tensor const q = readable("a copy of q", arguments.q);
+  Tensor const k = readable("a copy of k", without_first(arguments.k, unreachable));
+  Tensor const v = readable("a copy of v", without_first(arguments.v, unreachable));
   // out has q's layout, which may be one that the kernels can't write.
   bool const direct = reason_to_copy(out).empty();
-  Tensor const target = direct ? out : torch::stable::new_empty(q, q.sizes());
+  Tensor const target = direct ? out : allocated("a copy of out", q.numel(), kElementBytes, [&] {
+    return torch::stable::new_empty(q, q.sizes());
+  });
   params.shape.head_dim = int(q.sizes()[3]);
   params.q = view_of(q);
   params.k = view_of(k);
   params.v = view_of(v);
   params.out = view_of(target);
-  params.lse = static_cast<float*>(lse.data_ptr());
-  cut_unreachable_keys(params);
+  params.lse = static_cast<float*>(lse.mutable_data_ptr());
 
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  visit_kernel(problem, family_for(problem, device), [&]<class Kernel>(Kernel) {
-    check_cuda(ForwardLaunch<Kernel>::run(params, static_cast<cudaStream_t>(stream)), "launching the kernel");
-  });
+  kernel.run(params, static_cast<cudaStream_t>(stream));
   if (!direct) {
     torch::stable::copy_(out, torch::stable::narrow(const_cast<Tensor&>(target), 3, 0, shape.head_dim));
   }
@@ -215,41 +247,41 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
 std::string plan_cuda(ForwardArguments const& arguments) {
   ForwardProblem const problem = validate(arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.q.get_device_index());
-  Device const& device = device_at(arguments.q.get_device_index());
-  Family const family = family_for(problem, device);
+  Gpu const& gpu = gpu_at(arguments.q.get_device_index());
+  Kernel const kernel = kernel_for(problem, gpu);
+  ForwardParams params = make_params(problem, gpu.info);
+  int const seqlen_k_used = params.shape.seqlen_k, unreachable = problem.shape.seqlen_k - seqlen_k_used;
 
   std::vector<std::string> copies;
-  for (auto const& [name, tensor] :
-       {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    std::string const reason = reason_to_copy(*tensor);
+  auto add_copy = [&](char const* name, Tensor const& tensor) {
+    std::string const reason = reason_to_copy(tensor);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
-  }
+  };
+  add_copy("q", arguments.q);
+  add_copy("k", without_first(arguments.k, unreachable));
+  add_copy("v", without_first(arguments.v, unreachable));
 
+  bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0;
+  if (empty) {  // nothing would be launched; the kernel is described by the smallest problem
+    params.shape = {1, 1, 1, 1, 1, problem.shape.head_dim};
+    params.mask = WindowMask::make(1, 1, 0, 0);
+  }
+  LaunchPlan const launch = kernel.plan(params);
   JsonObject plan;
-  plan.add("family", name_of(family)).add("element", name_of(problem.element)).add("copies", copies);
-  visit_kernel(problem, family, [&]<class Kernel>(Kernel) {
-    ForwardParams params = make_params(problem, device.info);
-    cut_unreachable_keys(params);
-    int const seqlen_k_used = params.shape.seqlen_k;
-    bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0;
-    if (empty) {  // nothing would be launched; the kernel is described by the smallest problem
-      params.shape = {1, 1, 1, 1, 1, problem.shape.head_dim};
-      params.mask = WindowMask::make(1, 1, 0, 0);
-    }
-    LaunchPlan launch{};
-    check_cuda(ForwardLaunch<Kernel>::plan(params, launch), "reading the kernel's attributes");
-    plan.add("bucket", Kernel::head_dim)
-        .add("block_m", launch.tile.block_m)
-        .add("block_n", launch.tile.block_n)
-        .add("stages", launch.tile.stages)
-        .add("packed_heads", launch.packed_heads)
-        .add("threads", launch.threads)
-        .add("registers", launch.registers)
-        .add("local_bytes", launch.local_bytes)
-        .add("smem_bytes", launch.smem_bytes)
-        .add("grid", empty ? 0 : launch.grid)
-        .add("seqlen_k_used", seqlen_k_used);
-  });
+  plan.add("family", name_of(kernel.family))
+      .add("element", name_of(problem.element))
+      .add("copies", copies)
+      .add("bucket", kernel.head_dim)
+      .add("block_m", launch.tile.block_m)
+      .add("block_n", launch.tile.block_n)
+      .add("stages", launch.tile.stages)
+      .add("packed_heads", launch.packed_heads)
+      .add("threads", launch.threads)
+      .add("registers", launch.registers)
+      .add("local_bytes", launch.local_bytes)
+      .add("smem_bytes", launch.smem_bytes)
+      .add("grid", empty ? 0 : launch.grid)
+      .add("seqlen_k_used", seqlen_k_used);
   return add_problem(plan, problem).text();
 }
 
@@ -284,8 +316,7 @@ namespace {
 [[noreturn]] void refuse() {
   throw std::runtime_error(
       "flash_cute.forward: q is on a GPU, but this flash_cute was built without CUDA; install it again where "
-      "torch "
-      "has CUDA and without FLASH_CUTE_CPU_ONLY");
+      "torch has CUDA and without FLASH_CUTE_CPU_ONLY");
 }
 
 }  // namespace

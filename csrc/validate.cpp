@@ -6,24 +6,19 @@
 namespace flash_cute {
 namespace {
 
-using torch::headeronly::ScalarType;
+using torch::headeronly::DeviceType;
 
 constexpr int64_t kMaxHeadDim = 256;
 // Sums of sequence lengths and window limits, and tile counts, stay within int.
 constexpr int64_t kMaxLength = int64_t(1) << 28;
 
-struct NamedTensor {
-  char const* name;
-  Tensor const& tensor;
-};
-
-// Writes a tensor's shape, and costs nothing until an error is written.
+// Writes a shape, and costs nothing until an error is written.
 struct ShapeOf {
-  Tensor const& tensor;
+  IntHeaderOnlyArrayRef sizes;
 
   friend std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
     char const* separator = "(";
-    for (int64_t const size : shape.tensor.sizes()) {
+    for (int64_t const size : shape.sizes) {
       text << separator << size;
       separator = ", ";
     }
@@ -31,11 +26,33 @@ struct ShapeOf {
   }
 };
 
-ElementType element_type(NamedTensor const& q) {
-  ScalarType const type = q.tensor.scalar_type();
-  require(type == ScalarType::Half || type == ScalarType::BFloat16, "q has a dtype that is not supported; ",
-          "torch.float16 and torch.bfloat16 are");
-  return type == ScalarType::Half ? ElementType::fp16 : ElementType::bf16;
+// As Python writes it.
+struct DtypeOf {
+  ScalarType type;
+
+  friend std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype) {
+    switch (dtype.type) {
+      case ScalarType::Half: return text << "torch.float16";
+      case ScalarType::BFloat16: return text << "torch.bfloat16";
+      case ScalarType::Float: return text << "torch.float32";
+      case ScalarType::Double: return text << "torch.float64";
+      case ScalarType::Bool: return text << "torch.bool";
+      case ScalarType::Byte: return text << "torch.uint8";
+      case ScalarType::Char: return text << "torch.int8";
+      case ScalarType::Short: return text << "torch.int16";
+      case ScalarType::Int: return text << "torch.int32";
+      case ScalarType::Long: return text << "torch.int64";
+      case ScalarType::ComplexFloat: return text << "torch.complex64";
+      case ScalarType::ComplexDouble: return text << "torch.complex128";
+      default: return text << torch::headeronly::toString(dtype.type);
+    }
+  }
+};
+
+ElementType element_type(Operand const& q) {
+  require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16, "q has dtype ", DtypeOf{q.type},
+          "; torch.float16 and torch.bfloat16 are accepted");
+  return q.type == ScalarType::Half ? ElementType::fp16 : ElementType::bf16;
 }
 
 std::optional<Family> family_named(std::optional<std::string> const& name) {
@@ -57,23 +74,44 @@ void require_limit(char const* name, std::optional<int64_t> limit) {
 char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
 char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
 
+std::string name_of(Device const& device) {
+  std::ostringstream text;
+  switch (device.type()) {
+    case DeviceType::CPU: text << "cpu"; break;
+    case DeviceType::CUDA: text << "cuda"; break;
+    case DeviceType::Meta: text << "meta"; break;
+    default: text << "of type " << int(device.type());
+  }
+  if (device.has_index()) text << ':' << int(device.index());
+  return text.str();
+}
+
 ForwardProblem validate(ForwardArguments const& arguments) {
-  NamedTensor const q{"q", arguments.q}, k{"k", arguments.k}, v{"v", arguments.v};
-  for (auto const& [name, tensor] : {q, k, v}) {
-    require(tensor.dim() == 4, name, " has ", tensor.dim(),
+  auto operand = [](char const* name, Tensor const& tensor) {
+    return Operand{name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
+  };
+  return validate(operand("q", arguments.q), operand("k", arguments.k), operand("v", arguments.v),
+                  arguments.options);
+}
+
+ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options) {
+  for (Operand const* operand : {&q, &k, &v}) {
+    require(operand->sizes.size() == 4, operand->name, " has ", operand->sizes.size(),
             " dimensions; 4, (batch, heads, seqlen, head_dim), are accepted");
   }
   ElementType const element = element_type(q);
-  for (auto const& [name, tensor] : {k, v}) {
-    require(tensor.scalar_type() == q.tensor.scalar_type(), name,
-            " has another dtype than q; all three must be alike");
-    require(tensor.device() == q.tensor.device(), name,
-            " is on another device than q; all three must be on one");
+  for (Operand const* operand : {&k, &v}) {
+    require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
+            DtypeOf{q.type}, "; they must be the same");
+    if (operand->device != q.device) {
+      require(false, operand->name, " is on device ", name_of(operand->device), " and q on ",
+              name_of(q.device), "; they must be the same");
+    }
   }
 
-  auto const sizes_q = q.tensor.sizes(), sizes_k = k.tensor.sizes(), sizes_v = v.tensor.sizes();
+  auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
   for (int dim = 0; dim < 4; ++dim) {
-    require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{v.tensor}, " and k ", ShapeOf{k.tensor},
+    require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{sizes_v}, " and k ", ShapeOf{sizes_k},
             "; they must be the same");
   }
   int64_t const head_dim = sizes_q[3];
@@ -85,27 +123,30 @@ ForwardProblem validate(ForwardArguments const& arguments) {
           " are accepted");
   require(sizes_q[1] == sizes_k[1] || (sizes_k[1] > 0 && sizes_q[1] % sizes_k[1] == 0), "q has ", sizes_q[1],
           " heads and k ", sizes_k[1], "; the heads of q must be a multiple of those of k");
-  for (auto const& [name, tensor] : {q, k}) {
-    require(tensor.sizes()[2] <= kMaxLength, name, " has seqlen ", tensor.sizes()[2], "; at most ",
+  for (Operand const* operand : {&q, &k}) {
+    require(operand->sizes[2] <= kMaxLength, operand->name, " has seqlen ", operand->sizes[2], "; at most ",
             kMaxLength, " is accepted");
   }
   require(sizes_q[0] * sizes_q[1] <= kMaxLength, "q has ", sizes_q[0] * sizes_q[1],
           " (batch, head) pairs; at most ", kMaxLength, " are accepted");
 
-  double const scale = arguments.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
+  double const scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
   require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale,
           "; a finite number > 0 is accepted");
-  require_limit("window's left limit", arguments.window_left);
-  require_limit("window's right limit", arguments.window_right);
+  require_limit("window's left limit", options.window_left);
+  require_limit("window's right limit", options.window_right);
+  std::optional<Family> const family = family_named(options.family);
+  require(!family || q.device.type() != DeviceType::CPU, "family is '", options.family.value_or(""),
+          "', but q is on the CPU; None is accepted there");
 
   return {
       .shape = {int(sizes_q[0]), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[2]), int(sizes_k[2]),
                 int(head_dim)},
       .element = element,
       .softmax_scale = float(scale),
-      .window_left = arguments.window_left,
-      .window_right = arguments.causal ? std::optional<int64_t>(0) : arguments.window_right,
-      .family = family_named(arguments.family),
+      .window_left = options.window_left,
+      .window_right = options.causal ? std::optional<int64_t>(0) : options.window_right,
+      .family = family,
   };
 }
 

@@ -13,4 +13,5 @@ __path__ = extend_path(__path__, __name__)
 from flash_cute import reference
 from flash_cute.interface import attention, explain, forward, supported
 
+__version__ = "0.1.0"
 __all__ = ["attention", "explain", "forward", "reference", "supported"]

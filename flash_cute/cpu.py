@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # Queries per call with a mask: bounds its memory, and a call gets only the keys that its queries can see.
 _MASKED_ROWS = 512
+# PyTorch's kernel for 16-bit types has a cheaper exp(), which leaves up to 6e-5 in the LSE. Scores of this
+# standard deviation and more are rounded by plain PyTorch in the same type to several times that.
+_LARGE_SCORES = 0.3
+_SAMPLED_ROWS = 64  # of each head, to estimate it from
 
 
 def forward(
@@ -20,7 +26,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_cute::_forward_cpu: the forward for checked arguments without defaults; a limit of -1 is none.
 
-    Computes in float32: PyTorch's kernel for 16-bit types has a cheaper exp() that leaves 6e-5 in the LSE.
+    Computes in the type of the inputs where there is no mask but the causal one and the LSE allows it, else
+    in float32.
 
     Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q).
     """
@@ -38,16 +45,36 @@ def forward(
     # PyTorch's causal mask is aligned top left. That is ours where the rows that see a key form a square.
     causal = full_to_the_left and right == 0 and shift <= 0 and not full
 
-    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if not ((full or causal) and softmax_scale * _deviation(q, k) >= _LARGE_SCORES):
+        q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     step = seqlen_q if full or causal else _MASKED_ROWS
     for begin in range(first_row, seqlen_q, step):
         rows = slice(begin, min(begin + step, seqlen_q))
         keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
-        mask = None if full or causal else _mask(rows, keys, shift, left, right)
+        mask = None if full or causal else _mask(rows, keys, shift, left, right).to(q.dtype)
         out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
         )
+    # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
+    seen = lse[:, :, first_row:]
+    if not (seen.isfinite() & (seen != 0)).all():
+        for begin in range(first_row, seqlen_q, _MASKED_ROWS):
+            rows = slice(begin, min(begin + _MASKED_ROWS, seqlen_q))
+            keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
+            mask = _mask(rows, keys, shift, left, right)
+            out[:, :, rows], lse[:, :, rows] = _plain(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, softmax_scale
+            )
     return out, lse
+
+
+def _deviation(q: torch.Tensor, k: torch.Tensor) -> float:
+    """About the standard deviation of q kᵀ: that of random directions, from a sample of the rows."""
+    squares = 1.0
+    for x in (q, k):
+        sample = x[:, :, :: -(-x.shape[2] // _SAMPLED_ROWS)]
+        squares *= sample.float().square().mean().item()
+    return math.sqrt(squares * q.shape[3])
 
 
 def _mask(rows: slice, keys: slice, shift: int, left: int, right: int) -> torch.Tensor:
@@ -55,3 +82,10 @@ def _mask(rows: slice, keys: slice, shift: int, left: int, right: int) -> torch.
     distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop).unsqueeze(1) - shift
     hidden = (distance < -left) | (distance > right)
     return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+
+def _plain(q, k, v, mask, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) with the infinities and NaNs that PyTorch's operators give."""
+    q, k, v = q.float(), *(x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(mask.isneginf(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
-from typing import Any
+from difflib import get_close_matches
+from inspect import signature
+from numbers import Real
+from operator import index
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +27,7 @@ def forward(
     softmax_scale: float | None = None,
     window: Window = None,
     family: str | None = None,
+    **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(softmax_scale * q kᵀ + mask) v, and the log-sum-exp of its scores.
 
@@ -50,7 +54,7 @@ def forward(
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691. docs/numerics.md says what is rounded when.
     """
-    return _call(ops.forward, q, k, v, causal, softmax_scale, window, family)
+    return _call("forward", ops.forward, q, k, v, causal, softmax_scale, window, family, misnamed)
 
 
 def attention(
@@ -62,9 +66,10 @@ def attention(
     softmax_scale: float | None = None,
     window: Window = None,
     family: str | None = None,
+    **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
-    return _call(ops.forward, q, k, v, causal, softmax_scale, window, family)[0]
+    return _call("attention", ops.forward, q, k, v, causal, softmax_scale, window, family, misnamed)[0]
 
 
 def explain(
@@ -76,9 +81,10 @@ def explain(
     softmax_scale: float | None = None,
     window: Window = None,
     family: str | None = None,
+    **misnamed: NoReturn,
 ) -> Explanation:
     """What forward would run with these arguments, which it documents. Launches nothing; print() shows it."""
-    plan = _call(ops.plan, q, k, v, causal, softmax_scale, window, family)
+    plan = _call("explain", ops.plan, q, k, v, causal, softmax_scale, window, family, misnamed)
     return Explanation.of(json.loads(plan), q.device)
 
 
@@ -98,42 +104,72 @@ def supported() -> dict[str, Any]:
     return {"families": families, "kernels": kernels}
 
 
-def _call(op, q, k, v, causal, scale, window, family):
-    """Calls the operator forward or plan, and raises what it throws in Python's terms."""
-    left, right = (None, None) if window is None else _limits(window)
+def _call(name, op, q, k, v, causal, scale, window, family, misnamed):
+    """Calls the operator forward or plan for the function so named, and raises what it throws."""
+    if misnamed:
+        raise TypeError(f"flash_cute.{name}: {_meant(*misnamed)}")
+    if not isinstance(causal, bool | torch.SymBool):
+        raise TypeError(f"flash_cute.{name}: causal is {causal!r}; True or False is accepted")
+    if isinstance(scale, bool) or not isinstance(scale, float | Real | torch.SymFloat | torch.SymInt | None):
+        raise TypeError(f"flash_cute.{name}: softmax_scale is {scale!r}; a number or None is accepted")
+    left, right = (None, None) if window is None else _limits(name, window)
     try:
-        # The guard is for eager calls: dynamo does not know it, and traces the operator with its autograd.
-        with_autograd = torch.compiler.is_dynamo_compiling() or ops.is_differentiated(q, k, v)
-        with nullcontext() if with_autograd else ops.BelowAutograd():
-            return op(
-                q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family
-            )
-    except (RuntimeError, AttributeError) as error:
-        raise _in_python_terms(error, q=q, k=k, v=v) from None
+        return op(q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+        raise _in_python_terms(name, error, left, right, q=q, k=k, v=v) from None
 
 
-def _limits(window: Window) -> tuple[int | None, int | None]:
+def _meant(misnamed: str, *others: str) -> str:
+    if misnamed == "dropout_p":
+        return "there is no argument dropout_p, as there is no dropout; did you mean to leave it out?"
+    arguments = list(signature(forward).parameters)[:-1]
+    meant = {"is_causal": "causal", "scale": "softmax_scale", "window_size": "window"}.get(misnamed)
+    meant = [meant] if meant else get_close_matches(misnamed, arguments, n=1)
+    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(arguments)}"
+    return f"there is no argument {misnamed}; {hint}"
+
+
+def _limits(name: str, window: Window) -> tuple[int | None, int | None]:
     """window as (left, right)."""
     limits = window if isinstance(window, tuple | list) else (window, window)
-    if len(limits) == 2 and all(limit is None or isinstance(limit, int) for limit in limits):
-        return limits[0], limits[1]
+    if len(limits) == 2 and not any(isinstance(limit, bool) for limit in limits):
+        try:
+            left, right = (
+                limit if limit is None or isinstance(limit, int | torch.SymInt) else index(limit)
+                for limit in limits
+            )
+            return left, right
+        except TypeError:
+            pass
     raise TypeError(
-        f"flash_cute.forward: window is {window!r}; None, an int or a pair of these (left, right) is accepted"
+        f"flash_cute.{name}: window is {window!r}; None, an int or a pair of these (left, right) is accepted"
     )
 
 
-def _in_python_terms(error: Exception, **tensors: object) -> Exception:
+def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
-    for name, value in tensors.items():
+    ours = f"flash_cute.{name}: "
+    for argument, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            return TypeError(f"flash_cute.forward: {name} is of type {kind}; a torch.Tensor is accepted")
+            return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
+        if value.is_nested or value.layout != torch.strided:
+            kind = "nested" if value.is_nested else f"of layout {value.layout}"
+            return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
+    for side, limit in (("left", left), ("right", right)):
+        if isinstance(limit, int) and not -(2**63) <= limit < 2**63:
+            return ValueError(f"{ours}window's {side} limit is {limit}; less than 2**63 keys are accepted")
     message = str(error).partition("\n")[0]
     if mismatch := re.fullmatch(r"flash_cute::\w+\(\) Expected (.*)\.", message):
-        return TypeError(f"flash_cute.forward: expected {mismatch[1]}")
-    if message.startswith("Could not run 'flash_cute::"):
-        device = tensors["q"].device.type
-        return NotImplementedError(f"flash_cute.forward: q is on device {device}; cuda and cpu are supported")
-    if message.startswith("flash_cute.forward: ") and type(error) is RuntimeError:
-        return ValueError(message)
-    return error
+        return TypeError(f"{ours}expected {mismatch[1]}")
+    device = tensors["q"].device.type
+    if device not in ("cuda", "cpu") and not message.startswith("flash_cute."):
+        return NotImplementedError(f"{ours}q is on device {device}; cuda and cpu are supported")
+    if not message.startswith("flash_cute.forward: "):
+        return error
+    sentence = message.removeprefix("flash_cute.forward: ")
+    if isinstance(error, NotImplementedError):
+        return NotImplementedError(ours + sentence)
+    if sentence.startswith("out of memory"):
+        return torch.OutOfMemoryError(ours + sentence)
+    return ValueError(ours + sentence)

@@ -18,7 +18,10 @@ class Rates:
 
 
 # By the name that CUDA gives the device.
-MEASURED = {"NVIDIA H100 80GB HBM3": Rates(788e12, 3.02e12, "measured: cuBLAS, copy")}
+MEASURED = {
+    "NVIDIA H100 80GB HBM3": Rates(788e12, 3.02e12, "measured: cuBLAS, copy"),
+    "NVIDIA H200": Rates(800e12, 4.24e12, "measured: cuBLAS in bursts, copy"),
+}
 
 # FLOPs per clock and multiprocessor, 16-bit inputs summed in fp32, by compute capability, from NVIDIA's
 # architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.

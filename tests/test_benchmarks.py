@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
+import time
+from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import accuracy, attention, contenders, masks, overhead, profile, report, results, timing
-from benchmarks.problem import Problem, paper_grid, parse_shape, parse_window
+from benchmarks import (
+    accuracy,
+    attention,
+    contenders,
+    masks,
+    overhead,
+    power,
+    profile,
+    report,
+    results,
+    timing,
+)
+from benchmarks.problem import Problem, parse_shape, parse_window
 
 MATMUL_TFLOPS, COPY_GBS = 700, 3000
 
@@ -94,123 +110,234 @@ def test_speedup_is_paired_by_round():
     assert timing.paired_speedup([1, 2, 4], [2, 4, 8]) == 2
 
 
-def test_interleaved_times_every_function():
-    order = []
-    functions = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    samples = timing.interleaved(functions, torch.device("cpu"), seconds=1e-6)
-    assert set(samples) == {"a", "b", "c"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sleepers() -> tuple[dict, list[str]]:
+    """Three functions of 1, 2 and 3 ms, and the list in which each call leaves its name."""
+    called: list[str] = []
+
+    def sleep(name: str, ms: int) -> None:
+        called.append(name)
+        time.sleep(ms / 1e3)
+
+    return {name: partial(sleep, name, ms) for ms, name in enumerate("abc", 1)}, called
+
+
+def test_bursts_are_rounds_in_random_order(sleepers, monkeypatch):
+    functions, called = sleepers
+    monkeypatch.setattr(timing, "BURST_US", 1.0)  # one call each
+    samples = timing.burst(functions, CPU, seconds=0)
     assert {len(values) for values in samples.values()} == {timing.ROUNDS.start}
-    assert set(timing.summary(samples["a"])) == {"q25", "median", "q75"}
+    assert sorted(functions, key=lambda name: statistics.median(samples[name])) == ["a", "b", "c"]
+    assert samples["b"][0] >= 2000
+    bursts = called[-3 * timing.ROUNDS.start :]
+    turns = ["".join(bursts[i : i + 3]) for i in range(0, len(bursts), 3)]
+    assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
+    assert len(set(turns)) > 1
+
+
+def test_sustained_takes_each_alone(sleepers):
+    functions, called = sleepers
+    samples, drawn = timing.sustained(functions, CPU, seconds=0.02, turns=2)
+    assert [len(values) for values in samples.values()] == [2, 2, 2]
+    assert samples["c"][0] >= 3000
+    assert len([name for name, _ in groupby(called)]) <= 6
+    nothing = {"watts": None, "joules_per_call": None, "sm_mhz": None}
+    assert drawn == dict.fromkeys(functions, nothing)
+
+
+def test_summary_takes_one_sample():
+    assert timing.summary([3.0]) == {"q25": 3, "median": 3, "q75": 3}
+
+
+class FakeNvml:
+    """A card that draws 700 W at 1500 MHz, its energy counted in steps of 20 ms; each call's status is 0."""
+
+    def __getattr__(self, name):
+        return lambda *_: 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, _, energy):
+        energy._obj.value = int(time.perf_counter() / 0.02) * 20 * 700
+
+    def nvmlDeviceGetClockInfo(self, _, domain, clock):
+        clock._obj.value = 1500 if domain == power.SM_CLOCK else 1
+
+
+@pytest.fixture
+def cuda_without_gpu(monkeypatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="x"))
+    power.gauge.cache_clear()
+    yield torch.device("cuda")
+    power.gauge.cache_clear()
+
+
+def test_meter_reads_watts_and_clock(cuda_without_gpu, monkeypatch):
+    monkeypatch.setattr(power.ctypes, "CDLL", lambda _: FakeNvml())
+    with power.Meter(cuda_without_gpu) as meter:
+        time.sleep(0.3)
+    assert meter.watts == pytest.approx(700, rel=0.15)
+    assert meter.sm_mhz == 1500
+    read = timing.drawn([100.0, 300.0], [meter, meter])
+    assert read["joules_per_call"] == pytest.approx(meter.watts * 200e-6)
+
+
+def test_meter_without_nvml(cuda_without_gpu, monkeypatch):
+    monkeypatch.setattr(power, "LIBRARY", "libno-such-library.so")
+    with power.Meter(cuda_without_gpu) as meter:
+        pass
+    assert (meter.watts, meter.sm_mhz) == (None, None)
+
+
+OURS_OVER_CUDNN = {"burst": 1.1, "sustained": 1.04}
+OURS, THEIRS = ("sm80", "sm90"), ("flash", "cudnn")
 
 
 @pytest.fixture(scope="module")
-def h100_like() -> dict:
-    """Results as attention.py writes them, on the papers' grid, ours 1.1 times as fast as cuDNN."""
-    peers = json.loads(report.PEERS_H100.read_text())["cells"]
-    known = {(c["d"], c["causal"], c["s"]): c for c in peers if c["mode"] == "fwd"}
-    rates = {"matmul_flops": MATMUL_TFLOPS * 1e12, "copy_bytes": COPY_GBS * 1e9}
+def known() -> dict:
+    """The committed peers: (head dim, causal, seqlen) -> cell."""
+    cells = json.loads(report.PEERS_H200.read_text())["cells"]
+    return {(c["d"], c["causal"], c["s"]): c for c in cells if c["mode"] == "fwd"}
+
+
+@pytest.fixture(scope="module")
+def h200_like(known) -> dict:
+    """Results as attention.py writes them, on the papers' grid."""
     draw = random.Random(0)
     cells = []
-    for problem in paper_grid(
-        16384, 2048, [64, 128, 256], [512, 1024, 2048, 4096, 8192, 16384], [False, True], "bf16"
-    ):
-        peer = known[problem.head_dim, problem.causal, problem.seqlen_q]
-        speeds = {
-            "sm80": 1.05 * peer["fa2"],
-            "sm90": 1.1 * peer["cudnn"],
-            "flash": peer["fa2"],
-            "cudnn": peer["cudnn"],
-        }
-        medians = {name: problem.flops / speed / 1e6 for name, speed in speeds.items()}
-        noise = draw.uniform(0.002, 0.02)
-        cells.append(
-            {
-                "problem": problem.to_json(),
+    for problem in attention.problems(attention.parser().parse_args([])):
+        regimes = {}
+        for regime, faster in OURS_OVER_CUDNN.items():
+            cudnn = known[problem.head_dim, problem.causal, problem.seqlen_q][regime]["cudnn"]
+            speeds = {"sm80": 1.05 * 300, "sm90": faster * cudnn, "flash": 300, "cudnn": cudnn}
+            medians = {name: problem.flops / speed / 1e6 for name, speed in speeds.items()}
+            noise = draw.uniform(0.002, 0.02)
+            regimes[regime] = {
+                "rounds": 11,
                 "times_us": {
                     n: {"q25": t * (1 - noise), "median": t, "q75": t * (1 + noise)}
                     for n, t in medians.items()
                 },
-                "rates": rates,
-                "speedup": {
-                    o: {p: speeds[o] / speeds[p] for p in ("flash", "cudnn")} for o in ("sm80", "sm90")
-                },
-                "excluded": {},
+                "rates": {"matmul_flops": MATMUL_TFLOPS * 1e12, "copy_bytes": COPY_GBS * 1e9},
+                "speedup": {o: {p: speeds[o] / speeds[p] for p in THEIRS} for o in OURS},
             }
-        )
+        watts = {"watts": 690.0, "joules_per_call": 0.5, "sm_mhz": 1500.0}
+        regimes["sustained"]["power"] = dict.fromkeys([*OURS, "matmul"], watts)
+        regimes["sustained"]["power"]["flash"] = dict.fromkeys(watts)
+        cells.append({"problem": problem.to_json(), "regimes": regimes, "excluded": {}})
     where = dict.fromkeys(("driver", "torch", "cudnn", "commit", "date", "command"), "x")
-    where["device"] = "NVIDIA H100 80GB HBM3"
-    return {"environment": where, "ours": ["sm80", "sm90"], "peers": ["flash", "cudnn"], "cells": cells}
+    where["device"] = "NVIDIA H200"
+    return {"environment": where, "ours": [*OURS], "peers": [*THEIRS], "cells": cells}
 
 
-def test_comparison_with_the_best_known_peer(h100_like):
-    baseline = report.baseline_for(h100_like)
-    columns = report.comparisons(h100_like, baseline)
-    assert list(columns) == [
-        "sm80/flash",
-        "sm80/cudnn",
-        "sm80/best known",
-        "sm90/flash",
-        "sm90/cudnn",
-        "sm90/best known",
-    ]
-    assert {len(column) for column in columns.values()} == {36}
-    for where, ratio in columns["sm90/best known"].items():
-        assert ratio == pytest.approx(1.1 / baseline[where])
+@pytest.mark.parametrize("regime", OURS_OVER_CUDNN)
+def test_comparison_with_the_best_known_peer(h200_like, known, regime):
+    """A peer's ratio is of the regime that it is compared in."""
+    baseline = report.baseline_for(h200_like)
+    columns = report.comparisons(report.by_regime(h200_like)[regime], baseline[regime])
+    assert list(columns) == [f"{o}/{p}" for o in OURS for p in (*THEIRS, "best known")]
+    for cell in h200_like["cells"]:
+        problem = cell["problem"]
+        peer = known[problem["head_dim"], problem["causal"], problem["seqlen_q"]][regime]
+        ratio = columns["sm90/best known"][report.key(problem)]
+        assert ratio == pytest.approx(OURS_OVER_CUDNN[regime] / peer["best_over_cudnn"])
     assert report.geometric_mean(columns["sm80/flash"].values()) == pytest.approx(1.05)
 
 
-def test_no_baseline_off_the_h100(h100_like):
-    elsewhere = dict(h100_like, environment=h100_like["environment"] | {"device": "another"})
+def test_no_baseline_off_the_h200(h200_like):
+    elsewhere = dict(h200_like, environment=h200_like["environment"] | {"device": "another"})
     assert report.baseline_for(elsewhere) == {}
-    assert len(report.baseline_for(elsewhere, report.PEERS_H100)) == 36
+    assert [len(cells) for cells in report.baseline_for(elsewhere, report.PEERS_H200).values()] == [36, 36]
 
 
-def test_floor_agrees_with_the_committed_peers(h100_like):
+def test_results_before_regimes_have_no_best_known_peer(h200_like):
+    cells = [cell | cell["regimes"]["burst"] for cell in h200_like["cells"]]
+    old = h200_like | {"cells": [{k: v for k, v in cell.items() if k != "regimes"} for cell in cells]}
+    assert list(report.by_regime(old)) == [report.MIXED]
+    text = report.markdown(old, report.baseline_for(old))
+    assert "sm90/cudnn" in text
+    assert "best known" not in text
+
+
+def test_floor_agrees_with_the_committed_peers(h200_like, known):
     """Ours counts the causal diagonal, the committed file half the square: less than half a percent apart."""
-    peers = json.loads(report.PEERS_H100.read_text())["cells"]
-    known = {(c["d"], c["causal"], c["s"]): c["floor_us"] for c in peers if c["mode"] == "fwd"}
-    for cell in h100_like["cells"]:
-        cell = cell | {"rates": {"matmul_flops": 788e12, "copy_bytes": 3.02e12}}
+    for cell in h200_like["cells"]:
+        cell = cell | {"rates": {"matmul_flops": 800e12, "copy_bytes": 4.238e12}}
         problem = cell["problem"]
         where = problem["head_dim"], problem["causal"], problem["seqlen_q"]
-        assert report.floor_us(cell) == pytest.approx(known[where], rel=0.01)
+        assert report.floor_us(cell) == pytest.approx(known[where]["floor_us"], rel=0.01)
 
 
-def test_markdown_has_every_cell(h100_like):
-    text = report.markdown(h100_like, report.baseline_for(h100_like))
-    assert sum(line.startswith(("| full, ", "| causal, ")) for line in text.splitlines()) == 36
-    assert "| d128, seq <= 2048 |" in text
+def test_markdown_has_every_cell_of_every_regime(h200_like):
+    text = report.markdown(h200_like, report.baseline_for(h200_like))
+    burst, sustained = text.split("## Sustained")
+    assert [
+        sum(line.startswith(("| full, ", "| causal, ")) for line in part.splitlines())
+        for part in (burst, sustained)
+    ] == [36, 2 * 36]
+    assert "| d128, seq <= 2048 |" in burst
+    assert "MHz" not in burst
+    assert "1500 MHz, 690 W | - |" in sustained.replace("- | - |", "- |")
 
 
-def test_plot_is_a_picture(h100_like, tmp_path):
+def test_few_queries_are_told_in_microseconds(h200_like):
+    problem = Problem(64, 32, 4, 1, 8192, 128)
+    cell = h200_like["cells"][0] | {"problem": problem.to_json()}
+    text = report.markdown(h200_like | {"cells": [cell]}, {})
+    assert "microseconds" in text
+    assert "Head dim 128, bf16, TFLOP/s" not in text
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_plot_is_a_picture(h200_like, tmp_path, few):
     pytest.importorskip("matplotlib")
-    report.plot(h100_like, tmp_path / "plot.png")
+    cells = h200_like["cells"]
+    if few:
+        cells = [cells[0] | {"problem": Problem(4, 8, 2, 1, 8192, 64).to_json()}]
+    report.plot(h200_like | {"cells": cells}, report.baseline_for(h200_like), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 TINY = ["--device", "cpu", "--seconds", "0.01"]
+SUSTAINED = ["--sustained-seconds", "0.01"]
 
 
 def test_attention_then_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     tiny = ["--tokens", "64", "--hidden", "64", "--head-dims", "32", "--seqlens", "32,64"]
-    path = attention.main([*TINY, *tiny, "--output", str(tmp_path), "--name", "tiny"])
-    written = json.loads(path.read_text())
-    assert [set(cell["times_us"]) for cell in written["cells"]] == [
-        {"cpu", "flash", "math", "matmul", "copy"}
-    ] * 4
+    path = attention.main([*TINY, *SUSTAINED, *tiny, "--output", str(tmp_path), "--name", "tiny"])
+    cells = json.loads(path.read_text())["cells"]
+    assert len(cells) == 4
+    for cell in cells:
+        burst, sustained = cell["regimes"]["burst"], cell["regimes"]["sustained"]
+        assert burst["rounds"] >= timing.ROUNDS.start
+        assert sustained["rounds"] == 1
+        assert set(burst["times_us"]) == set(sustained["times_us"]) == {"cpu", "flash", "math"}
     report.main([str(path)])
-    assert path.with_suffix(".md").exists()
     assert path.with_suffix(".png").exists()
+    text = path.with_suffix(".md").read_text()
     assert "cpu/flash" in capsys.readouterr().out
+    assert "NVML does not tell" in text
+    for meaningless in ("of matmul", "of floor", "copy"):
+        assert meaningless not in text
+
+
+@pytest.mark.parametrize("regime", timing.REGIMES)
+def test_one_regime(tmp_path, regime):
+    shape = ["--shape", "1,2,2,32,32,32", "--mask", "full", "--regime", regime]
+    path = attention.main([*TINY, *SUSTAINED, *shape, "--output", str(tmp_path)])
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert list(cell["regimes"]) == [regime]
+    assert ("power" in cell["regimes"][regime]) == (regime == "sustained")
 
 
 def test_a_peer_that_cannot_is_left_out_with_a_reason(tmp_path):
-    shape = ["--shape", "1,2,1,32,64,32", "--mask", "causal", "--window", "9,0"]
+    shape = ["--shape", "1,2,1,32,64,32", "--mask", "causal", "--window", "9,0", "--regime", "burst"]
     path = attention.main([*TINY, *shape, "--output", str(tmp_path)])
     (cell,) = json.loads(path.read_text())["cells"]
     assert cell["excluded"] == {"flash": "no window", "math": "no window"}
-    assert cell["speedup"] == {"cpu": {}}
+    assert cell["regimes"]["burst"]["speedup"] == {"cpu": {}}
 
 
 def test_accuracy(tmp_path, capsys):
@@ -220,17 +347,22 @@ def test_accuracy(tmp_path, capsys):
 
 def test_overhead(tmp_path, capsys):
     overhead.main([*TINY, "--output", str(tmp_path)])
-    assert "flash_cute.forward" in capsys.readouterr().out
+    assert "flash_cute.forward" in (text := capsys.readouterr().out)
+    assert "host" in text
+    assert "latency" not in text  # of a CPU it says the same
 
 
 def test_masks(tmp_path, capsys, monkeypatch):
     """A window that takes as long as the causal problem has its visited blocks' share of the rate."""
-    monkeypatch.setattr(timing, "interleaved", lambda functions, *_: {name: [8.0] * 3 for name in functions})
+    monkeypatch.setattr(timing, "burst", lambda functions, *_: {name: [8.0] * 3 for name in functions})
     plan = {"family": "sm90", "block_m": 128, "block_n": 64, "packed_heads": 2}
     monkeypatch.setattr(masks.flash_cute, "explain", lambda *_, **__: plan)
-    path = masks.main(["--device", "cpu", "--window", "63,0", "--output", str(tmp_path)])
+    options = ["--device", "cpu", "--window", "63,0", "--seconds", "0.1"]
+    path = masks.main([*options, "--output", str(tmp_path)])
     assert "share of causal" in capsys.readouterr().out
-    causal, grouped, window = json.loads(path.read_text())["dtypes"]["fp16"]["cases"].values()
+    measured = json.loads(path.read_text())["measured"]
+    assert [entry["regime"] for entry in measured] == ["burst", "sustained"] * 2
+    causal, grouped, window = measured[2]["cases"].values()
     assert causal["visited_tflops"] == pytest.approx(4 * 32 * 2 * (1 + 2 + 3 + 4) * 64 * 64 / 8 / 1e6)
     assert grouped["share"]["median"] == pytest.approx(1)
     assert window["share"]["median"] == pytest.approx((1 + 2 + 2 + 2) / (1 + 2 + 3 + 4))

@@ -1,10 +1,15 @@
-"""torch.compile, fake tensors and opcheck."""
+"""torch.compile, fake tensors, export and opcheck."""
 
 from __future__ import annotations
 
+import sys
+
+import numpy
 import pytest
 import torch
 from cases import BUCKETS, LAYOUTS, MASKS, SHAPES, Shape, make_inputs
+from test_errors import WRONG_VALUES, assert_one_sentence
+from test_errors import inputs as named_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
@@ -47,6 +52,111 @@ def test_dynamic_shapes_compile_once(kernel):
     assert compiles == 1
 
 
+def half_window(q, k, v):
+    """A window that depends on the length."""
+    return flash_cute.forward(q, k, v, window=(q.shape[2] // 2, 0))
+
+
+def test_windows_of_dynamic_lengths_compile_once(kernel):
+    compiles = 0
+
+    def counting(graph, _):
+        nonlocal compiles
+        compiles += 1
+        return graph
+
+    compiled = torch.compile(half_window, fullgraph=True, dynamic=True, backend=counting)
+    for seqlen in (130, 40, 77, 260):
+        inputs = make_inputs(Shape(5, 6, 3, seqlen, seqlen, 64), torch.bfloat16, kernel.device)
+        for result, expected in zip(compiled(*inputs), half_window(*inputs), strict=True):
+            assert torch.equal(result, expected)
+    assert compiles == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_windows_of_dynamic_lengths_are_exported(kernel, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return half_window(q, k, v)
+
+    def inputs(seqlen):
+        return make_inputs(Shape(2, 4, 4, seqlen, seqlen, 64), torch.bfloat16, kernel.device)
+
+    shapes = ({2: torch.export.Dim("seqlen", min=8, max=4096)},) * 3
+    program = torch.export.export(Model(), inputs(100), strict=strict, dynamic_shapes=shapes)
+    late = inputs(33)
+    for result, expected in zip(program.module()(*late), half_window(*late), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("integer", [numpy.int32, numpy.int64, numpy.uint8, torch.tensor], ids=str)
+def test_windows_are_anything_with_an_index(device, integer):
+    q, k, v = make_inputs(SHAPES["few_of_each"], torch.bfloat16, device)
+    expected = flash_cute.forward(q, k, v, window=(2, 1))
+    for result, same in zip(flash_cute.forward(q, k, v, window=(integer(2), 1)), expected, strict=True):
+        assert torch.equal(result, same)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_graphs_without_gradients_stay_out_of_our_python(kernel, exported):
+    """But for the CPU's kernel, which is written in Python."""
+    inputs = make_inputs(Shape(2, 4, 2, 130, 150, 64), torch.bfloat16, kernel.device)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return block(q, k, v, kernel)
+
+    program = torch.export.export(Model(), inputs).module() if exported else torch.compile(Model())
+    with torch.no_grad():
+        program(*inputs)
+        called = set()
+        sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename))
+        try:
+            program(*inputs)
+        finally:
+            sys.setprofile(None)
+    ours = {name for name in called if "/flash_cute/" in name and not name.endswith("/flash_cute/cpu.py")}
+    assert not ours
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_fakes_refuse_what_calls_refuse(device, change, words):
+    wrong = named_inputs(device)
+    wrong |= change(wrong)
+    if any(isinstance(x, torch.Tensor) and (x.is_nested or x.is_sparse) for x in wrong.values()):
+        pytest.skip("fake tensors are dense")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(ValueError, match=".") as caught:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in wrong.items()}
+        flash_cute.forward(fakes.pop("q"), fakes.pop("k"), fakes.pop("v"), **fakes)
+    assert_one_sentence(str(caught.value), words)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiling_a_wrong_call_says_what_is_wrong(device, dynamic):
+    q, k, v = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, device)
+    compiled = torch.compile(flash_cute.forward, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    with pytest.raises(
+        RuntimeError, match=r"flash_cute\.forward: q has 5 heads and k 2; the heads of q must"
+    ):
+        compiled(q[:, :5], k, v)
+    with pytest.raises(RuntimeError, match=r"flash_cute\.forward: q has dtype torch\.float32;"):
+        compiled(q.float(), k.float(), v.float())
+
+
+def test_compiled_vmap_hides_no_gradient(kernel):
+    """Traced, vmap hides that a tensor needs a gradient: there is none yet, and it must say so."""
+    q, k, v = (x[None] for x in make_inputs(SHAPES["few_of_each"], torch.bfloat16, kernel.device))
+
+    @torch.compile(backend="aot_eager")
+    def mapped(q, k, v):
+        return torch.vmap(lambda *x: flash_cute.forward(*x, family=kernel.family)[0] * x[0])(q, k, v)
+
+    expected = q[0] * flash_cute.forward(q[0], k[0], v[0], family=kernel.family)[0]
+    torch.testing.assert_close(mapped(q, k, v)[0], expected)
+    with pytest.raises(NotImplementedError, match="backward"):
+        mapped(q.requires_grad_(), k, v).sum().backward()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 100])
 def test_fake_results_are_like_real_ones(kernel, layout, head_dim):
@@ -68,7 +178,8 @@ def test_opcheck(kernel, head_dim, mask):
     inputs = make_inputs(Shape(2, 4, 2, 30, 40, head_dim), torch.bfloat16, kernel.device)
     left, right = mask.window or (None, None)
     options = {"window_left": left, "window_right": right, "softmax_scale": 0.2, "family": kernel.family}
-    torch.library.opcheck(torch.ops.flash_cute.forward.default, (*inputs, mask.causal), options)
+    for op in (torch.ops.flash_cute._forward.default, torch.ops.flash_cute.forward.default):
+        torch.library.opcheck(op, (*inputs, mask.causal), options)
 
 
 def test_opcheck_of_the_cpu_operator():

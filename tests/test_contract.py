@@ -101,6 +101,23 @@ def test_rows_that_see_nothing_stay_zero_beside_bad_values(kernel, seqlen_q, seq
     assert not out[:, :, blind:].isfinite().any()
 
 
+@dtypes
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (150, 70), (200, 300)])
+def test_rows_that_see_scores_of_minus_infinity_alone(kernel, seqlen_q, seqlen_k, head_dim, mask, dtype):
+    """NaN, as from PyTorch: zeros are for rows that see no key, and that is for the mask to say."""
+    q, k, v = make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, head_dim), dtype, kernel.device)
+    k.abs_().neg_().clamp_(max=-1e-3)
+    q[:, :, ::3] = torch.inf
+    out, lse = kernel.forward(q, k, v, **mask.options)
+    assert_attention((out, lse), q, k, v, mask)
+    bad = mask.visible(seqlen_q, seqlen_k, kernel.device).any(1)
+    bad[torch.arange(seqlen_q) % 3 != 0] = False
+    assert out[:, :, bad].isnan().all()
+    assert (lse[:, :, bad] == -torch.inf).all()
+
+
 EMPTY = {
     "no batch": Shape(0, 4, 2, 10, 20, 64),
     "no heads": Shape(2, 0, 0, 10, 20, 64),

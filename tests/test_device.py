@@ -1,6 +1,9 @@
-"""Streams, CUDA graphs, memory and several devices."""
+"""Streams, host threads, CUDA graphs, memory, failing calls and several devices."""
 
 from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -110,6 +113,49 @@ def test_memory_is_torchs_and_comes_back(kernel, head_dim, layout):
         kernel.forward(*inputs)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]) == before
+
+
+def test_a_cold_host_thread(kernel):
+    """A host thread whose first use of CUDA is a call; servers and autograd have such threads."""
+    inputs = make_inputs(SHAPES["one_tile"], torch.bfloat16, kernel.device)
+    expected = kernel.forward(*inputs)
+    with ThreadPoolExecutor(1) as pool:
+        assert_same(pool.submit(flash_cute.forward, *inputs, family=kernel.family).result(), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_out_of_memory(kernel, compiled, head_dim):
+    """torch's exception, in a compiled graph one sentence; the bytes are named, and the next call is good."""
+    good = make_inputs(Shape(1, 1, 1, 5, 5, head_dim), torch.float16, kernel.device)
+    batch, rows = torch.cuda.mem_get_info()[1] // head_dim >> 20, 1 << 20  # twice the memory that there is
+    q, k, v = (torch.empty(1, 1, 1, head_dim, dtype=torch.float16, device=kernel.device) for _ in range(3))
+    huge = q.expand(batch, 1, rows, head_dim)
+    forward = torch.compile(flash_cute.forward, backend="aot_eager") if compiled else flash_cute.forward
+    error = RuntimeError if compiled else torch.OutOfMemoryError
+    sentence = r"^flash_cute\.forward: out of memory: \d+ bytes for .*free$"
+    with torch.no_grad(), pytest.raises(error, match=sentence):
+        forward(huge, *(x.expand(batch, 1, 1, head_dim) for x in (k, v)), family=kernel.family)
+    assert_attention(kernel.forward(*good), *good)
+
+
+def test_a_failed_launch_leaves_nothing_behind(kernel):
+    """A launch into the legacy stream fails while another stream that it waits for is captured."""
+    runtime = ctypes.CDLL("libcudart.so.13")
+    inputs = make_inputs(SHAPES["one_tile"], torch.bfloat16, kernel.device, "contiguous")
+    expected = kernel.forward(*inputs)
+    torch.cuda.synchronize()
+    blocking, graph = ctypes.c_void_p(), ctypes.c_void_p()
+    assert runtime.cudaStreamCreate(ctypes.byref(blocking)) == 0
+    assert runtime.cudaStreamBeginCapture(blocking, 1) == 0  # of this thread
+    try:
+        with pytest.raises(RuntimeError, match=r"^flash_cute: launching the kernel failed: operation "):
+            flash_cute.forward(*inputs, family=kernel.family)
+    finally:
+        runtime.cudaStreamEndCapture(blocking, ctypes.byref(graph))
+        runtime.cudaGetLastError()
+        assert runtime.cudaStreamDestroy(blocking) == 0
+    assert_same(kernel.forward(*inputs), expected)
 
 
 @pytest.mark.multi_gpu

@@ -26,6 +26,12 @@ def resized(tensors: dict[str, torch.Tensor], names: str, **changes: int) -> dic
     }
 
 
+def nested(tensor: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
+    """(batch, heads, ragged, head_dim), as a batch of sequences of unequal lengths."""
+    sequences = [part.transpose(0, 1) for part in tensor]
+    return torch.nested.nested_tensor(sequences, layout=layout).transpose(1, 2)
+
+
 # What is wrong -> what changes, given q, k and v, and words that the sentence must contain.
 WRONG_TYPES = {
     "q is a list": (lambda t: {"q": [[1.0]]}, "q list"),
@@ -34,18 +40,40 @@ WRONG_TYPES = {
     "window of three": (lambda t: {"window": (1, 2, 3)}, "window (1, 2, 3)"),
     "window of a float": (lambda t: {"window": (1.5, None)}, "window 1.5"),
     "window of text": (lambda t: {"window": "wide"}, "window wide"),
-    "scale is text": (lambda t: {"softmax_scale": "half"}, "softmax_scale"),
-    "causal is text": (lambda t: {"causal": "yes"}, "causal"),
+    "window of a bool": (lambda t: {"window": True}, "window True"),
+    "scale is text": (lambda t: {"softmax_scale": "half"}, "softmax_scale half"),
+    "scale is a bool": (lambda t: {"softmax_scale": True}, "softmax_scale True"),
+    "scale is a tensor": (lambda t: {"softmax_scale": torch.tensor(0.5)}, "softmax_scale 0.5"),
+    "causal is text": (lambda t: {"causal": "yes"}, "causal yes True False"),
+    "causal is a number": (lambda t: {"causal": 0.1}, "causal 0.1 True False"),
+    "causal is None": (lambda t: {"causal": None}, "causal None True False"),
+    "causal is a tensor": (lambda t: {"causal": torch.tensor(True)}, "causal tensor(True) True False"),
+    "family is a number": (lambda t: {"family": 90}, "family"),
+    "SDPA's is_causal": (lambda t: {"is_causal": True}, "is_causal did you mean causal?"),
+    "SDPA's scale": (lambda t: {"scale": 1.0}, "scale did you mean softmax_scale?"),
+    "flash_attn's window_size": (lambda t: {"window_size": (1, 1)}, "window_size did you mean window?"),
+    "dropout_p": (lambda t: {"dropout_p": 0.0}, "dropout_p did you mean"),
+    "a misspelt argument": (lambda t: {"softmax_scal": 1.0}, "softmax_scal did you mean softmax_scale?"),
+    "an unknown argument": (lambda t: {"bias": 1.0}, "bias softmax_scale window"),
 }
 WRONG_VALUES = {
     "q of three dimensions": (lambda t: {"q": t["q"][0]}, "q 3 dimensions 4"),
     "k of five dimensions": (lambda t: {"k": t["k"][None]}, "k 5 dimensions 4"),
     "v of no dimensions": (lambda t: {"v": t["v"].sum()}, "v 0 dimensions 4"),
-    "all float32": (lambda t: {n: x.float() for n, x in t.items()}, "q dtype float16 bfloat16"),
-    "all float64": (lambda t: {n: x.double() for n, x in t.items()}, "q dtype float16 bfloat16"),
-    "all int32": (lambda t: {n: x.int() for n, x in t.items()}, "q dtype float16 bfloat16"),
-    "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype q"),
-    "v of another dtype": (lambda t: {"v": t["v"].float()}, "v dtype q"),
+    "all float32": (lambda t: {n: x.float() for n, x in t.items()}, "q torch.float32 float16 bfloat16"),
+    "all float64": (
+        lambda t: {n: x.double() for n, x in t.items()},
+        "q torch.float64 float16 bfloat16",
+    ),
+    "all int32": (lambda t: {n: x.int() for n, x in t.items()}, "q torch.int32 float16 bfloat16"),
+    "all float8": (lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()}, "q dtype Float8_e4m3fn"),
+    "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype torch.float16 q torch.bfloat16"),
+    "v of another dtype": (lambda t: {"v": t["v"].float()}, "v dtype torch.float32 q torch.bfloat16"),
+    "k is nested": (lambda t: {"k": nested(t["k"])}, "k nested"),
+    "all jagged": (lambda t: {n: nested(x, torch.jagged) for n, x in t.items()}, "q nested"),
+    "v is sparse": (lambda t: {"v": t["v"].to_sparse()}, "v torch.sparse_coo"),
+    "k on another device": (lambda t: {"k": t["k"].to("meta")}, "k device meta q"),
+    "v on another device": (lambda t: {"v": t["v"].to("meta")}, "v device meta q"),
     "heads that do not divide": (lambda t: resized(t, "q", heads=5), "q 5 k 2 heads"),
     "fewer query heads": (lambda t: resized(t, "q", heads=1), "q 1 k 2 heads"),
     "no K/V heads": (lambda t: resized(t, "kv", heads=0), "q 6 k 0 heads"),
@@ -60,6 +88,8 @@ WRONG_VALUES = {
     "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
     "right is negative": (lambda t: {"window": (3, -1)}, "window right -1 >= 0"),
     "window is negative": (lambda t: {"window": -7}, "window -7 >= 0"),
+    "left is enormous": (lambda t: {"window": (2**70, 0)}, f"window left {2**70}"),
+    "right is enormous": (lambda t: {"window": (0, 2**63)}, f"window right {2**63}"),
     "right is negative, causal": (lambda t: {"window": (3, -1), "causal": True}, "window right -1 >= 0"),
     "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
     "scale is infinite": (lambda t: {"softmax_scale": math.inf}, "softmax_scale inf finite"),
@@ -86,8 +116,8 @@ def cases(tables: dict[type[Exception], dict]) -> pytest.MarkDecorator:
 WRONG = {TypeError: WRONG_TYPES, ValueError: WRONG_VALUES}
 
 
-def assert_one_sentence(message: str, words: str) -> None:
-    assert message.startswith("flash_cute.forward: "), message
+def assert_one_sentence(message: str, words: str, function: str = "forward") -> None:
+    assert message.startswith(f"flash_cute.{function}: "), message
     assert "\n" not in message, message
     assert len(message) < 250, message
     for leftover in (".cpp", ".hpp", "Exception raised", "c10", "RuntimeError", "aten::"):
@@ -110,7 +140,7 @@ def test_wrong_calls(device, function, error, change, words):
     with pytest.raises(error) as caught:
         call(function, bad | change(bad))
     assert type(caught.value) is error
-    assert_one_sentence(str(caught.value), words)
+    assert_one_sentence(str(caught.value), words, function.__name__)
     if device.type == "cuda":
         torch.cuda.synchronize()
     for result, unchanged in zip(call(flash_cute.forward, good), expected, strict=True):
@@ -122,7 +152,8 @@ def test_explain_refuses_the_same(device, error, change, words):
     good = inputs(device)
     with pytest.raises(error) as caught:
         call(flash_cute.explain, good | change(good))
-    assert_one_sentence(str(caught.value), words)
+    assert type(caught.value) is error
+    assert_one_sentence(str(caught.value), words, "explain")
 
 
 @pytest.mark.gpu
@@ -151,13 +182,25 @@ def test_family_of_another_gpu(device):
         call(flash_cute.forward, inputs(device) | {"family": "sm90"})
 
 
+def test_explain_of_a_meta_tensor():
+    meta = {name: tensor.to("meta") for name, tensor in inputs("cpu").items()}
+    with pytest.raises(NotImplementedError, match="meta") as caught:
+        call(flash_cute.explain, meta)
+    assert_one_sentence(str(caught.value), "q device meta cuda cpu", "explain")
+
+
 def test_no_silent_wrong_gradient(device):
-    """The bare operator, and forward-mode differentiation, refuse as the face does."""
+    """The bare operator, forward-mode differentiation and torch.func's transforms refuse as the face does."""
     q, k, v = inputs(device).values()
     with pytest.raises(NotImplementedError, match="backward"):
         torch.ops.flash_cute.forward(q.clone().requires_grad_(), k, v)
     with pytest.raises(NotImplementedError, match="backward"):
         torch.func.jvp(lambda x: flash_cute.forward(x, k, v)[0], (q,), (torch.ones_like(q),))
+    with pytest.raises(NotImplementedError, match="backward"):
+        torch.func.grad(lambda x: flash_cute.forward(x, k, v)[0].sum())(q)
+    stacked = torch.stack([q, q]).requires_grad_()
+    with pytest.raises(NotImplementedError, match="backward"):
+        torch.vmap(lambda x: flash_cute.forward(x, k, v)[0] * x)(stacked).sum().backward()
     with torch.no_grad():
         out, _ = flash_cute.forward(q.clone().requires_grad_(), k, v)
     assert not out.requires_grad

@@ -29,8 +29,7 @@ struct TensorView {
 };
 
 struct SoftmaxParams {
-  float scale;       // multiplies the scores; > 0
-  float scale_log2;  // scale * log2(e): the kernels work in base 2
+  float scale_log2;  // what multiplies the scores, > 0, times log2(e): the kernels work in base 2
 };
 
 struct DeviceInfo {

@@ -36,6 +36,8 @@ struct WindowMask {
     return first_key(row) <= key && key < end_key(row);
   }
 
+  FLASH_CUTE_HOST_DEVICE bool sees_nothing(int row) const { return end_key(row) <= first_key(row); }
+
   // Blocks with at least one visible pair in the tile of rows [m_begin, m_begin + block_m).
   FLASH_CUTE_HOST_DEVICE BlockRange visited(int m_begin, int block_m, int block_n) const {
     int const begin = first_key(m_begin), end = end_key(last_row(m_begin, block_m));

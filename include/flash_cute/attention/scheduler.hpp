@@ -16,7 +16,8 @@ struct TileCoord {
 
 // How the rows of a tile lie: in groups, on Hopper one for each warpgroup; in a group `packed` neighbouring
 // query heads of one query, then those of the next. Heads that share K and V are packed where one head's
-// queries would leave most rows of a tile empty.
+// queries would leave most rows of a tile empty, in as many packs as their number needs. The last pack ends
+// with the last of them: it may have heads in common with the one before, and both write the same.
 struct PackedRows {
   Divisor packed;
   int queries, groups;  // queries of a group, groups of a tile
@@ -48,12 +49,13 @@ struct PlainRows {
 // the heads that L2 holds go through their tiles side by side (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
+  int heads_per_kv;         // query heads that share K and V
   PackedRows rows;          // of every tile
   bool descending;          // is the last block of queries the longest?
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
   Divisor section, last_section;  // (batch, head) pairs that share L2
   Divisor section_tiles;          // tiles of a section
-  Divisor heads, group;           // sequences, of a batch entry and of one head of K and V
+  Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
   static TileOrder make(ProblemShape const& shape, WindowMask const& mask, PackedRows const& rows,
                         int element_bytes, int64_t l2_bytes, int wanted_tiles) {
@@ -66,23 +68,25 @@ struct TileOrder {
     int const longest = larger(length(m_blocks / 2), larger(length(0), length(m_blocks - 1)));
     int64_t const kv_bytes = 2 * int64_t(element_bytes) * longest * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
-    int64_t const group = shape.heads_q / shape.heads_kv / packed;
+    int const heads_per_kv = shape.heads_q / shape.heads_kv;
+    int64_t const packs = ceil_div(heads_per_kv, packed);
     bool const side_by_side = 2 * longest < shape.seqlen_k;
-    int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * group);
+    int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * packs);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
-    int64_t const sequences = int64_t(shape.batch) * shape.heads_q / packed;
-    int const section = int(smaller(sequences, kv_heads * group));
+    int64_t const sequences = int64_t(shape.batch) * shape.heads_kv * packs;
+    int const section = int(smaller(sequences, kv_heads * packs));
     int const rest = int(sequences % section);
     return {.m_blocks = m_blocks,
             .sequences = int(sequences),
+            .heads_per_kv = heads_per_kv,
             .rows = rows,
             .descending = length(m_blocks - 1) >= length(0),
             .side_by_side = side_by_side,
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
             .section_tiles = Divisor(section * m_blocks),
-            .heads = Divisor(shape.heads_q / packed),
-            .group = Divisor(int(group))};
+            .heads = Divisor(int(shape.heads_kv * packs)),
+            .packs = Divisor(int(packs))};
   }
 
   FLASH_CUTE_HOST_DEVICE int tiles() const { return m_blocks * sequences; }
@@ -93,9 +97,11 @@ struct TileOrder {
     int const place = index - first * m_blocks;
     int const rank = width.quotient(place);
     int const sequence = first + width.remainder(place);
-    int const batch = heads.quotient(sequence), head = sequence - batch * int(heads.value);
+    int const batch = heads.quotient(sequence), pack = sequence - batch * int(heads.value);
+    int const head_kv = packs.quotient(pack), packed = int(rows.packed.value);
+    int const head_of_kv = smaller((pack - head_kv * int(packs.value)) * packed, heads_per_kv - packed);
     int const m_block = descending ? m_blocks - 1 - rank : rank;
-    return {m_block * rows.tile_queries(), head * int(rows.packed.value), group.quotient(head), batch};
+    return {m_block * rows.tile_queries(), head_kv * heads_per_kv + head_of_kv, head_kv, batch};
   }
 };
 

@@ -87,27 +87,27 @@ struct OnlineSoftmax {
   }
 
   // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
-  // Rows without a key become zeros even where a hidden V was not finite; they are rare, and a select for
-  // every element would cost 1 to 2%.
-  template <class Output>
-  CUTE_DEVICE void finish(Output& acc_o) {
+  // Rows without a key, as sees_nothing(row) tells, become zeros even where a hidden V was not finite; they
+  // are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have a
+  // sum of 0, too: they become NaN.
+  template <class Output, class SeesNothing>
+  CUTE_DEVICE void finish(Output& acc_o, SeesNothing const& sees_nothing) {
     float factor[kRows];
-    bool nothing_seen = false;  // by any row
+    bool empty_sum = false;  // of any row
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      bool const sees_nothing = sum == 0.f;
-      nothing_seen |= sees_nothing;
+      empty_sum |= sum == 0.f;
       factor[row] = __fdividef(1.f, sum);
       // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
       float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);
-      reference[row] = sees_nothing ? -INFINITY : fmaf(reference[row], float(M_LN2), log_sum);
+      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
     }
-    if (__any_sync(0xffffffffu, nothing_seen)) {
+    if (__any_sync(0xffffffffu, empty_sum)) {
       auto output = row_col_view(acc_o);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        if (lse(row) != -INFINITY) continue;
+        if (lse(row) != -INFINITY || !sees_nothing(row)) continue;
         factor[row] = 1.f;
         CUTE_UNROLL
         for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;

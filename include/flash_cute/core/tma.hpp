@@ -7,19 +7,36 @@
 #include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "flash_cute/core/check.hpp"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
 
-// The driver's encoder, reached through the runtime so that nothing links against the driver.
-inline auto tensor_map_encoder() {
-  static auto const encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encoder;
+// A function of the driver, reached through the runtime so that nothing links against the driver.
+template <class Function>
+Function* driver_function(char const* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  check(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found), name);
+  if (!function) fail(name, "the driver does not have it");
+  return reinterpret_cast<Function*>(function);
+}
+
+// Encodes a tensor map by encode(driver's encoder). The driver wants a context, which a host thread does not
+// have before its first call to the runtime that needs one.
+template <class Encode>
+void encode_tensor_map(int device, Encode&& encode) {
+  static auto* const encoder =
+      driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
+  CUresult result = encode(encoder);
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    check(cudaSetDevice(device), "binding the device's context");
+    result = encode(encoder);
+  }
+  if (result == CUDA_SUCCESS) return;
+  char const* why = "unknown error";
+  driver_function<decltype(cuGetErrorString)>("cuGetErrorString", 6000)(result, &why);
+  fail("encoding a tensor map", why);
 }
 
 // The part of an operand that one load brings; in shared memory its rows lie head after head of one row of
@@ -31,10 +48,8 @@ struct TmaBox {
 // Describes a (batch, head, row, column) operand that is loaded box by box. What a box covers outside of the
 // operand arrives as zeros, whatever lies there in memory.
 template <class Element>
-cudaError_t make_tensor_map(CUtensorMap& map, TensorView const& view, int head_dim, int seqlen, int heads,
+CUtensorMap make_tensor_map(int device, TensorView const& view, int head_dim, int seqlen, int heads,
                             int batch, TmaBox box) {
-  auto const encode = tensor_map_encoder();
-  if (!encode) return cudaErrorNotSupported;
   constexpr uint64_t kAlignment = 16;  // of strides; the stride of a dimension of size 1 is never used
   auto stride = [](int64_t elements, int size) {
     return size == 1 ? kAlignment : uint64_t(elements) * sizeof(Element);
@@ -44,14 +59,17 @@ cudaError_t make_tensor_map(CUtensorMap& map, TensorView const& view, int head_d
                                stride(view.batch_stride, batch)};
   uint32_t const extents[4] = {uint32_t(box.columns), uint32_t(box.heads), uint32_t(box.rows), 1};
   uint32_t const steps[4] = {1, 1, 1, 1};
-  CUresult const result =
-      encode(&map,
-             std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, view.data, sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  CUtensorMap map;
+  encode_tensor_map(device, [&](auto* encoder) {
+    return encoder(
+        &map,
+        std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        4, view.data, sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+  return map;
 }
 
 // Loads kHeadDim columns of `rows` rows of shared memory, which start at this head and row of the operand, by

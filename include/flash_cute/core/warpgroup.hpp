@@ -1,9 +1,9 @@
 // Asynchronous products of a warpgroup, and turns among warpgroups.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <cute/tensor.hpp>
+
+#include "flash_cute/core/named_barrier.hpp"
 
 namespace flash_cute {
 
@@ -31,11 +31,8 @@ CUTE_DEVICE void wait_products(Acc& acc) {
   warpgroup_fence_operand(acc);
 }
 
-// A barrier of each warpgroup's own; those of the turns come before it.
-template <int kWarpgroups>
-CUTE_DEVICE void sync_warpgroup(int warpgroup) {
-  cutlass::arch::NamedBarrier::sync(128, uint32_t(kWarpgroups + warpgroup));
-}
+// A barrier of each warpgroup's own.
+CUTE_DEVICE void sync_warpgroup(int warpgroup) { NamedBarrier{BarrierId::warpgroup, warpgroup}.sync(128); }
 
 // Warpgroups issue their products one after the other, so that the tensor cores serve one while others do
 // softmax.
@@ -47,13 +44,10 @@ struct WarpgroupTurns {
   CUTE_DEVICE void begin() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void wait() const { cutlass::arch::NamedBarrier::sync(2 * 128, barrier(warpgroup)); }
+  CUTE_DEVICE void wait() const { NamedBarrier{BarrierId::turn, warpgroup}.sync(2 * 128); }
   CUTE_DEVICE void pass() const {
-    cutlass::arch::NamedBarrier::arrive(2 * 128, barrier(warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1));
+    NamedBarrier{BarrierId::turn, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(2 * 128);
   }
-
- private:
-  CUTE_DEVICE static uint32_t barrier(int turn) { return uint32_t(turn); }
 };
 
 }  // namespace flash_cute

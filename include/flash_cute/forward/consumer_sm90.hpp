@@ -67,8 +67,8 @@ struct ForwardConsumerSm90 {
     };
     auto first_query = [&](TileCoord const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     auto store_tile = [&](TileCoord tile) {
-      softmax.finish(acc_o);
       tile.m_begin = first_query(tile);
+      finish_rows(softmax, params.mask, tile, rows, cS, acc_o);
       if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, tile, PlainRows{}, softmax, cS);
       } else {

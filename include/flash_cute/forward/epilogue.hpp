@@ -1,4 +1,4 @@
-// How the LSE leaves, in both families: straight from the registers of the compute warps.
+// How a tile's rows end, in both families; the LSE leaves straight from the registers of the compute warps.
 #pragma once
 
 #include "flash_cute/attention/scheduler.hpp"
@@ -6,6 +6,15 @@
 #include "flash_cute/forward/tile_views.hpp"
 
 namespace flash_cute {
+
+// Ends the softmax of the rows that this thread owns, and divides O by their sums.
+template <class Softmax, class Mask, class Rows, class Coords, class Output>
+CUTE_DEVICE void finish_rows(Softmax& softmax, Mask const& mask, TileCoord const& tile, Rows const& rows,
+                             Coords const& accumulator_coords, Output& acc_o) {
+  auto const coords = row_col_view(accumulator_coords);
+  softmax.finish(
+      acc_o, [&](int row) { return mask.sees_nothing(tile.m_begin + rows.query(get<0>(coords(row, 0)))); });
+}
 
 // Writes the LSE of the rows whose first column this thread owns. coords: (row, column) of an accumulator.
 template <class Rows, class Softmax, class Coords>

@@ -41,10 +41,10 @@ struct ForwardEpilogueSm90 {
           tma_store_wait<Traits::kStagesO - 1>();
         }
       }
-      sync_warpgroup<Traits::kConsumers>(warpgroup);
+      sync_warpgroup(warpgroup);
       copy(copy_o, thread_copy.retile_S(rO), tOsO(_, _, _, stage));
       cutlass::arch::fence_view_async_shared();
-      sync_warpgroup<Traits::kConsumers>(warpgroup);
+      sync_warpgroup(warpgroup);
       if (thread == 0) {
         store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
             maps.out, &sO(warpgroup * kWarpgroupRows, 0, stage), part * Traits::kColumnsO, tile.head,

@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
   ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
-  softmax.finish(acc_o);
 
   TileCoord const tile = order(read_block_index());
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
+  finish_rows(softmax, params.mask, tile, PlainRows{}, cO, acc_o);
   store_lse(params, tile, PlainRows{}, softmax, cO);
   store_output<typename Traits::Element>(params, tile, acc_o, cO);
 }

@@ -24,11 +24,12 @@ struct LaunchPlan {
   int registers = 0, local_bytes = 0;  // per thread
 };
 
-// Specialised per Instance in a translation unit of its own, which setup.py generates.
+// CUDA's errors are thrown (core/check.hpp). Specialised per Instance in a translation unit of its own, which
+// setup.py generates.
 template <class Instance>
 struct ForwardLaunch {
-  static cudaError_t run(ForwardParams const& params, cudaStream_t stream);
-  static cudaError_t plan(ForwardParams const& params, LaunchPlan& plan);
+  static void run(ForwardParams const& params, cudaStream_t stream);
+  static LaunchPlan plan(ForwardParams const& params);
   static std::vector<CompiledTile> tiles();
 };
 

@@ -5,6 +5,7 @@
 
 #include <atomic>
 
+#include "flash_cute/core/check.hpp"
 #include "flash_cute/forward/launch.hpp"
 
 namespace flash_cute {
@@ -12,13 +13,12 @@ namespace flash_cute {
 // kStartsEarly: the kernel itself waits for the one before it in the stream, so its blocks may be launched
 // while that one's memory operations settle.
 template <auto kernel, bool kStartsEarly = false, class... Args>
-cudaError_t launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes,
-                          cudaStream_t stream, Args const&... args) {
+void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes, cudaStream_t stream,
+                   Args const&... args) {
   static std::atomic<bool> may_have_smem[DeviceInfo::kMaxDevices];  // asking anew would cost every call 1 us
   if (!may_have_smem[device.index].load(std::memory_order_relaxed)) {
-    cudaError_t const status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (status != cudaSuccess) return status;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+          "asking for the kernel's shared memory");
     may_have_smem[device.index].store(true, std::memory_order_relaxed);
   }
   cudaLaunchAttribute early{};
@@ -31,18 +31,16 @@ cudaError_t launch_kernel(DeviceInfo const& device, int blocks, int threads, int
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = kStartsEarly;
-  cudaLaunchKernelEx(&config, kernel, args...);
-  return cudaGetLastError();
+  check(cudaLaunchKernelEx(&config, kernel, args...), "launching the kernel");
 }
 
 // Adds to the plan what the compiler made of the kernel.
 template <class... Params>
-cudaError_t read_attributes(void (*kernel)(Params...), LaunchPlan& plan) {
+void read_attributes(void (*kernel)(Params...), LaunchPlan& plan) {
   cudaFuncAttributes attributes{};
-  cudaError_t const status = cudaFuncGetAttributes(&attributes, kernel);
+  check(cudaFuncGetAttributes(&attributes, kernel), "reading the kernel's attributes");
   plan.registers = attributes.numRegs;
   plan.local_bytes = int(attributes.localSizeBytes);
-  return status;
 }
 
 }  // namespace flash_cute

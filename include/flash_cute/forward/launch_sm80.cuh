@@ -17,23 +17,23 @@ TileOrder order_sm80(ForwardParams const& params) {
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
+void ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
   using Traits = TraitsSm80<Instance>;
   TileOrder const order = order_sm80<Instance>(params);
-  return launch_kernel<forward_kernel_sm80<Traits>>(params.device, order.tiles(), Traits::kThreads,
-                                                    sizeof(typename Traits::SharedStorage), stream, params,
-                                                    order);
+  launch_kernel<forward_kernel_sm80<Traits>>(params.device, order.tiles(), Traits::kThreads,
+                                             sizeof(typename Traits::SharedStorage), stream, params, order);
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPlan& plan) {
+LaunchPlan ForwardLaunch<Instance>::plan(ForwardParams const& params) {
   using Traits = TraitsSm80<Instance>;
-  plan = {.tile = Traits::kTile,
-          .packed_heads = 1,
-          .grid = order_sm80<Instance>(params).tiles(),
-          .threads = Traits::kThreads,
-          .smem_bytes = sizeof(typename Traits::SharedStorage)};
-  return read_attributes(forward_kernel_sm80<Traits>, plan);
+  LaunchPlan plan{.tile = Traits::kTile,
+                  .packed_heads = 1,
+                  .grid = order_sm80<Instance>(params).tiles(),
+                  .threads = Traits::kThreads,
+                  .smem_bytes = sizeof(typename Traits::SharedStorage)};
+  read_attributes(forward_kernel_sm80<Traits>, plan);
+  return plan;
 }
 
 template <class Instance>

@@ -26,17 +26,19 @@ inline int64_t work(ForwardParams const& params, ForwardTile tile, int packed) {
       ++samples;
     }
   }
-  int64_t const tiles = int64_t(m_blocks) * (shape.heads_q / packed) * shape.batch;
+  int const packs = ceil_div(shape.heads_q / shape.heads_kv, packed);
+  int64_t const tiles = int64_t(m_blocks) * packs * shape.heads_kv * shape.batch;
   int64_t const rounds = ceil_div(tiles, int64_t(params.device.multiprocessors));
   return rounds * blocks * tile.block_m * tile.block_n / samples;
 }
 
 // Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
-// often.
+// often. A group of more heads than a warpgroup has rows is packed in equal parts.
 inline int packed_heads(ProblemShape const& shape, ForwardTile tile) {
-  int const group = shape.heads_q / shape.heads_kv;
-  if (shape.seqlen_q >= tile.block_m || group > kWarpgroupRows) return 1;
-  return ceil_div(shape.seqlen_q, rows_sm90(tile, group).tile_queries()) < group ? group : 1;
+  int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
+  int const packed = ceil_div(group, packs);
+  if (shape.seqlen_q >= tile.block_m) return 1;
+  return packs * ceil_div(shape.seqlen_q, rows_sm90(tile, packed).tile_queries()) < group ? packed : 1;
 }
 
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
@@ -61,7 +63,7 @@ inline int persistent_blocks(ForwardParams const& params, TileOrder const& order
 
 // Calls visitor(traits, packed heads) for the tile that serves the problem.
 template <class Instance, class Visitor>
-cudaError_t visit_tile(ForwardParams const& params, Visitor&& visitor) {
+auto visit_tile(ForwardParams const& params, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
   int const packed = packed_heads(params.shape, kTiles.main);
   if constexpr (kTiles.small.warps > 0) {
@@ -74,38 +76,37 @@ cudaError_t visit_tile(ForwardParams const& params, Visitor&& visitor) {
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
-  return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
+void ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
+  visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
     ProblemShape const& shape = params.shape;
     TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
-    ForwardMaps maps;
-    auto encode = [&](CUtensorMap& map, TensorView const& view, int seqlen, int heads, TmaBox box) {
-      return make_tensor_map<typename Traits::Element>(map, view, shape.head_dim, seqlen, heads, shape.batch,
-                                                       box);
+    auto encode = [&](TensorView const& view, int seqlen, int heads, TmaBox box) {
+      return make_tensor_map<typename Traits::Element>(params.device.index, view, shape.head_dim, seqlen,
+                                                       heads, shape.batch, box);
     };
     TmaBox const box_q{Traits::kPanel, packed, order.rows.queries},
         box_kv{Traits::kPanel, 1, Traits::kBlockN};
-    cudaError_t status = encode(maps.q, params.q, shape.seqlen_q, shape.heads_q, box_q);
-    if (status == cudaSuccess) status = encode(maps.k, params.k, shape.seqlen_k, shape.heads_kv, box_kv);
-    if (status == cudaSuccess) status = encode(maps.v, params.v, shape.seqlen_k, shape.heads_kv, box_kv);
-    if (status == cudaSuccess) status = encode(maps.out, params.out, shape.seqlen_q, shape.heads_q, box_q);
-    if (status != cudaSuccess) return status;
-    return launch_kernel<forward_kernel_sm90<Traits>, /*kStartsEarly=*/true>(
+    ForwardMaps const maps{.q = encode(params.q, shape.seqlen_q, shape.heads_q, box_q),
+                           .k = encode(params.k, shape.seqlen_k, shape.heads_kv, box_kv),
+                           .v = encode(params.v, shape.seqlen_k, shape.heads_kv, box_kv),
+                           .out = encode(params.out, shape.seqlen_q, shape.heads_q, box_q)};
+    launch_kernel<forward_kernel_sm90<Traits>, /*kStartsEarly=*/true>(
         params.device, persistent_blocks(params, order, Traits::kBlockN), Traits::kThreads,
         sizeof(typename Traits::SharedStorage), stream, params, order, maps);
   });
 }
 
 template <class Instance>
-cudaError_t ForwardLaunch<Instance>::plan(ForwardParams const& params, LaunchPlan& plan) {
+LaunchPlan ForwardLaunch<Instance>::plan(ForwardParams const& params) {
   return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
     TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
-    plan = {.tile = Traits::kTile,
-            .packed_heads = packed,
-            .grid = persistent_blocks(params, order, Traits::kBlockN),
-            .threads = Traits::kThreads,
-            .smem_bytes = sizeof(typename Traits::SharedStorage)};
-    return read_attributes(forward_kernel_sm90<Traits>, plan);
+    LaunchPlan plan{.tile = Traits::kTile,
+                    .packed_heads = packed,
+                    .grid = persistent_blocks(params, order, Traits::kBlockN),
+                    .threads = Traits::kThreads,
+                    .smem_bytes = sizeof(typename Traits::SharedStorage)};
+    read_attributes(forward_kernel_sm90<Traits>, plan);
+    return plan;
   });
 }
 

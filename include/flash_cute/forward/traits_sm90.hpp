@@ -8,6 +8,7 @@
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/element.hpp"
+#include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/pipeline.hpp"
 
 namespace flash_cute {
@@ -39,7 +40,7 @@ struct ForwardTraitsSm90 {
   // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
-  static_assert(kBlockM == kWarpgroupRows * kConsumers);
+  static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   // Does a tile's first product with V overwrite O? Else O is cleared before. It saves 1% at short sequences;
   // 192 x 64 loses 2.5% by asking which product is the first (its code is else the same; why is not known).
   static constexpr bool kOverwritesO = !(kBlockM == 192 && kBlockN == 64);

@@ -1,0 +1,56 @@
+"""Documentation that machines can check: the API page, and links to files and headings."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("benchmarks", "docs", "examples", "tests", "third_party")  # not build, nor virtual environments
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and images, those to other sites left out."""
+    targets = LINK.findall(CODE.sub("", page.read_text()))
+    return [target for target in targets if "://" not in target and not target.startswith("mailto:")]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may say, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+def broken(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    return not file.exists() or bool(anchor and anchor not in anchors(file))
+
+
+def test_the_api_page_is_made_from_the_docstrings():
+    tool = runpy.run_path(str(ROOT / "tools" / "api_page.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run python tools/api_page.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert [target for target in links(page) if broken(page, target)] == []
+
+
+def test_broken_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One, two\n[a](#one-two) [b](page.md#one-two) [c](#three) ![d](gone.png) `[e](code)`\n")
+    assert [target for target in links(page) if broken(page, target)] == ["#three", "gone.png"]
+
+
+def test_every_page_of_docs_is_in_the_index():
+    index = ROOT / "docs" / "README.md"
+    named = {(index.parent / target).resolve() for target in links(index)}
+    assert {page.resolve() for page in (ROOT / "docs").glob("*.md")} - named == {index}

@@ -1,0 +1,106 @@
+"""What PyTorch does to functions and tensors around a call: vmap, autocast, FLOP counters, copy-on-write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import SHAPES, Mask, Shape, make_inputs
+from tolerance import assert_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_cute
+
+SHAPE = Shape(2, 4, 2, 70, 90, 64)
+
+
+def stacked(count: int, device) -> list[torch.Tensor]:
+    """q, k and v, each `count` of them along a new first dimension."""
+    drawn = [make_inputs(SHAPE, torch.bfloat16, device) for _ in range(count)]
+    return [torch.stack(parts) for parts in zip(*drawn, strict=True)]
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (1, 0, 3), (-1, 2, 0)], ids=str)
+def test_vmap(kernel, dims):
+    """One call with a larger batch, the same as a loop, wherever the mapped dimension is."""
+    inputs = stacked(3, kernel.device)
+
+    def attend(q, k, v):
+        return flash_cute.forward(q, k, v, causal=True, window=(50, None), family=kernel.family)
+
+    mapped = torch.vmap(attend, in_dims=dims)(
+        *(tensor.movedim(0, dim) for tensor, dim in zip(inputs, dims, strict=True))
+    )
+    for index in range(3):
+        q, k, v = (tensor[index] for tensor in inputs)
+        result = mapped[0][index], mapped[1][index].contiguous()
+        assert_attention(result, q, k, v, Mask(causal=True, window=(50, None)))
+
+
+def test_vmap_of_one_argument_and_nested(kernel):
+    q, k, v = stacked(2, kernel.device)
+
+    def attend(q):
+        return flash_cute.forward(q, k[0], v[0], family=kernel.family)[0]
+
+    expected = torch.stack([attend(part) for part in q])
+    torch.testing.assert_close(torch.vmap(attend)(q), expected)
+    pairs = torch.stack([q, q])
+    torch.testing.assert_close(torch.vmap(torch.vmap(attend))(pairs), torch.stack([expected, expected]))
+
+
+def test_vmap_is_one_call(kernel):
+    calls = stacked(4, kernel.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.vmap(lambda q, k, v: flash_cute.forward(q, k, v)[0])(*calls)
+    # The dispatcher names the operator once above the rule and once below it.
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["flash_cute::_forward"] <= 2
+
+
+def test_vmap_of_empty_batches(kernel):
+    q = torch.empty(3, 0, 4, 5, 64, dtype=torch.float16, device=kernel.device)
+    out, lse = torch.vmap(lambda x: flash_cute.forward(x, x, x, family=kernel.family))(q)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16])
+def test_autocast(kernel, given, dtype):
+    """As PyTorch's own attention: what is not of autocast's type is cast to it."""
+    inputs = [tensor.to(given) for tensor in make_inputs(SHAPE, torch.float16, kernel.device)]
+    with torch.autocast(kernel.device.type, dtype=dtype):
+        results = flash_cute.forward(*inputs, causal=True, family=kernel.family)
+        bare = torch.ops.flash_cute.forward(*inputs, True, family=kernel.family)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(inputs[0], inputs[0], inputs[0])
+    assert results[0].dtype == sdpa.dtype == dtype
+    expected = flash_cute.forward(*(tensor.to(dtype) for tensor in inputs), causal=True, family=kernel.family)
+    for ours, theirs, cast in zip(results, bare, expected, strict=True):
+        assert torch.equal(ours, cast)
+        assert torch.equal(theirs, cast)
+
+
+def test_autocast_leaves_float64_alone(device):
+    inputs = [tensor.double() for tensor in make_inputs(SHAPE, torch.float16, device)]
+    with torch.autocast(device.type), pytest.raises(ValueError, match=r"torch\.float64"):
+        flash_cute.forward(*inputs)
+
+
+def test_flop_counters_know_the_operator(kernel):
+    """They count as for PyTorch's attention: all pairs, without regard to a mask."""
+    q, k, v = make_inputs(SHAPE, torch.bfloat16, kernel.device)
+    with FlopCounterMode(display=False) as counter:
+        flash_cute.forward(q, k, v, causal=True, family=kernel.family)
+    assert counter.get_total_flops() == 4 * SHAPE.batch * SHAPE.heads_q * 70 * 90 * 64
+
+
+@pytest.mark.gpu
+def test_lazy_clones_stay_lazy(kernel):
+    """Inputs are only read: a copy-on-write clone keeps sharing its memory."""
+    inputs = make_inputs(SHAPES["one_tile"], torch.bfloat16, kernel.device, "contiguous")
+    clones = [torch._lazy_clone(tensor) for tensor in inputs]
+    kernel.forward(*clones)
+    assert all(torch._C._is_cow_tensor(clone) for clone in clones)
+
+
+def test_version():
+    assert flash_cute.__version__.count(".") == 2
