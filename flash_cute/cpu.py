@@ -45,13 +45,15 @@ def forward(
     # PyTorch's causal mask is aligned top left. That is ours where the rows that see a key form a square.
     causal = full_to_the_left and right == 0 and shift <= 0 and not full
 
-    if not ((full or causal) and softmax_scale * _deviation(q, k) >= _LARGE_SCORES):
+    if (full or causal) and softmax_scale * _deviation(q, k) >= _LARGE_SCORES:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    else:
         q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     step = seqlen_q if full or causal else _MASKED_ROWS
     for begin in range(first_row, seqlen_q, step):
         rows = slice(begin, min(begin + step, seqlen_q))
         keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
-        mask = None if full or causal else _mask(rows, keys, shift, left, right).to(q.dtype)
+        mask = None if full or causal else _mask(rows, keys, shift, left, right)
         out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
         )

@@ -162,9 +162,13 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
     message = str(error).partition("\n")[0]
     if mismatch := re.fullmatch(r"flash_cute::\w+\(\) Expected (.*)\.", message):
         return TypeError(f"{ours}expected {mismatch[1]}")
-    device = tensors["q"].device.type
-    if device not in ("cuda", "cpu") and not message.startswith("flash_cute."):
-        return NotImplementedError(f"{ours}q is on device {device}; cuda and cpu are supported")
+    if not message.startswith("flash_cute."):
+        for argument, tensor in tensors.items():
+            if tensor.device.type not in ("cuda", "cpu"):
+                where = f"{argument} is on device {tensor.device}"
+                return NotImplementedError(
+                    f"{ours}{where}; cuda and cpu are supported, all three on one device"
+                )
     if not message.startswith("flash_cute.forward: "):
         return error
     sentence = message.removeprefix("flash_cute.forward: ")

@@ -72,8 +72,6 @@ WRONG_VALUES = {
     "k is nested": (lambda t: {"k": nested(t["k"])}, "k nested"),
     "all jagged": (lambda t: {n: nested(x, torch.jagged) for n, x in t.items()}, "q nested"),
     "v is sparse": (lambda t: {"v": t["v"].to_sparse()}, "v torch.sparse_coo"),
-    "k on another device": (lambda t: {"k": t["k"].to("meta")}, "k device meta q"),
-    "v on another device": (lambda t: {"v": t["v"].to("meta")}, "v device meta q"),
     "heads that do not divide": (lambda t: resized(t, "q", heads=5), "q 5 k 2 heads"),
     "fewer query heads": (lambda t: resized(t, "q", heads=1), "q 1 k 2 heads"),
     "no K/V heads": (lambda t: resized(t, "kv", heads=0), "q 6 k 0 heads"),
@@ -154,6 +152,17 @@ def test_explain_refuses_the_same(device, error, change, words):
         call(flash_cute.explain, good | change(good))
     assert type(caught.value) is error
     assert_one_sentence(str(caught.value), words, "explain")
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_one_of_them_on_meta(device, name):
+    """Whose kernel would give results that nothing has written."""
+    tensors = inputs(device)
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match="meta"):
+        call(flash_cute.forward, tensors)
+    with pytest.raises(NotImplementedError, match=f"{name} is on device meta"):
+        call(flash_cute.explain, tensors)
 
 
 @pytest.mark.gpu
