@@ -35,8 +35,9 @@ CPP_FLAGS = (
 )
 NVCC_FLAGS = (
     f"{FLAGS} -Xcompiler=-fPIC,-fvisibility=hidden -Xptxas=-v -lineinfo"
-    " --expt-relaxed-constexpr --expt-extended-lambda --compress-mode=size"
+    " --expt-relaxed-constexpr --expt-extended-lambda"
 )
+COMPRESSION = "--compress-mode=size"  # nvcc 12.8 and newer
 LINK_FLAGS = "-shared -Wl,--exclude-libs,ALL -Wl,-s"
 # libtorch stays although nothing refers to it: through it the weak symbols for CUDA are found.
 TORCH_LIBRARIES = "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
@@ -174,12 +175,19 @@ def toolkit_candidates(major: str) -> Iterator[Path]:
         yield from (Path(folder) / f"cu{major}" for folder in nvidia.submodule_search_locations)
 
 
+def nvcc_version(toolkit: Path) -> tuple[int, ...]:
+    """(12, 8) for CUDA 12.8; empty where there is no nvcc."""
+    nvcc = toolkit / "bin" / "nvcc"
+    said = subprocess.check_output([nvcc, "--version"], text=True) if nvcc.exists() else ""
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return tuple(map(int, release.groups())) if release else ()
+
+
 def cuda_toolkit() -> Path:
     """The first toolkit whose nvcc has the CUDA major version of torch."""
     major = torch.version.cuda.split(".")[0]
     for home in toolkit_candidates(major):
-        nvcc = home / "bin" / "nvcc"
-        if nvcc.exists() and f"release {major}." in subprocess.check_output([nvcc, "--version"], text=True):
+        if nvcc_version(home)[:1] == (int(major),):
             return home
     raise SystemExit(
         f"flash_cute: no CUDA {major} compiler for torch {torch.__version__}. Install the toolkit and set "
@@ -255,7 +263,8 @@ def ninja_file(sources: list[str], instances: list[Instance], toolkit: Path | No
         cuda = link("toolkit", toolkit)
         cutlass = link("cutlass", cutlass_headers())
         cpp += f" -DFLASH_CUTE_WITH_CUDA -isystem {cuda}/include"
-        nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {NVCC_FLAGS} {includes} -isystem {cutlass} $architectures"
+        flags = f"{NVCC_FLAGS} {COMPRESSION}" if nvcc_version(toolkit) >= (12, 8) else NVCC_FLAGS
+        nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {flags} {includes} -isystem {cutlass} $architectures"
         libraries += f" -L{cuda}/lib64 -L{cuda}/lib {CUDA_LIBRARIES}"  # lib64: toolkits; lib: wheels
 
     launcher = shutil.which("ccache") or MEASURE

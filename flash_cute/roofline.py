@@ -96,7 +96,8 @@ class Explanation(dict):
 
     def _kernel_rows(self) -> dict[str, str]:
         if self["family"] == "cpu":
-            return {"kernel": "PyTorch's CPU flash attention, in float32"}
+            types = "full and causal in the inputs' type, other masks and tiny scores in float32"
+            return {"kernel": f"PyTorch's CPU flash attention; {types}"}
         heads = self["packed_heads"]
         rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
         return {

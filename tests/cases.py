@@ -156,6 +156,8 @@ SHAPES = {
     "few_queries_of_seven_heads": Shape(2, 14, 2, 19, 260, 64),
     "few_queries_of_64_heads": Shape(1, 64, 1, 3, 200, 64),
     "few_queries_of_100_heads": Shape(1, 100, 1, 3, 200, 64),
+    "one_query_of_67_heads": Shape(2, 134, 2, 1, 300, 64),
+    "few_queries_of_129_heads": Shape(1, 258, 2, 5, 150, 64),
     "long_one_head": Shape(1, 1, 1, 1024, 1024, 64),
     "many_short": Shape(32, 8, 8, 33, 47, 64),
     "more_tiles_than_multiprocessors": Shape(3, 55, 55, 130, 70, 64),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from cases import Mask
@@ -91,15 +93,24 @@ def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, group
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
-    packed = group if pack and group <= block_m // groups else 1
+    packed = -(-group // -(-group // (block_m // groups))) if pack else 1  # in equal parts
     order = host.TileOrder(sizes, mask, block_m, groups, packed, 2, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
 
 
-@given(shapes, limits, limits, st.sampled_from([(64, 1), (128, 2), (48, 3)]), cache_sizes, st.booleans())
+@given(
+    st.tuples(
+        st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 90), lengths, st.just(64)
+    ),
+    limits,
+    limits,
+    st.sampled_from([(64, 1), (128, 2), (48, 3)]),
+    cache_sizes,
+    st.booleans(),
+)
 def test_tile_order_visits_every_row_once(host, shape, left, right, tile, l2_bytes, pack):
-    """Every query of every head is a row of one tile, whose keys are those of its head; a tile that packs
-    heads has all the heads that share K and V."""
+    """Every query of every head is a row of a tile, whose keys are those of its head; where heads are packed
+    in parts that overlap, of two tiles."""
     batch, heads_kv, group, seqlen_q, *_ = shape
     block_m, groups = tile
     order, _, tiles = make_order(host, shape, left, right, block_m, l2_bytes, 1, groups, pack)
@@ -112,8 +123,10 @@ def test_tile_order_visits_every_row_once(host, shape, left, right, tile, l2_byt
             if m_begin + query < seqlen_q:
                 rows.append((m_begin + query, head + packed_head, entry))
     expected = {(m, h, b) for m in range(seqlen_q) for h in range(heads_kv * group) for b in range(batch)}
-    assert len(rows) == len(expected)
     assert set(rows) == expected
+    packs_fit = not pack or group % -(-group // -(-group // (block_m // groups))) == 0
+    assert len(rows) == len(expected) or not packs_fit
+    assert max(Counter(rows).values()) <= 2
 
 
 @given(shapes, blocks, cache_sizes, sections, st.integers(1, 140))
@@ -164,11 +177,11 @@ def test_sections_fit_the_cache(host, shape, block_m, l2_bytes, section_tiles):
 def test_behind_a_window_sections_are_what_the_cache_holds(
     host, shape, block_m, l2_bytes, section_tiles, left
 ):
-    """Where no tile sees half of the keys, a section has all the heads whose visible keys fill half of L2."""
+    """Where no tile sees 3/5 of the keys, a section has all the heads whose visible keys fill half of L2."""
     batch, heads_kv, group, _, seqlen_k, head_dim = shape
     order, mask, tiles = make_order(host, shape, left, 0, block_m, l2_bytes, section_tiles)
     lengths = [end - begin for begin, end in (mask.visited(m, block_m, 1) for m, *_ in tiles)]
-    assume(0 < max(lengths) == lengths[0] and 2 * max(lengths) < seqlen_k)
+    assume(0 < max(lengths) == lengths[0] and 5 * max(lengths) < 3 * seqlen_k)
     in_l2 = l2_bytes // 2 // (2 * 2 * max(lengths) * head_dim)
     assert order.section == min(batch * heads_kv * group, max(1, in_l2) * group)
 

@@ -53,6 +53,7 @@ struct TileOrder {
   PackedRows rows;          // of every tile
   bool descending;          // is the last block of queries the longest?
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
+  bool few_keys;            // does no tile see a quarter of the keys?
   Divisor section, last_section;  // (batch, head) pairs that share L2
   Divisor section_tiles;          // tiles of a section
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
@@ -70,7 +71,7 @@ struct TileOrder {
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
     int64_t const packs = ceil_div(heads_per_kv, packed);
-    bool const side_by_side = 2 * longest < shape.seqlen_k;
+    bool const side_by_side = 5 * int64_t(longest) < 3 * int64_t(shape.seqlen_k);
     int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * packs);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
     int64_t const sequences = int64_t(shape.batch) * shape.heads_kv * packs;
@@ -82,6 +83,7 @@ struct TileOrder {
             .rows = rows,
             .descending = length(m_blocks - 1) >= length(0),
             .side_by_side = side_by_side,
+            .few_keys = 4 * int64_t(longest) < shape.seqlen_k,
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
             .section_tiles = Divisor(section * m_blocks),

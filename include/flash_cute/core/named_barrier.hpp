@@ -15,16 +15,18 @@ enum class BarrierId : int {
 };
 static_assert(int(BarrierId::end) <= 16);
 
+// No clobber of memory, which would keep other instructions from moving across: those that must not move
+// (stores to shared memory, fences, TMA) are volatile, too.
 struct NamedBarrier {
   BarrierId first;
   int index;
 
   // Waits until `threads` threads have come, those that only arrive among them.
   CUTE_DEVICE void sync(int threads) const {
-    asm volatile("bar.sync %0, %1;" ::"r"(int(first) + index), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(int(first) + index), "r"(threads));
   }
   CUTE_DEVICE void arrive(int threads) const {
-    asm volatile("bar.arrive %0, %1;" ::"r"(int(first) + index), "r"(threads) : "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(int(first) + index), "r"(threads));
   }
 };
 

@@ -1,43 +1,13 @@
 // Tiles by the tensor memory accelerator: tensor maps on the host, loads in the kernel.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "flash_cute/core/check.hpp"
 #include "flash_cute/core/element.hpp"
+#include "flash_cute/core/tensor_map.hpp"
 
 namespace flash_cute {
-
-// A function of the driver, reached through the runtime so that nothing links against the driver.
-template <class Function>
-Function* driver_function(char const* name, unsigned version) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  check(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found), name);
-  if (!function) fail(name, "the driver does not have it");
-  return reinterpret_cast<Function*>(function);
-}
-
-// Encodes a tensor map by encode(driver's encoder). The driver wants a context, which a host thread does not
-// have before its first call to the runtime that needs one.
-template <class Encode>
-void encode_tensor_map(int device, Encode&& encode) {
-  static auto* const encoder =
-      driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
-  CUresult result = encode(encoder);
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    check(cudaSetDevice(device), "binding the device's context");
-    result = encode(encoder);
-  }
-  if (result == CUDA_SUCCESS) return;
-  char const* why = "unknown error";
-  driver_function<decltype(cuGetErrorString)>("cuGetErrorString", 6000)(result, &why);
-  fail("encoding a tensor map", why);
-}
 
 // The part of an operand that one load brings; in shared memory its rows lie head after head of one row of
 // the operand, then those of the next.

@@ -44,11 +44,11 @@ inline int packed_heads(ProblemShape const& shape, ForwardTile tile) {
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
 // block more than these need is started. Long tiles of unequal length that don't share out evenly are better
 // handed out one by one, as SMs become free: there the start of a block matters less than who is left with
-// the last long tile. Behind a window the few short tiles of a section's heads come last in it and even out
-// what full rounds of long ones leave (window of 1024 at 16k, d128: +4%).
+// the last long tile. Behind a narrow window the few short tiles of a section's heads come last in it and
+// even out what full rounds of long ones leave (docs/forward_sm90_experiments.md has the sweep).
 inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
   constexpr int kLongTile = 64;  // blocks of keys
-  if (order.side_by_side) return smaller(order.tiles(), params.device.multiprocessors);
+  if (order.few_keys) return smaller(order.tiles(), params.device.multiprocessors);
   int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
   int const blocks = ceil_div(order.tiles(), rounds);
   auto length = [&](int m_block) {
