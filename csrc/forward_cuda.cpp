@@ -85,12 +85,6 @@ Kernel kernel_for(ForwardProblem const& problem, Gpu const& gpu) {
   return kernel;
 }
 
-// Only outputs are written through it: a pointer for writing would make a copy of a copy-on-write input.
-TensorView view_of(Tensor const& tensor) {
-  auto const strides = tensor.strides();
-  return {const_cast<void*>(tensor.const_data_ptr()), strides[0], strides[1], strides[2]};
-}
-
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kRowElements = kRowAlignment / kElementBytes;
 
@@ -120,15 +114,25 @@ Tensor allocated(char const* name, int64_t elements, int64_t element_bytes, Allo
   }
 }
 
-// Without the keys that no query can reach: they are the first ones.
-Tensor without_first(Tensor const& tensor, int keys) {
-  return keys == 0 ? tensor
-                   : torch::stable::narrow(const_cast<Tensor&>(tensor), 2, keys, tensor.sizes()[2] - keys);
-}
+// An operand where a kernel can read it: the tensor itself, or a copy with rows padded to 16 bytes by zeros.
+struct Readable {
+  Tensor tensor;
+  int first;  // row that the kernel starts at
 
-// The tensor itself where a kernel can read it, else a copy with rows padded to 16 bytes by zeros.
-Tensor readable(char const* name, Tensor const& tensor) {
-  if (reason_to_copy(tensor).empty()) return tensor;
+  // Only outputs are written through it: a pointer for writing would make a copy of a copy-on-write input.
+  TensorView view() const {
+    auto const strides = tensor.strides();
+    auto* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+    return {data + first * strides[2] * kElementBytes, strides[0], strides[1], strides[2]};
+  }
+};
+
+// first: the rows before it are not needed; a copy does not have them.
+Readable readable(char const* name, Tensor const& whole, int first = 0) {
+  if (reason_to_copy(whole).empty()) return {whole, first};
+  Tensor const tensor =
+      first == 0 ? whole
+                 : torch::stable::narrow(const_cast<Tensor&>(whole), 2, first, whole.sizes()[2] - first);
   auto const sizes = tensor.sizes();
   int64_t const head_dim = sizes[3], padded = ceil_div(head_dim, kRowElements) * kRowElements;
   std::array<int64_t, 4> const target{sizes[0], sizes[1], sizes[2], padded};
@@ -138,7 +142,7 @@ Tensor readable(char const* name, Tensor const& tensor) {
   });
   Tensor columns = torch::stable::narrow(copy, 3, 0, head_dim);
   torch::stable::copy_(columns, tensor);
-  return copy;
+  return {copy, 0};
 }
 
 Tensor empty_strided(Tensor const& like, int32_t dtype, std::array<int64_t, 4> const& sizes,
@@ -220,19 +224,19 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
     return {out, lse};
   }
 
-  Tensor const q = readable("a copy of q", arguments.q);
-  Tensor const k = readable("a copy of k", without_first(arguments.k, unreachable));
-  Tensor const v = readable("a copy of v", without_first(arguments.v, unreachable));
+  Readable const q = readable("a copy of q", arguments.q);
+  Readable const k = readable("a copy of k", arguments.k, unreachable);
+  Readable const v = readable("a copy of v", arguments.v, unreachable);
   // out has q's layout, which may be one that the kernels can't write.
   bool const direct = reason_to_copy(out).empty();
-  Tensor const target = direct ? out : allocated("a copy of out", q.numel(), kElementBytes, [&] {
-    return torch::stable::new_empty(q, q.sizes());
+  Tensor const target = direct ? out : allocated("a copy of out", q.tensor.numel(), kElementBytes, [&] {
+    return torch::stable::new_empty(q.tensor, q.tensor.sizes());
   });
-  params.shape.head_dim = int(q.sizes()[3]);
-  params.q = view_of(q);
-  params.k = view_of(k);
-  params.v = view_of(v);
-  params.out = view_of(target);
+  params.shape.head_dim = int(q.tensor.sizes()[3]);
+  params.q = q.view();
+  params.k = k.view();
+  params.v = v.view();
+  params.out = Readable{target, 0}.view();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
 
   void* stream = nullptr;
@@ -250,16 +254,14 @@ std::string plan_cuda(ForwardArguments const& arguments) {
   Gpu const& gpu = gpu_at(arguments.q.get_device_index());
   Kernel const kernel = kernel_for(problem, gpu);
   ForwardParams params = make_params(problem, gpu.info);
-  int const seqlen_k_used = params.shape.seqlen_k, unreachable = problem.shape.seqlen_k - seqlen_k_used;
+  int const seqlen_k_used = params.shape.seqlen_k;
 
   std::vector<std::string> copies;
-  auto add_copy = [&](char const* name, Tensor const& tensor) {
-    std::string const reason = reason_to_copy(tensor);
+  for (auto const& [name, tensor] :
+       {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
+    std::string const reason = reason_to_copy(*tensor);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
-  };
-  add_copy("q", arguments.q);
-  add_copy("k", without_first(arguments.k, unreachable));
-  add_copy("v", without_first(arguments.v, unreachable));
+  }
 
   bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0;
   if (empty) {  // nothing would be launched; the kernel is described by the smallest problem

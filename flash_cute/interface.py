@@ -15,6 +15,7 @@ import torch
 from flash_cute import ops
 from flash_cute.roofline import Explanation
 
+_BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -108,15 +109,19 @@ def _call(name, op, q, k, v, causal, scale, window, family, misnamed):
     """Calls the operator forward or plan for the function so named, and raises what it throws."""
     if misnamed:
         raise TypeError(f"flash_cute.{name}: {_meant(*misnamed)}")
-    if not isinstance(causal, bool | torch.SymBool):
+    if not isinstance(causal, _BOOLS):
         raise TypeError(f"flash_cute.{name}: causal is {causal!r}; True or False is accepted")
-    if isinstance(scale, bool) or not isinstance(scale, float | Real | torch.SymFloat | torch.SymInt | None):
+    if not (scale is None or type(scale) is float or _is_number(scale)):
         raise TypeError(f"flash_cute.{name}: softmax_scale is {scale!r}; a number or None is accepted")
     left, right = (None, None) if window is None else _limits(name, window)
     try:
         return op(q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise _in_python_terms(name, error, left, right, q=q, k=k, v=v) from None
+
+
+def _is_number(scale: object) -> bool:
+    return isinstance(scale, Real | torch.SymFloat | torch.SymInt) and not isinstance(scale, bool)
 
 
 def _meant(misnamed: str, *others: str) -> str:

@@ -20,21 +20,24 @@ _check = torch.ops.flash_cute._check.default
 
 def forward(q, k, v, causal=False, *, softmax_scale=None, window_left=None, window_right=None, family=None):
     """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    options = {
-        "softmax_scale": softmax_scale,
-        "window_left": window_left,
-        "window_right": window_right,
-        "family": family,
-    }
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     if torch._C._are_functorch_transforms_active():  # they hide whether a tensor needs a gradient
         if torch.compiler.is_dynamo_compiling():  # which would lose _Forward's backward below vmap
-            return torch.ops.flash_cute.forward.default(q, k, v, causal, **options)
-        return _Forward.apply(q, k, v, causal, *options.values())
+            return torch.ops.flash_cute.forward.default(
+                q,
+                k,
+                v,
+                causal,
+                softmax_scale=softmax_scale,
+                window_left=window_left,
+                window_right=window_right,
+                family=family,
+            )
+        return _Forward.apply(q, k, v, causal, softmax_scale, window_left, window_right, family)
     if _needs_gradient(q, k, v):
         raise _no_backward()
-    return _forward(q, k, v, causal, **options)
+    return _Forward.forward(q, k, v, causal, softmax_scale, window_left, window_right, family)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
