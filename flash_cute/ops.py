@@ -6,6 +6,8 @@ of _forward is in Python but on the CPU: calls without gradients, compiled graph
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
@@ -13,79 +15,73 @@ from torch.utils.flop_counter import register_flop_formula
 from flash_cute import _C, cpu  # noqa: F401  importing _C registers the operators
 
 _forward = torch.ops.flash_cute._forward.default
-plan = torch.ops.flash_cute.plan.default
 compiled = torch.ops.flash_cute.compiled.default
 _check = torch.ops.flash_cute._check.default
 
 
 def forward(q, k, v, causal=False, *, softmax_scale=None, window_left=None, window_right=None, family=None):
     """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+    op = _forward
+    if torch._C._is_any_autocast_enabled():
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    if torch._C._are_functorch_transforms_active():  # they hide whether a tensor needs a gradient
-        if torch.compiler.is_dynamo_compiling():  # which would lose _Forward's backward below vmap
-            return torch.ops.flash_cute.forward.default(
-                q,
-                k,
-                v,
-                causal,
-                softmax_scale=softmax_scale,
-                window_left=window_left,
-                window_right=window_right,
-                family=family,
-            )
-        return _Forward.apply(q, k, v, causal, softmax_scale, window_left, window_right, family)
-    if _needs_gradient(q, k, v):
-        raise _no_backward()
-    return _Forward.forward(q, k, v, causal, softmax_scale, window_left, window_right, family)
+    if torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling():
+        op = torch.ops.flash_cute.forward.default  # dynamo cannot look below the wrappers of a transform
+    elif _needs_gradient(q, k, v):
+        raise NotImplementedError(
+            "flash_cute.forward: there is no backward yet; use torch.no_grad() or detach q, k and v"
+        )
+    return op(
+        q,
+        k,
+        v,
+        causal,
+        softmax_scale=softmax_scale,
+        window_left=window_left,
+        window_right=window_right,
+        family=family,
+    )
+
+
+def plan(q, k, v, *args, **options) -> str:
+    """The operator flash_cute::plan, of what forward would run under autocast."""
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = (torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in (q, k, v))
+    return torch.ops.flash_cute.plan.default(q, k, v, *args, **options)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast gives it to PyTorch's own attention."""
+    return tensor.to(_autocast_dtype(tensor))
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if eligible else tensor
+    if eligible and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
 
 
 def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """In reverse mode or, in a dual level, in forward mode."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    tensors = q, k, v
+    if torch._C._are_functorch_transforms_active():  # each wraps tensors, and hides what lies below
+        tensors = [level for tensor in tensors for level in _levels(tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    in_dual_level = forward_ad._current_level >= 0
-    return in_dual_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (q, k, v))
-
-
-def _no_backward() -> NotImplementedError:
-    return NotImplementedError(
-        "flash_cute.forward: there is no backward yet; use torch.no_grad() or detach q, k and v"
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+        if not torch._C._functorch.is_batchedtensor(tensor)  # has no rule for it, and is unwrapped besides
     )
 
 
-class _Forward(torch.autograd.Function):
-    """The forward under the transforms of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q, k, v, causal, softmax_scale, window_left, window_right, family):
-        return _forward(
-            q,
-            k,
-            v,
-            causal,
-            softmax_scale=softmax_scale,
-            window_left=window_left,
-            window_right=window_right,
-            family=family,
-        )
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        if any(ctx.needs_input_grad[:3]):
-            raise _no_backward()
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise _no_backward()
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor and, one after the other, those that transforms of torch.func have wrapped."""
+    yield tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def _traced(q, k, v, causal=False, *, softmax_scale=None, window_left=None, window_right=None, family=None):
@@ -126,8 +122,8 @@ def _vmap(info, in_dims, q, k, v, *args, **kwargs):
 
     tensors = [folded(tensor, dim) for tensor, dim in zip((q, k, v), in_dims, strict=False)]
     results = _forward(*tensors, *args, **kwargs)
-    batch = results[0].shape[0] // info.batch_size
-    return tuple(result.unflatten(0, (info.batch_size, batch)) for result in results), (0, 0)
+    sizes = q.shape if in_dims[0] is None else q.movedim(in_dims[0], 0).shape[1:]
+    return tuple(result.unflatten(0, (info.batch_size, sizes[0])) for result in results), (0, 0)
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v, *args, **kwargs) -> int:
