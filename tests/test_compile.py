@@ -36,7 +36,13 @@ def test_compiles_without_a_graph_break(kernel, backend):
         torch.testing.assert_close(result, expected)
 
 
-def test_dynamic_shapes_compile_once(kernel):
+def half_window(q, k, v, kernel):
+    """A window that depends on the length."""
+    return flash_cute.forward(q, k, v, window=(q.shape[2] // 2, 0), family=kernel.family)
+
+
+@pytest.mark.parametrize("function", [block, half_window])
+def test_dynamic_shapes_compile_once(kernel, function):
     compiles = 0
 
     def counting(graph, _):
@@ -44,31 +50,10 @@ def test_dynamic_shapes_compile_once(kernel):
         compiles += 1
         return graph
 
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counting)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counting)
     for batch, seqlen_q, seqlen_k in ((5, 130, 150), (7, 40, 200), (2, 77, 31), (5, 260, 260)):
         inputs = make_inputs(Shape(batch, 6, 3, seqlen_q, seqlen_k, 64), torch.bfloat16, kernel.device)
-        for result, expected in zip(compiled(*inputs, kernel), block(*inputs, kernel), strict=True):
-            assert torch.equal(result, expected)
-    assert compiles == 1
-
-
-def half_window(q, k, v):
-    """A window that depends on the length."""
-    return flash_cute.forward(q, k, v, window=(q.shape[2] // 2, 0))
-
-
-def test_windows_of_dynamic_lengths_compile_once(kernel):
-    compiles = 0
-
-    def counting(graph, _):
-        nonlocal compiles
-        compiles += 1
-        return graph
-
-    compiled = torch.compile(half_window, fullgraph=True, dynamic=True, backend=counting)
-    for seqlen in (130, 40, 77, 260):
-        inputs = make_inputs(Shape(5, 6, 3, seqlen, seqlen, 64), torch.bfloat16, kernel.device)
-        for result, expected in zip(compiled(*inputs), half_window(*inputs), strict=True):
+        for result, expected in zip(compiled(*inputs, kernel), function(*inputs, kernel), strict=True):
             assert torch.equal(result, expected)
     assert compiles == 1
 
@@ -77,7 +62,7 @@ def test_windows_of_dynamic_lengths_compile_once(kernel):
 def test_windows_of_dynamic_lengths_are_exported(kernel, strict):
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
-            return half_window(q, k, v)
+            return half_window(q, k, v, kernel)
 
     def inputs(seqlen):
         return make_inputs(Shape(2, 4, 4, seqlen, seqlen, 64), torch.bfloat16, kernel.device)
@@ -85,7 +70,7 @@ def test_windows_of_dynamic_lengths_are_exported(kernel, strict):
     shapes = ({2: torch.export.Dim("seqlen", min=8, max=4096)},) * 3
     program = torch.export.export(Model(), inputs(100), strict=strict, dynamic_shapes=shapes)
     late = inputs(33)
-    for result, expected in zip(program.module()(*late), half_window(*late), strict=True):
+    for result, expected in zip(program.module()(*late), half_window(*late, kernel), strict=True):
         assert torch.equal(result, expected)
 
 
