@@ -59,11 +59,15 @@ def forward(
         rows = slice(begin, min(begin + step, seqlen_q))
         keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
         mask = None if full or causal else _mask(rows, keys, shift, left, right)
-        out[:, :, rows], lse[:, :, rows] = _flash(
+        results = _flash(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
         )
+        if (results[0].shape, results[0].stride(), results[0].dtype) == (out.shape, out.stride(), out.dtype):
+            out, lse = results[0], results[1].contiguous()
+        else:
+            out[:, :, rows], lse[:, :, rows] = results
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
-    lowest, highest = lse[:, :, first_row:].abs().aminmax()
+    lowest, highest = (bound.item() for bound in lse[:, :, first_row:].abs().aminmax())
     if not (lowest > 0 and highest < torch.inf):
         for begin in range(first_row, seqlen_q, _MASKED_ROWS):
             rows = slice(begin, min(begin + _MASKED_ROWS, seqlen_q))
