@@ -12,12 +12,18 @@ ForwardResult forward_cpu(ForwardArguments const& arguments) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   ForwardProblem const problem = validate(arguments);
+  Lengths const& lengths = arguments.lengths;
   std::array stack{from(arguments.q),
                    from(arguments.k),
                    from(arguments.v),
                    from(double(problem.softmax_scale)),
                    from(problem.window_left.value_or(-1)),
-                   from(problem.window_right.value_or(-1))};
+                   from(problem.window_right.value_or(-1)),
+                   from(lengths.offsets_q()),
+                   from(lengths.offsets_k()),
+                   from(lengths.seqused_q),
+                   from(lengths.seqused_k),
+                   from(lengths.leftpad_k)};
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("flash_cute::_forward_cpu", "", stack.data(), TORCH_ABI_VERSION));
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1])};
