@@ -18,12 +18,13 @@ struct ShapeOf {
   IntHeaderOnlyArrayRef sizes;
 
   friend std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
-    char const* separator = "(";
+    char const* separator = "";
+    text << '(';
     for (int64_t const size : shape.sizes) {
       text << separator << size;
       separator = ", ";
     }
-    return text << ')';
+    return text << (shape.sizes.size() == 1 ? ",)" : ")");
   }
 };
 

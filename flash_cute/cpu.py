@@ -23,13 +23,73 @@ def forward(
     softmax_scale: float,
     window_left: int,
     window_right: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_cute::_forward_cpu: the forward for checked arguments without defaults; a limit of -1 is none.
 
+    Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q); of
+    packed sequences (both cu_seqlens are given) like q, (total_q, heads_q, head_dim), and (heads_q, total_q).
+    """
+    mask = softmax_scale, window_left, window_right
+    packed = cu_seqlens_q is not None
+    if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
+        return _dense(q, k, v, *mask)
+
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf)
+    batch = cu_seqlens_q.numel() - 1 if packed else q.shape[0]
+    # Packed sequences as ranges of rows of the one entry of a batch.
+    q, k, v, outs = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k, v, out))
+    lses = lse.unsqueeze(0) if packed else lse
+    rows = ranges(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
+    keys = ranges(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
+    for sequence in range(batch):
+        entry = slice(0, 1) if packed else slice(sequence, sequence + 1)
+        # Keys that don't count at the begin leave the mask where it is, as it is aligned at the end.
+        queries, reachable = (entry, slice(None), rows[sequence]), (entry, slice(None), keys[sequence])
+        outs[queries], lses[queries] = _dense(q[queries], k[reachable], v[reachable], *mask)
+    return out, lse
+
+
+def ranges(
+    batch: int,
+    size: int,
+    offsets: torch.Tensor | None,
+    used: torch.Tensor | None,
+    skipped: torch.Tensor | None,
+) -> list[slice]:
+    """The rows that count of each sequence, among `size`, whatever values the tensors hold.
+
+    offsets: int32 (batch + 1,), where sequences begin and end; without them each has all the rows. used,
+    skipped: int32 (batch,), which of a sequence's rows count: those before used, but for the first, skipped.
+    """
+    offsets, used, skipped = (None if x is None else x.tolist() for x in (offsets, used, skipped))
+    ranges = []
+    for sequence in range(batch):
+        begin = min(max(offsets[sequence], 0), size) if offsets else 0
+        end = min(max(offsets[sequence + 1], begin), size) if offsets else size
+        end = min(max(begin + used[sequence], begin), end) if used else end
+        begin = min(max(begin + skipped[sequence], begin), end) if skipped else begin
+        ranges.append(slice(begin, end))
+    return ranges
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """forward where all the rows count.
+
     Computes in the type of the inputs where there is no mask but the causal one and the LSE allows it, else
     in float32.
-
-    Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q).
     """
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     shift, unlimited = seqlen_k - seqlen_q, seqlen_q + seqlen_k
