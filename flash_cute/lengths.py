@@ -47,7 +47,7 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
 
 
 def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of packed sequences, nested like q: (batch, heads, ragged, head_dim), (batch, heads, ragged)."""
+    """The results of packed sequences nested like q, lse without its last dimension."""
     return tuple(
         torch.nested.nested_tensor_from_jagged(values, q.offsets(), q.lengths(), jagged_dim=2)
         for values in (out.transpose(0, 1), lse)
@@ -59,11 +59,11 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
 
     Values that nobody knows yet, as while a compiler traces or a CUDA graph is captured, are not looked at.
     """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
     if any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in given.values()):
         return
-    if torch._C._are_functorch_transforms_active() or (
-        q.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     ops.check(q, k, v, **given)
     _check_side("q", q, given)
