@@ -24,18 +24,70 @@ _check = torch.ops.flash_cute._check.default
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
 
 
-def forward(q, k, v, causal=False, **options):
+def forward(
+    q, k, v, causal=False, *, softmax_scale=None, window_left=None, window_right=None, family=None, **lengths
+):
     """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    return _differentiated(_forward, q, k, v, (causal,), options)
+    if not lengths and _is_plain(q, k, v):  # written out, as a dictionary of options takes 0.5 us
+        return _forward(
+            q,
+            k,
+            v,
+            causal,
+            softmax_scale=softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+            family=family,
+        )
+    window = {"window_left": window_left, "window_right": window_right}
+    options = {"softmax_scale": softmax_scale, **window, "family": family, **lengths}
+    return _in_context(_forward, q, k, v, (causal,), options)
 
 
-def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options):
+def forward_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    causal=False,
+    *,
+    softmax_scale=None,
+    window_left=None,
+    window_right=None,
+    family=None,
+    **lengths,
+):
     """The operator flash_cute::forward_varlen, likewise."""
-    return _differentiated(_forward_varlen, q, k, v, (cu_seqlens_q, cu_seqlens_k, causal), options)
+    if not lengths and _is_plain(q, k, v):
+        return _forward_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            causal,
+            softmax_scale=softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+            family=family,
+        )
+    window = {"window_left": window_left, "window_right": window_right}
+    options = {"softmax_scale": softmax_scale, **window, "family": family, **lengths}
+    return _in_context(_forward_varlen, q, k, v, (cu_seqlens_q, cu_seqlens_k, causal), options)
 
 
-def _differentiated(op, q, k, v, arguments, options):
-    """(out, lse) of an inner operator, or a refusal where somebody wants their gradient."""
+def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Does neither autocast nor a transform nor a gradient concern the call?"""
+    return not (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or _needs_gradient(q, k, v)
+    )
+
+
+def _in_context(op, q, k, v, arguments, options):
+    """(out, lse) of an inner operator under autocast and transforms, or a refusal of their gradient."""
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     if torch._C._are_functorch_transforms_active():  # they hide whether a tensor needs a gradient
