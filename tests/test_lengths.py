@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import (
@@ -71,9 +75,9 @@ def test_head_dims(kernel, name, head_dim, packed, mask, dtype):
 @both
 @pytest.mark.parametrize("mask", [MASKS[name] for name in ("full", "causal", "window_causal")])
 @pytest.mark.parametrize("head_dim", BUCKETS)
-@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
-def test_lengths_in_every_bucket(kernel, sequences, head_dim, mask, packed):
-    check(kernel, sequences, packed, mask, head_dim=head_dim)
+@pytest.mark.parametrize("name", [*SOME, "tile edges", "one long"])
+def test_lengths_in_every_bucket(kernel, name, head_dim, packed, mask):
+    check(kernel, BATCHES[name], packed, mask, head_dim=head_dim)
 
 
 @full_and_causal
@@ -308,6 +312,15 @@ def test_checked_values(kernel, checked, change, words, packed):
         kernel.forward(batch.q, batch.k, batch.v, **wrong)
     for word in words.split():
         assert word in str(caught.value)
+
+
+def test_checks_are_asked_for_by_the_environment():
+    script = "from flash_cute import lengths; print(lengths.CHECKED)"
+    path = os.pathsep.join(sys.path)
+    for value, expected in (("1", "True"), ("0", "False")):
+        environment = os.environ | {"PYTHONPATH": path, "FLASH_CUTE_CHECK": value}
+        ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert ran.stdout.strip() == expected, ran.stderr
 
 
 def test_checks_leave_other_errors_and_tracing_alone(kernel, checked):
