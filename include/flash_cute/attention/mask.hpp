@@ -51,7 +51,7 @@ struct WindowMask {
   }
 
   // Keys below this one are seen by no query at all: the host cuts them off before the launch.
-  int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
+  FLASH_CUTE_HOST_DEVICE int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
 
   // Visible (query, key) pairs of one head; what FLOP counts are made of.
   int64_t visible_pairs() const {

@@ -1,7 +1,7 @@
 // The Ampere family's forward kernel: one thread block per tile of queries.
 #pragma once
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/epilogue_sm80.hpp"
 #include "flash_cute/forward/mainloop_sm80.hpp"
@@ -15,10 +15,20 @@ CUTE_DEVICE int read_block_index() {
   return index;
 }
 
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+// A tile's own lengths take registers that a third block would need.
+template <class Traits, class Order>
+constexpr int blocks_per_sm() {
+  return Order::kMayBeEmpty ? smaller(2, Traits::kTile.blocks_per_sm) : Traits::kTile.blocks_per_sm;
+}
+
+template <class Traits, class Order>
+__global__ void __launch_bounds__(Traits::kThreads, blocks_per_sm<Traits, Order>())
     forward_kernel_sm80(__grid_constant__ ForwardParams const params,
-                        __grid_constant__ TileOrder const order) {
+                        __grid_constant__ Order const launched) {
+  Order const& order = launched.ready();
+  if constexpr (Order::kMayBeEmpty) {
+    if (read_block_index() >= order.tiles()) return;
+  }
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
@@ -31,10 +41,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
 
-  TileCoord const tile = order(read_block_index());
+  auto const tile = order(read_block_index());
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
-  finish_rows(softmax, params.mask, tile, PlainRows{}, cO, acc_o);
+  finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);
   store_lse(params, tile, PlainRows{}, softmax, cO);
   store_output<typename Traits::Element>(params, tile, acc_o, cO);
 }
