@@ -1,6 +1,7 @@
 #include "validate.hpp"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <iterator>
 
@@ -46,7 +47,12 @@ struct DtypeOf {
       case ScalarType::Long: return text << "torch.int64";
       case ScalarType::ComplexFloat: return text << "torch.complex64";
       case ScalarType::ComplexDouble: return text << "torch.complex128";
-      default: return text << torch::headeronly::toString(dtype.type);
+      default:
+        text << "torch.";
+        for (char const* letter = torch::headeronly::toString(dtype.type); *letter; ++letter) {
+          text << char(std::tolower(*letter));
+        }
+        return text;
     }
   }
 };

@@ -109,6 +109,8 @@ def _dense(
     causal = full_to_the_left and right == 0 and shift <= 0 and not full
 
     if (full or causal) and softmax_scale * _deviation(q, k) >= _LARGE_SCORES:
+        # PyTorch's kernel allocates its output like q, and wants rows without gaps of all of them.
+        q = q if out.stride(3) == 1 else q.contiguous()
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     else:
         q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -289,18 +289,20 @@ def _meant(name: str, misnamed: str, *others: str) -> str:
 def _limits(name: str, window: Window) -> tuple[int | None, int | None]:
     """window as (left, right)."""
     limits = window if isinstance(window, tuple | list) else (window, window)
-    if len(limits) == 2 and not any(isinstance(limit, bool) for limit in limits):
-        try:
-            left, right = (
-                limit if limit is None or isinstance(limit, int | torch.SymInt) else index(limit)
-                for limit in limits
-            )
-            return left, right
-        except TypeError:
-            pass
-    raise TypeError(
-        f"flash_cute.{name}: window is {window!r}; None, an int or a pair of these (left, right) is accepted"
+    if len(limits) != 2 or not all(limit is None or _is_integer(limit) for limit in limits):
+        expected = "None, an int or a pair of these (left, right)"
+        raise TypeError(f"flash_cute.{name}: window is {window!r}; {expected} is accepted")
+    left, right = (
+        limit if limit is None or isinstance(limit, int | torch.SymInt) else index(limit) for limit in limits
     )
+    return left, right
+
+
+def _is_integer(limit: object) -> bool:
+    if isinstance(limit, int | torch.SymInt):
+        return not isinstance(limit, bool)
+    is_boolean_tensor = isinstance(limit, torch.Tensor) and limit.dtype == torch.bool
+    return not is_boolean_tensor and hasattr(type(limit), "__index__")
 
 
 def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
@@ -320,6 +322,8 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
             return ValueError(f"{ours}window's {side} limit is {limit}; less than 2**63 keys are accepted")
     if mismatch := re.fullmatch(r"flash_cute::\w+\(\) Expected (.*)\.", message):
         return TypeError(f"{ours}expected {mismatch[1]}")
+    if message.startswith("Could not run 'flash_cute::") and tensors["q"].is_quantized:
+        return ValueError(f"{ours}q is quantized; torch.float16 and torch.bfloat16 are accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"

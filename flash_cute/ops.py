@@ -7,6 +7,8 @@ stay in C++.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -17,7 +19,6 @@ from flash_cute import _C, cpu  # noqa: F401  importing _C registers the operato
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
-plan = torch.ops.flash_cute.plan.default
 compiled = torch.ops.flash_cute.compiled.default
 _check = torch.ops.flash_cute._check.default
 
@@ -77,6 +78,13 @@ def forward_varlen(
     return _in_context(_forward_varlen, q, k, v, (cu_seqlens_q, cu_seqlens_k, causal), options)
 
 
+def plan(q, k, v, *args, **options) -> str:
+    """The operator flash_cute::plan, of what forward would run under autocast."""
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = (torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in (q, k, v))
+    return torch.ops.flash_cute.plan.default(q, k, v, *args, **options)
+
+
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Does neither autocast nor a transform nor a gradient concern the call?"""
     return not (
@@ -88,56 +96,52 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 def _in_context(op, q, k, v, arguments, options):
     """(out, lse) of an inner operator under autocast and transforms, or a refusal of their gradient."""
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+    if torch._C._is_any_autocast_enabled():
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    if torch._C._are_functorch_transforms_active():  # they hide whether a tensor needs a gradient
-        if torch.compiler.is_dynamo_compiling():  # which would lose _Forward's backward below vmap
-            packed = op is _forward_varlen
-            outer = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
-            return outer.default(q, k, v, *arguments, **options)
-        return _Forward.apply(q, k, v, op, arguments, options)
-    if _needs_gradient(q, k, v):
-        raise _no_backward()
+    if torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling():
+        # dynamo cannot look below the wrappers of a transform
+        packed = op is _forward_varlen
+        op = (torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward).default
+    elif _needs_gradient(q, k, v):
+        raise NotImplementedError(
+            "flash_cute.forward: there is no backward yet; use torch.no_grad() or detach q, k and v"
+        )
     return op(q, k, v, *arguments, **options)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast gives it to PyTorch's own attention."""
+    return tensor.to(_autocast_dtype(tensor))
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if eligible else tensor
+    if eligible and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
 
 
 def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """In reverse mode or, in a dual level, in forward mode."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    tensors = q, k, v
+    if torch._C._are_functorch_transforms_active():  # each wraps tensors, and hides what lies below
+        tensors = [level for tensor in tensors for level in _levels(tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    in_dual_level = forward_ad._current_level >= 0
-    return in_dual_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in (q, k, v))
-
-
-def _no_backward() -> NotImplementedError:
-    return NotImplementedError(
-        "flash_cute.forward: there is no backward yet; use torch.no_grad() or detach q, k and v"
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+        if not torch._C._functorch.is_batchedtensor(tensor)  # has no rule for it, and is unwrapped besides
     )
 
 
-class _Forward(torch.autograd.Function):
-    """The forward under the transforms of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(q, k, v, op, arguments, options):
-        return op(q, k, v, *arguments, **options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        if any(ctx.needs_input_grad[:3]):
-            raise _no_backward()
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise _no_backward()
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor and, one after the other, those that transforms of torch.func have wrapped."""
+    yield tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def check(q, k, v, causal=False, *, window_left=None, window_right=None, **options):
@@ -201,8 +205,9 @@ def _vmap(info, in_dims, tensors, options):
 
     folds = {name: folded(tensor, in_dims[0][name]) for name, tensor in tensors.items()}
     results = _forward(**folds, **options)
-    batch = results[0].shape[0] // info.batch_size
-    return tuple(result.unflatten(0, (info.batch_size, batch)) for result in results), (0, 0)
+    q, dim = tensors["q"], in_dims[0]["q"]
+    sizes = q.shape if dim is None else q.movedim(dim, 0).shape[1:]
+    return tuple(result.unflatten(0, (info.batch_size, sizes[0])) for result in results), (0, 0)
 
 
 def _vmap_varlen(*args):

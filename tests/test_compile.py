@@ -218,7 +218,8 @@ def test_packed_fakes_refuse_what_calls_refuse(device, change, words):
 
 
 def assert_fakes_are_refused(function, wrong, words):
-    if any(isinstance(x, torch.Tensor) and (x.is_nested or x.is_sparse) for x in wrong.values()):
+    tensors = [x for x in wrong.values() if isinstance(x, torch.Tensor)]
+    if any(x.is_nested or x.is_sparse or x.is_quantized for x in tensors):
         pytest.skip("fake tensors are dense")
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in wrong.items()}
@@ -237,6 +238,12 @@ def test_compiling_a_wrong_call_says_what_is_wrong(device, dynamic):
         compiled(q[:, :5], k, v)
     with pytest.raises(RuntimeError, match=r"flash_cute\.forward: q has dtype torch\.float32;"):
         compiled(q.float(), k.float(), v.float())
+
+
+def test_compiling_a_wrong_window_falls_back_to_our_sentence(device):
+    inputs = make_inputs(SHAPES["few_of_each"], torch.bfloat16, device)
+    with pytest.raises(TypeError, match=r"flash_cute\.attention: window is 3\.0"):
+        torch.compile(flash_cute.attention, backend="aot_eager")(*inputs, window=3.0)
 
 
 def test_compiled_vmap_hides_no_gradient(kernel):

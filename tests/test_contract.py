@@ -104,6 +104,15 @@ def test_rows_that_see_nothing_stay_zero_beside_bad_values(kernel, seqlen_q, seq
 
 
 @dtypes
+@pytest.mark.parametrize("head_dim", [64, 100])
+def test_overlapping_queries(kernel, head_dim, dtype):
+    """Heads of one query that share memory, as unfold gives them; no output can lie like that."""
+    q = torch.randn(3, 4, head_dim + 9, device=kernel.device).to(dtype).unfold(2, head_dim, 1)[:, :, :1]
+    k, v = (torch.randn(3, 4, 17, head_dim, device=kernel.device).to(dtype) for _ in range(2))
+    assert_attention(kernel.forward(q, k, v), q, k, v)
+
+
+@dtypes
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
 @pytest.mark.parametrize("head_dim", BUCKETS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (150, 70), (200, 300)])

@@ -45,6 +45,7 @@ WRONG_TYPES = {
     "window of three": (lambda t: {"window": (1, 2, 3)}, "window (1, 2, 3)"),
     "window of a float": (lambda t: {"window": (1.5, None)}, "window 1.5"),
     "window of text": (lambda t: {"window": "wide"}, "window wide"),
+    "window of a boolean tensor": (lambda t: {"window": torch.tensor(True)}, "window tensor(True)"),
     "window of a bool": (lambda t: {"window": True}, "window True"),
     "scale is text": (lambda t: {"softmax_scale": "half"}, "softmax_scale half"),
     "scale is a bool": (lambda t: {"softmax_scale": True}, "softmax_scale True"),
@@ -78,7 +79,16 @@ WRONG_VALUES = {
         "q torch.float64 float16 bfloat16",
     ),
     "all int32": (lambda t: {n: x.int() for n, x in t.items()}, "q torch.int32 float16 bfloat16"),
-    "all float8": (lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()}, "q dtype Float8_e4m3fn"),
+    "q is quantized": (
+        lambda t: {
+            "q": torch.quantize_per_tensor(t["q"].float().cpu(), 0.1, 0, torch.qint8).to(t["q"].device)
+        },
+        "q",
+    ),
+    "all float8": (
+        lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()},
+        "q dtype torch.float8_e4m3fn",
+    ),
     "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype torch.float16 q torch.bfloat16"),
     "v of another dtype": (lambda t: {"v": t["v"].float()}, "v dtype torch.float32 q torch.bfloat16"),
     "k is nested": (lambda t: {"k": nested(t["k"])}, "k nested"),

@@ -50,6 +50,67 @@ def test_vmap_of_one_argument_and_nested(kernel):
     torch.testing.assert_close(torch.vmap(torch.vmap(attend))(pairs), torch.stack([expected, expected]))
 
 
+def test_vmap_without_gradients(kernel):
+    """Parameters under no_grad, as ensembles are evaluated: nothing asks for a gradient."""
+    q, k, v = stacked(2, kernel.device)
+
+    def attend(q, k, v):
+        return flash_cute.forward(q, k, v, family=kernel.family)[0]
+
+    expected = torch.stack([attend(*parts) for parts in zip(q, k, v, strict=True)])
+    with torch.no_grad():
+        mapped = torch.vmap(attend)(torch.nn.Parameter(q), k, v)
+    torch.testing.assert_close(mapped, expected)
+
+    def loss(x, weight):
+        return (attend(x, k[0], v[0]).float() * weight).sum()
+
+    # Attention is a constant here, and must not be refused.
+    grad = torch.func.grad(loss, argnums=1)(q[0], torch.ones((), device=kernel.device))
+    torch.testing.assert_close(grad, attend(q[0], k[0], v[0]).float().sum())
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+        lambda f, x: torch.vmap(lambda a: torch.func.grad(lambda y: f(y).sum())(a))(torch.stack([x, x])),
+        lambda f, x: torch.func.grad(lambda y: torch.vmap(f)(y).sum())(torch.stack([x, x])),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jvp(torch.vmap(f), (x[None],), (x[None],)),
+        lambda f, x: torch.vmap(lambda a: torch.func.jvp(f, (a,), (a,)))(x[None]),
+        lambda f, x: torch.vmap(f)(x[None].clone().requires_grad_()).sum().backward(),
+        lambda f, x: torch.func.jacrev(f)(x),
+    ],
+    ids=["grad", "vmap_grad", "grad_vmap", "jvp", "jvp_vmap", "vmap_jvp", "backward_of_vmap", "jacrev"],
+)
+def test_every_way_to_a_gradient_is_refused(device, differentiate):
+    q, k, v = make_inputs(SHAPES["few_of_each"], torch.float16, device)
+    with pytest.raises(NotImplementedError, match="backward"):
+        differentiate(lambda x: flash_cute.forward(x, k, v)[0], q)
+
+
+def test_functionalize_and_nothing_to_map(kernel):
+    q, k, v = make_inputs(SHAPES["few_of_each"], torch.float16, kernel.device)
+
+    def attend(q):
+        return flash_cute.forward(q, k, v, family=kernel.family)[0]
+
+    assert torch.equal(torch.func.functionalize(attend)(q), attend(q))
+    assert torch.vmap(attend)(q[None][:0]).shape == (0, *q.shape)
+
+
+def test_vmap_is_exported(kernel):
+    inputs = stacked(2, kernel.device)
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.vmap(flash_cute.attention)(q, k, v)
+
+    program = torch.export.export(Model(), tuple(inputs), strict=False)
+    assert torch.equal(program.module()(*inputs), Model()(*inputs))
+
+
 def test_vmap_is_one_call(kernel):
     calls = stacked(4, kernel.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -129,6 +190,15 @@ def test_autocast_of_packed_sequences(kernel, dtype):
         results = flash_cute.forward_varlen(*inputs, **batch.lengths, family=kernel.family)
     cast = replace(batch, q=inputs[0].to(dtype), k=inputs[1].to(dtype), v=inputs[2].to(dtype))
     assert_ragged(results, cast)
+
+
+def test_autocast_of_fakes_and_plans(device):
+    inputs = [tensor.float() for tensor in make_inputs(SHAPE, torch.float16, device)]
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        plan = flash_cute.explain(*inputs)
+        out, _ = flash_cute.forward(*(tensor.bfloat16().to("meta") for tensor in inputs))
+    assert plan.get("element", "bf16") == "bf16"
+    assert out.dtype == torch.bfloat16
 
 
 def test_autocast_leaves_float64_alone(device):

@@ -45,14 +45,14 @@ __device__ inline void list_tiles(ForwardParams const& params, RaggedOrder const
   __syncthreads();
 
   if (threadIdx.x == 0) {
-    int total = 0;
+    int total = 0;  // offsets that overlap may list more tiles than there is room for
     for (int& begin : next) {
-      int const count = begin;
+      int const count = smaller(unsigned(begin), unsigned(capacity - total));
       begin = total;
       total += count;
     }
     auto& header = *const_cast<TileListHeader*>(order.header);
-    header.records = smaller(total, capacity);
+    header.records = total;
     header.records_of_section = Divisor(larger(1, header.records * int(order.packs.value)));
   }
   __syncthreads();
@@ -60,7 +60,7 @@ __device__ inline void list_tiles(ForwardParams const& params, RaggedOrder const
   auto* const records = reinterpret_cast<TileRecord*>(const_cast<TileListHeader*>(order.header) + 1);
   for_each_tile([&](int b, Sequence const& s, int m_begin, int length) {
     int const place = atomicAdd(&next[length], 1);
-    if (place >= capacity) return;  // offsets that overlap
+    if (unsigned(place) >= unsigned(capacity)) return;
     records[place] = {m_begin, b, s.queries.begin, s.used, s.k_begin, s.mask.seqlen_k, {}};
   });
 }

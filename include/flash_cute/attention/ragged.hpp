@@ -22,19 +22,21 @@ struct alignas(16) TileListHeader {
   Divisor records_of_section;  // records times the packs of a head of K and V
 };
 
-// How tensor maps name rows of a sequence so that what lies past its end is clipped: rows are counted such
-// that its end is the bound of their dimension, and a second dimension of the same stride shifts them to
-// where they are. The map starts `bound` rows before the tensor.
-struct RaggedPlaces {
-  int bound_q, bound_k;                      // rows of the longest sequence that there can be
-  int entry_q, entry_k, entry_v, entry_out;  // rows from one batch entry to the next; 0: packed
+// Rows from one batch entry to the next; 0 where packed.
+struct RaggedEntries {
+  int q, k, v, out;
 };
 
-// A tile, with what its sequence has of its own.
-struct RaggedTile : TileCoord {
-  int q_begin, k_begin;
-  WindowMask mask;
-  RaggedPlaces const* places;
+struct RaggedOrder;
+
+// A tile. What is asked for once is read from its record then, and takes no registers in between.
+struct RaggedTile {
+  int m_begin, head, head_kv;
+  int seqlen_q, seqlen_k;
+  int place;  // of the record
+  RaggedOrder const* order;
+
+  FLASH_CUTE_HOST_DEVICE TileRecord const& record() const;
 };
 
 struct RaggedOrder {
@@ -43,42 +45,34 @@ struct RaggedOrder {
   PackedRows rows;
   int heads_per_kv;
   Divisor packs;  // of a head of K and V
-  int heads_kv, left, right;
-  RaggedPlaces places;
-  // Read from the header.
-  int records = 0;
-  Divisor records_of_section = {};
+  int heads_kv;
+  RaggedEntries entries;
 
-  // With what the list's kernel found out.
-  FLASH_CUTE_HOST_DEVICE RaggedOrder ready() const {
-    RaggedOrder order = *this;
-    order.records = header->records;
-    order.records_of_section = header->records_of_section;
-    return order;
+  FLASH_CUTE_HOST_DEVICE TileRecord const& record(int place) const {
+    return reinterpret_cast<TileRecord const*>(header + 1)[place];
   }
-
-  FLASH_CUTE_HOST_DEVICE int tiles() const { return records * heads_kv * int(packs.value); }
+  FLASH_CUTE_HOST_DEVICE int tiles() const { return header->records * heads_kv * int(packs.value); }
 
   // The list is gone through once for each head of K and V.
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
+    Divisor const section = header->records_of_section;
     index = larger(0, smaller(index, tiles() - 1));  // a stream asks for one more than there is
-    int const head_kv = records_of_section.quotient(index);
-    int const rest = index - head_kv * int(records_of_section.value);
+    int const head_kv = section.quotient(index);
+    int const rest = index - head_kv * int(section.value);
     int const place = packs.quotient(rest), pack = rest - place * int(packs.value);
-    TileRecord const record = reinterpret_cast<TileRecord const*>(header + 1)[place];
     int const packed = int(rows.packed.value);
-    RaggedTile tile;
-    tile.m_begin = record.m_begin;
-    tile.head = head_kv * heads_per_kv + smaller(pack * packed, heads_per_kv - packed);
-    tile.head_kv = head_kv;
-    tile.batch = record.batch;
-    tile.q_begin = record.q_begin;
-    tile.k_begin = record.k_begin;
-    tile.mask = {record.seqlen_q, record.seqlen_k, left, right};
-    tile.places = &places;
-    return tile;
+    TileRecord const& found = record(place);
+    return {.m_begin = found.m_begin,
+            .head = head_kv * heads_per_kv + smaller(pack * packed, heads_per_kv - packed),
+            .head_kv = head_kv,
+            .seqlen_q = found.seqlen_q,
+            .seqlen_k = found.seqlen_k,
+            .place = place,
+            .order = this};
   }
 };
+
+FLASH_CUTE_HOST_DEVICE TileRecord const& RaggedTile::record() const { return order->record(place); }
 
 // Records that a list has room for: each sequence's last tile may be short.
 inline int64_t tile_capacity(ForwardParams const& params, PackedRows const& rows) {
@@ -93,45 +87,59 @@ inline int64_t tile_capacity(ForwardParams const& params, PackedRows const& rows
 FLASH_CUTE_HOST_DEVICE WindowMask const& mask_of(ForwardParams const& params, TileCoord const&) {
   return params.mask;
 }
-FLASH_CUTE_HOST_DEVICE WindowMask const& mask_of(ForwardParams const&, RaggedTile const& tile) {
-  return tile.mask;
+FLASH_CUTE_HOST_DEVICE WindowMask mask_of(ForwardParams const& params, RaggedTile const& tile) {
+  return {tile.seqlen_q, tile.seqlen_k, params.mask.left, params.mask.right};
 }
 
-// The first query and key of its sequence among the rows of the batch entry.
+// The batch entry, and the first query and key of the sequence among its rows.
+FLASH_CUTE_HOST_DEVICE int entry_of(TileCoord const& tile) { return tile.batch; }
+FLASH_CUTE_HOST_DEVICE int entry_of(RaggedTile const& tile) { return tile.record().batch; }
 FLASH_CUTE_HOST_DEVICE int first_query_of(TileCoord const&) { return 0; }
-FLASH_CUTE_HOST_DEVICE int first_query_of(RaggedTile const& tile) { return tile.q_begin; }
+FLASH_CUTE_HOST_DEVICE int first_query_of(RaggedTile const& tile) { return tile.record().q_begin; }
 FLASH_CUTE_HOST_DEVICE int first_key_of(TileCoord const&) { return 0; }
-FLASH_CUTE_HOST_DEVICE int first_key_of(RaggedTile const& tile) { return tile.k_begin; }
+FLASH_CUTE_HOST_DEVICE int first_key_of(RaggedTile const& tile) { return tile.record().k_begin; }
 
 // Where the LSE of its head and its sequence's first query is.
 FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, TileCoord const& tile) {
   return (int64_t(tile.batch) * params.shape.heads_q + tile.head) * params.shape.seqlen_q;
 }
 FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, RaggedTile const& tile) {
-  return tile.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + tile.q_begin;
+  TileRecord const& record = tile.record();
+  return record.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + record.q_begin;
 }
 
-// What to add to a row of its sequence, and the last coordinate, for tensor maps.
-struct MapPlace {
+// How a tensor map names the rows of a sequence: (row, entry of the batch) where they are alike.
+struct DensePlace {
+  int entry;
+};
+
+// Else so that what lies past its end is clipped: rows are counted such that the end is the bound of their
+// dimension, kBound; a second dimension of the same stride shifts them to where they are; and at kBound of a
+// third one they are kBound rows before that, as kBound times its stride is that many bytes less than 2^64
+// (an idea of Triton's ragged descriptors).
+struct RaggedPlace {
+  static constexpr int kBound = 1 << 30;
+  static constexpr int64_t kWrap = int64_t(1) << 35;  // bytes; times kBound a multiple of 2^64
   int shift, plane;
 };
 enum class OperandName { q, k, v, out };
 
 template <OperandName>
-FLASH_CUTE_HOST_DEVICE MapPlace place_of(TileCoord const& tile) {
-  return {0, tile.batch};
+FLASH_CUTE_HOST_DEVICE DensePlace place_of(TileCoord const& tile) {
+  return {tile.batch};
 }
 template <OperandName operand>
-FLASH_CUTE_HOST_DEVICE MapPlace place_of(RaggedTile const& tile) {
-  RaggedPlaces const& places = *tile.places;
+FLASH_CUTE_HOST_DEVICE RaggedPlace place_of(RaggedTile const& tile) {
+  RaggedEntries const& entries = tile.order->entries;
+  TileRecord const& record = tile.record();
   constexpr bool kKeys = operand == OperandName::k || operand == OperandName::v;
-  int const length = kKeys ? tile.mask.seqlen_k : tile.mask.seqlen_q;
-  int const entry = operand == OperandName::q   ? places.entry_q
-                    : operand == OperandName::k ? places.entry_k
-                    : operand == OperandName::v ? places.entry_v
-                                                : places.entry_out;
-  return {(kKeys ? places.bound_k : places.bound_q) - length,
-          tile.batch * entry + (kKeys ? tile.k_begin : tile.q_begin) + length};
+  int const length = kKeys ? tile.seqlen_k : tile.seqlen_q;
+  int const entry = operand == OperandName::q   ? entries.q
+                    : operand == OperandName::k ? entries.k
+                    : operand == OperandName::v ? entries.v
+                                                : entries.out;
+  return {RaggedPlace::kBound - length,
+          record.batch * entry + (kKeys ? record.k_begin : record.q_begin) + length};
 }
 
 }  // namespace flash_cute

@@ -92,7 +92,6 @@ struct TileOrder {
             .packs = Divisor(int(packs))};
   }
 
-  FLASH_CUTE_HOST_DEVICE TileOrder const& ready() const { return *this; }
   FLASH_CUTE_HOST_DEVICE int tiles() const { return m_blocks * sequences; }
 
   FLASH_CUTE_HOST_DEVICE TileCoord operator()(int index) const {

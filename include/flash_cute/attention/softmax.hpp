@@ -97,22 +97,20 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      bool const is_empty = sum == 0.f;
-      empty_sum |= is_empty;
+      empty_sum |= sum == 0.f;
       factor[row] = __fdividef(1.f, sum);
       // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
       float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);
-      reference[row] = is_empty ? -INFINITY : fmaf(reference[row], float(M_LN2), log_sum);
+      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
     }
     if (__any_sync(0xffffffffu, empty_sum)) {
       auto output = row_col_view(acc_o);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        if (lse(row) != -INFINITY) continue;
-        float const value = sees_nothing(row) ? 0.f : NAN;
+        if (lse(row) != -INFINITY || !sees_nothing(row)) continue;
         factor[row] = 1.f;
         CUTE_UNROLL
-        for (int col = 0; col < size<1>(output); ++col) output(row, col) = value;
+        for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;
       }
     }
     scale_rows(acc_o, factor);

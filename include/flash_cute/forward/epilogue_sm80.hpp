@@ -17,7 +17,7 @@ CUTE_DEVICE void store_output(ForwardParams const& params, Tile const& tile, Out
   auto const output = row_col_view(acc_o);
   auto const coords = row_col_view(cO);
   static_assert(decltype(size<1>(output))::value % kColumns == 0, "head dims come in multiples of 32");
-  Element* const data = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
+  Element* const data = static_cast<Element*>(params.out.data) + entry_of(tile) * params.out.batch_stride +
                         tile.head * params.out.head_stride +
                         int64_t(first_query_of(tile) + tile.m_begin) * params.out.row_stride;
   int const seqlen_q = mask_of(params, tile).seqlen_q;

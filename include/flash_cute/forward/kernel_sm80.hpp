@@ -15,17 +15,9 @@ CUTE_DEVICE int read_block_index() {
   return index;
 }
 
-// A tile's own lengths take registers that a third block would need.
 template <class Traits, class Order>
-constexpr int blocks_per_sm() {
-  return Order::kMayBeEmpty ? smaller(2, Traits::kTile.blocks_per_sm) : Traits::kTile.blocks_per_sm;
-}
-
-template <class Traits, class Order>
-__global__ void __launch_bounds__(Traits::kThreads, blocks_per_sm<Traits, Order>())
-    forward_kernel_sm80(__grid_constant__ ForwardParams const params,
-                        __grid_constant__ Order const launched) {
-  Order const& order = launched.ready();
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+    forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
   if constexpr (Order::kMayBeEmpty) {
     if (read_block_index() >= order.tiles()) return;
   }

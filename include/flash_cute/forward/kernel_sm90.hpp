@@ -11,7 +11,7 @@ namespace flash_cute {
 
 template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ Order const launched,
+    forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order,
                         __grid_constant__ ForwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -27,7 +27,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
-  Order const& order = launched.ready();
   TileStream<Order> const tiles{order, int(blockIdx.x), int(gridDim.x)};
   if constexpr (Order::kMayBeEmpty) {
     if (tiles.count() == 0) return;

@@ -33,14 +33,7 @@ inline RaggedOrder ragged_order(ForwardParams const& params, PackedRows const& r
           .heads_per_kv = heads_per_kv,
           .packs = Divisor(ceil_div(heads_per_kv, int(rows.packed.value))),
           .heads_kv = shape.heads_kv,
-          .left = params.mask.left,
-          .right = params.mask.right,
-          .places = {.bound_q = shape.seqlen_q,
-                     .bound_k = shape.seqlen_k,
-                     .entry_q = entry(params.q),
-                     .entry_k = entry(params.k),
-                     .entry_v = entry(params.v),
-                     .entry_out = entry(params.out)}};
+          .entries = {entry(params.q), entry(params.k), entry(params.v), entry(params.out)}};
 }
 
 // Tiles of all heads, at most.

@@ -76,39 +76,46 @@ auto visit_tile(ForwardParams const& params, Visitor&& visitor) {
   return visitor(ForwardTraitsSm90<Instance, kTiles.main>{}, packed);
 }
 
-// Tensor maps of sequences that end anywhere: see RaggedPlaces.
-template <class Traits>
-ForwardMaps ragged_maps(ForwardParams const& params, RaggedOrder const& order) {
-  using Element = typename Traits::Element;
+// The maps of q, k, v and out, by encode(view, rows, rows from entry to entry, heads, box).
+template <class Traits, class Encode>
+ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, RaggedEntries const& entries,
+                        Encode&& encode) {
   ProblemShape const& shape = params.shape;
-  auto encode = [&](TensorView view, int rows, int entry, int heads, TmaBox box) {
-    view.data = static_cast<Element*>(view.data) - rows * view.row_stride;
-    view.batch_stride = view.row_stride;
-    int const planes = (shape.batch - 1) * entry + rows + 1;
-    return make_tensor_map<Element>(params.device.index, view, shape.head_dim, rows, heads, planes, box);
-  };
-  TmaBox const box_q{Traits::kPanel, int(order.rows.packed.value), order.rows.queries},
+  TmaBox const box_q{Traits::kPanel, int(rows.packed.value), rows.queries},
       box_kv{Traits::kPanel, 1, Traits::kBlockN};
-  RaggedPlaces const& places = order.places;
-  return {.q = encode(params.q, shape.seqlen_q, places.entry_q, shape.heads_q, box_q),
-          .k = encode(params.k, shape.seqlen_k, places.entry_k, shape.heads_kv, box_kv),
-          .v = encode(params.v, shape.seqlen_k, places.entry_v, shape.heads_kv, box_kv),
-          .out = encode(params.out, shape.seqlen_q, places.entry_out, shape.heads_q, box_q)};
+  return {.q = encode(params.q, shape.seqlen_q, entries.q, shape.heads_q, box_q),
+          .k = encode(params.k, shape.seqlen_k, entries.k, shape.heads_kv, box_kv),
+          .v = encode(params.v, shape.seqlen_k, entries.v, shape.heads_kv, box_kv),
+          .out = encode(params.out, shape.seqlen_q, entries.out, shape.heads_q, box_q)};
 }
 
 template <class Traits>
-ForwardMaps dense_maps(ForwardParams const& params, TileOrder const& order) {
+ForwardMaps maps_of(ForwardParams const& params, TileOrder const& order) {
   ProblemShape const& shape = params.shape;
-  auto encode = [&](TensorView const& view, int seqlen, int heads, TmaBox box) {
-    return make_tensor_map<typename Traits::Element>(params.device.index, view, shape.head_dim, seqlen, heads,
-                                                     shape.batch, box);
-  };
-  TmaBox const box_q{Traits::kPanel, int(order.rows.packed.value), order.rows.queries},
-      box_kv{Traits::kPanel, 1, Traits::kBlockN};
-  return {.q = encode(params.q, shape.seqlen_q, shape.heads_q, box_q),
-          .k = encode(params.k, shape.seqlen_k, shape.heads_kv, box_kv),
-          .v = encode(params.v, shape.seqlen_k, shape.heads_kv, box_kv),
-          .out = encode(params.out, shape.seqlen_q, shape.heads_q, box_q)};
+  return encode_maps<Traits>(
+      params, order.rows, {}, [&](TensorView const& view, int rows, int, int heads, TmaBox box) {
+        return make_tensor_map<typename Traits::Element, 4>(
+            params.device.index, view.data,
+            {uint64_t(shape.head_dim), uint64_t(heads), uint64_t(rows), uint64_t(shape.batch)},
+            {view.head_stride, view.row_stride, view.batch_stride}, box);
+      });
+}
+
+// See RaggedPlace.
+template <class Traits>
+ForwardMaps maps_of(ForwardParams const& params, RaggedOrder const& order) {
+  using Element = typename Traits::Element;
+  ProblemShape const& shape = params.shape;
+  return encode_maps<Traits>(
+      params, order.rows, order.entries,
+      [&](TensorView const& view, int rows, int entry, int heads, TmaBox box) {
+        uint64_t const planes = uint64_t(shape.batch - 1) * entry + rows + 1;
+        int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+        return make_tensor_map<Element, 5>(
+            params.device.index, view.data,
+            {uint64_t(shape.head_dim), uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+            {view.head_stride, view.row_stride, view.row_stride, back}, box);
+      });
 }
 
 inline int ragged_blocks(ForwardParams const& params, RaggedOrder const& order) {
@@ -127,13 +134,13 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stre
     visit_tile<Instance>(of_mean_length(params), [&]<class Traits>(Traits traits, int packed) {
       RaggedOrder const order = ragged_order(params, rows_sm90(Traits::kTile, packed));
       launch_prepare</*kStartsEarly=*/true>(params, order, stream);
-      launch(traits, order, ragged_blocks(params, order), ragged_maps<Traits>(params, order));
+      launch(traits, order, ragged_blocks(params, order), maps_of<Traits>(params, order));
     });
   } else {
     visit_tile<Instance>(params, [&]<class Traits>(Traits traits, int packed) {
       TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
       launch(traits, order, persistent_blocks(params, order, Traits::kBlockN),
-             dense_maps<Traits>(params, order));
+             maps_of<Traits>(params, order));
     });
   }
 }

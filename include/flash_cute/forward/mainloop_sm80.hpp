@@ -44,19 +44,17 @@ struct ForwardMainloopSm80 {
     auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int first, int begin, int rows,
                          auto&& target) {
       auto const loader = typename Traits::TiledLoad{}.get_slice(reread(thread, kRowsOfWarp > 16));
-      Tensor source = local_tensor<Element>(view, tile.batch, head, first + begin, tile_shape);
+      Tensor source = local_tensor<Element>(view, entry_of(tile), head, first + begin, tile_shape);
       copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
                  loader.partition_S(make_identity_tensor(tile_shape)),
                  TileBounds{rows - begin, shape.head_dim});
     };
-    auto load_k = [&](int block) {
-      load_tile(TileShapeKV{}, params.k, tile.head_kv, first_key_of(tile), block * Traits::kBlockN,
-                mask.seqlen_k, sK(_, _, block % kStages));
+    auto load_kv = [&](TensorView const& view, int block, auto&& target) {
+      load_tile(TileShapeKV{}, view, tile.head_kv, first_key_of(tile), block * Traits::kBlockN, mask.seqlen_k,
+                target);
     };
-    auto load_v = [&](int block) {
-      load_tile(TileShapeKV{}, params.v, tile.head_kv, first_key_of(tile), block * Traits::kBlockN,
-                mask.seqlen_k, sV(_, _, block % kStages));
-    };
+    auto load_k = [&](int block) { load_kv(params.k, block, sK(_, _, block % kStages)); };
+    auto load_v = [&](int block) { load_kv(params.v, block, sV(_, _, block % kStages)); };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;

@@ -8,6 +8,18 @@
 
 namespace flash_cute {
 
+template <int kHeadDim, int kPanel, int kRows>
+CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
+                         auto* target, int rows, int head, int row, DensePlace const& place) {
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, row, place.entry);
+}
+template <int kHeadDim, int kPanel, int kRows>
+CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
+                         auto* target, int rows, int head, int row, RaggedPlace const& place) {
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, place.shift + row, place.plane,
+                                       RaggedPlace::kBound);
+}
+
 template <class Traits>
 struct ForwardProducerSm90 {
   typename Traits::SharedStorage& shared;
@@ -26,13 +38,13 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE void load(Tile const& tile, PackedRows const& rows) {
     BlockRange const visited =
         visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
-    MapPlace const place_q = place_of<OperandName::q>(tile);
+    auto const place_q = place_of<OperandName::q>(tile);
 
-    auto load_kv = [&](CUtensorMap const& map, MapPlace const& place, auto& ring, auto& at, auto* slots,
+    auto load_kv = [&](CUtensorMap const& map, auto const& place, auto& ring, auto& at, auto* slots,
                        int block) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
+      load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
           map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, Traits::kBlockN, tile.head_kv,
-          place.shift + block * Traits::kBlockN, place.plane);
+          block * Traits::kBlockN, place);
       at.advance();
     };
     auto load_k = [&](int block) {
@@ -47,9 +59,9 @@ struct ForwardProducerSm90 {
     auto* const slot_q = shared.q + at_q.slot * Traits::kSlotElementsQ;
     CUTE_UNROLL
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+      load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
           maps.q, shared.ring_q[consumer].acquire(at_q), slot_q + consumer * kWarpgroupRows * Traits::kPanel,
-          rows.used(), tile.head, place_q.shift + tile.m_begin + consumer * rows.queries, place_q.plane);
+          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
