@@ -120,7 +120,9 @@ std::string reason_to_copy(Tensor const& tensor, bool ragged) {
   if (!aligned) return "its rows do not start at multiples of 16 bytes";
   if (!ragged || sizes[0] == 1 || strides[0] == 0) return "";
   bool const whole_rows = strides[2] > 0 && strides[0] % strides[2] == 0;
-  return whole_rows ? "" : "its batch stride is no multiple of its row stride";
+  if (!whole_rows) return "its batch stride is no multiple of its row stride";
+  bool const within_int = sizes[0] * (strides[0] / strides[2]) < std::numeric_limits<int>::max();
+  return within_int ? "" : "its last row is too many rows behind its first";
 }
 
 // What allocate() gives. It fails without a reason: torch keeps the exception on its side of the stable ABI.

@@ -53,8 +53,8 @@ std::vector<std::tuple<int, int, int>> stream_of(Order const& order, int block, 
   TileStream<Order> tiles{order, block, blocks};
   std::vector<std::tuple<int, int, int>> list;
   for (int left = tiles.count(); left > 0; --left) {
-    TileCoord const tile = tiles.next();
-    list.emplace_back(tile.m_begin, tile.head, tile.batch);
+    auto const tile = tiles.next();
+    list.emplace_back(tile.m_begin, tile.head, entry_of(tile));
   }
   return list;
 }
@@ -102,13 +102,12 @@ struct RaggedTiles {
       place += sizeof(TileRecord);
     }
     order.header = header;
-    order = order.ready();
   }
   RaggedTiles(RaggedTiles const&) = delete;
 
   template <OperandName operand>
   std::pair<int, int> place(int index) const {
-    MapPlace const found = place_of<operand>(order(index));
+    RaggedPlace const found = place_of<operand>(order(index));
     return {found.shift, found.plane};
   }
 
@@ -122,9 +121,7 @@ struct RaggedTiles {
             .heads_per_kv = heads_per_kv,
             .packs = Divisor(ceil_div(heads_per_kv, int(rows.packed.value))),
             .heads_kv = shape.heads_kv,
-            .left = params.mask.left,
-            .right = params.mask.right,
-            .places = {shape.seqlen_q, shape.seqlen_k, entries[0], entries[1], entries[2], entries[3]}};
+            .entries = {entries[0], entries[1], entries[2], entries[3]}};
   }
 };
 
@@ -146,6 +143,8 @@ Instances instances() {
 }  // namespace
 
 PYBIND11_MODULE(flash_cute_host, module) {
+  module.attr("MAP_BOUND") = RaggedPlace::kBound;
+  module.attr("MAP_WRAP") = RaggedPlace::kWrap;
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
@@ -209,7 +208,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("__call__",
            [](RaggedTiles const& tiles, int index) {
              RaggedTile const tile = tiles.order(index);
-             return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
+             return std::tuple(tile.m_begin, tile.head, tile.head_kv, entry_of(tile));
            })
       .def("mask", [](RaggedTiles const& tiles,
                       int index) { return mask_of(tiles.batch.params, tiles.order(index)); })

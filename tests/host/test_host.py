@@ -387,23 +387,25 @@ def test_blocks_share_the_ragged_tiles_out(host, data, blocks):
 
 @given(st.data())
 def test_places_clip_at_the_end_of_a_sequence(host, data):
-    """A tensor map starts `bound` rows before the tensor, and clips the coordinates that are `bound` or more:
-    those of rows past the end, and no others."""
+    """A tensor map clips the coordinates that are `bound` or more: those of rows past the end, and no others.
+    The two coordinates of a row, and that of the dimension that wraps around, add up to its address."""
+    bound, row_bytes = host.MAP_BOUND, data.draw(st.integers(1, 2**20)) * 16
     sizes, batch, (block_m, *_), entries, order = data.draw(ragged_tiles(host))
     for index in range(order.tiles()):
         *_, entry = order(index)
         begin, _, used, first_key, mask = batch.sequence(entry)
         sides = {"q": (begin, used), "out": (begin, used), "k": (first_key, mask.seqlen_k)}
         sides["v"] = sides["k"]
-        bounds = {"q": sizes[3], "k": sizes[4], "v": sizes[4], "out": sizes[3]}
-        for (name, bound), rows_of_entry in zip(bounds.items(), entries, strict=True):
+        rows_of = {"q": sizes[3], "k": sizes[4], "v": sizes[4], "out": sizes[3]}
+        for (name, rows), rows_of_entry in zip(rows_of.items(), entries, strict=True):
             first, length = sides[name]
             shift, plane = getattr(order, f"place_{name}")(index)
             assert shift >= 0
-            assert 0 <= plane <= (sizes[0] - 1) * rows_of_entry + bound
+            assert 0 <= plane <= (sizes[0] - 1) * rows_of_entry + rows
             for row in {*range(length), length, length + block_m}:
                 assert (shift + row < bound) == (row < length)
-                assert shift + row + plane - bound == entry * rows_of_entry + first + row
+                address = (shift + row + plane) * row_bytes + bound * (host.MAP_WRAP - row_bytes)
+                assert address % 2**64 == (entry * rows_of_entry + first + row) * row_bytes
 
 
 @given(st.data())
