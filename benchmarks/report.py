@@ -35,7 +35,6 @@ COLOURS = {
     "cudnn": "#56B4E9",
     "efficient": "#E69F00",
     "math": "#CC79A7",
-    BEST: "#444444",
 }
 
 Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known peer over cuDNN in speed
@@ -246,8 +245,11 @@ def section(results: dict, known: dict[tuple, float]) -> list[str]:
     return lines
 
 
-def plot(results: dict, baseline: Baseline, path: Path) -> None:
-    """Bars of speed: a row of panels per regime and mask, a column per head dim; the ceiling is a line."""
+def plot(results: dict, path: Path) -> None:
+    """Bars of speed: a row of panels per regime and mask, a column per head dim; the ceiling is a line.
+
+    Only what this run measured: the best known peer, of another run, is in the tables.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -256,13 +258,7 @@ def plot(results: dict, baseline: Baseline, path: Path) -> None:
     regimes = by_regime(results)
     head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
     masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in results["cells"]))
-    grid = {key(cell["problem"]) for cell in results["cells"]}
-    best = (
-        [BEST]
-        if "cudnn" in results["peers"] and any(grid & set(known) for known in baseline.values())
-        else []
-    )
-    names = [*results["peers"], *best, *results["ours"]]
+    names = [*results["peers"], *results["ours"]]
     panels: dict[tuple, dict[int, list[dict]]] = {}
     for regime, measured in regimes.items():
         for mask in masks:
@@ -277,7 +273,7 @@ def plot(results: dict, baseline: Baseline, path: Path) -> None:
         unit = unit_of([cell for cells in columns.values() for cell in cells])
         row[0].set_ylabel(unit)
         for axis, cells in zip(row, columns.values(), strict=True):
-            draw(axis, cells, names, results["ours"], unit, baseline.get(regime, {}))
+            draw(axis, cells, names, results["ours"], unit)
             axis.set_title(textwrap.fill(f"{regime}: {shape_title(cells)}", 60) if cells else "", fontsize=9)
     where = results["environment"]
     figure.suptitle(f"Forward, {where['device']}, {results['cells'][0]['problem']['dtype']}", fontsize=11)
@@ -293,7 +289,7 @@ def plot(results: dict, baseline: Baseline, path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str, known: dict) -> None:
+def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) -> None:
     """One panel: a group of bars per cell, each with its number."""
     from matplotlib.patheffects import withStroke
 
@@ -301,13 +297,9 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str, 
     numbers["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]  # over the line
     width = 0.84 / len(names)
     for i, name in enumerate(names):
-        timed = "cudnn" if name == BEST else name
-        shown = {x: in_unit(cell, timed, unit) for x, cell in enumerate(cells) if timed in cell["times_us"]}
-        if name == BEST:
-            ratios = {x: known.get(key(cells[x]["problem"])) for x in shown}
-            shown = {x: shown[x] * ratio for x, ratio in ratios.items() if ratio}
+        shown = {x: in_unit(cell, name, unit) for x, cell in enumerate(cells) if name in cell["times_us"]}
         at = [x + (i - (len(names) - 1) / 2) * width for x in shown]
-        label = f"flash_cute {name}" if name in ours else name if name == BEST else f"PyTorch's {name}"
+        label = f"flash_cute {name}" if name in ours else f"PyTorch's {name}"
         bars = axis.bar(at, shown.values(), width * 0.92, color=COLOURS.get(name, "black"), label=label)
         axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
     ceiling, label = (
@@ -359,10 +351,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = args.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    baseline = baseline_for(results, options.baseline)
-    text = markdown(results, baseline)
+    text = markdown(results, baseline_for(results, options.baseline))
     options.results.with_suffix(".md").write_text(text + "\n")
-    plot(results, baseline, options.results.with_suffix(".png"))
+    plot(results, options.results.with_suffix(".png"))
     print(text)
 
 

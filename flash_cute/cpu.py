@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -54,10 +55,14 @@ def forward(
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     else:
         q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
-    step = seqlen_q if full or causal else _MASKED_ROWS
-    for begin in range(first_row, seqlen_q, step):
-        rows = slice(begin, min(begin + step, seqlen_q))
-        keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
+
+    def blocks(step: int) -> Iterator[tuple[slice, slice]]:
+        """Rows that see a key, `step` at a time, and the keys that they see."""
+        for begin in range(first_row, seqlen_q, step):
+            rows = slice(begin, min(begin + step, seqlen_q))
+            yield rows, slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
+
+    for rows, keys in blocks(seqlen_q if full or causal else _MASKED_ROWS):
         mask = None if full or causal else _mask(rows, keys, shift, left, right)
         results = _flash(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
@@ -69,9 +74,7 @@ def forward(
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
     lowest, highest = (bound.item() for bound in lse[:, :, first_row:].abs().aminmax())
     if not (lowest > 0 and highest < torch.inf):
-        for begin in range(first_row, seqlen_q, _MASKED_ROWS):
-            rows = slice(begin, min(begin + _MASKED_ROWS, seqlen_q))
-            keys = slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
+        for rows, keys in blocks(_MASKED_ROWS):
             mask = _mask(rows, keys, shift, left, right)
             out[:, :, rows], lse[:, :, rows] = _plain(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, softmax_scale

@@ -1,4 +1,4 @@
-"""The native library's operators, completed: shapes for the compiler, derivatives, vmap, FLOPs, and the CPU.
+"""The native library's operators, completed: shapes for the compiler, vmap, FLOPs, and the CPU.
 
 Schemas, defaults and validation live in C++ (csrc/). What is here is what only Python can register. No kernel
 of _forward is in Python but on the CPU: calls without gradients, compiled graphs too, stay in C++.
