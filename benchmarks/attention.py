@@ -2,10 +2,16 @@
 
     python -m benchmarks.attention                                    the papers' grid, both regimes
     python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0 --regime burst
+    python -m benchmarks.attention --lengths uniform:1:4096 --lengths lognormal:512      packed sequences
 
 Each cell times every family of ours and every peer; on a GPU an 8192^3 bf16 matrix product and a large copy
 too: in bursts beside every cell, sustained once in a run, as they need the time of two contenders. Results go
 to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
+
+With --lengths the contenders are ours packed, padded and "dense mean", and the peers packed, without the two
+ceilings. Dense mean is our dense call of sequences as long as the mean, its time multiplied by the batch's
+visited blocks over its own: packed/dense mean compares the rates per visited block, and of equal lengths the
+times of the same work.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from . import contenders, report, timing
+from . import contenders, lengths, report, timing
 from .problem import DTYPES, Problem, paper_grid, parse_shape, parse_window
 from .results import choose_device, environment, save
 from .timing import REGIMES
@@ -46,43 +52,57 @@ def yardstick_rates(times: dict) -> dict[str, float]:
     return {rate: amount / times[n]["median"] * 1e6 for rate, (n, amount) in work.items() if n in times}
 
 
-def in_regime(samples: dict[str, list[float]]) -> dict:
-    """What one regime says of a cell: times, the yardsticks' rates, and ours over the peers in speed."""
+def in_regime(samples: dict[str, list[float]], compared: dict[str, list[str]], scales: dict) -> dict:
+    """What one regime says of a cell: times, the yardsticks' rates, and speeds over those compared with.
+
+    scales: what times are multiplied with, where they are.
+    """
+    samples = {name: [scales.get(name, 1) * us for us in values] for name, values in samples.items()}
     times = {name: timing.summary(values) for name, values in samples.items()}
-    running = [name for name in samples if name not in ("matmul", "copy")]
     speedup = {
         mine: {
-            peer: timing.paired_speedup(samples[mine], samples[peer])
-            for peer in running
-            if peer in contenders.PEERS
+            rival: timing.paired_speedup(samples[mine], samples[rival])
+            for rival in rivals
+            if rival in samples
         }
-        for mine in running
-        if mine not in contenders.PEERS
+        for mine, rivals in compared.items()
+        if mine in samples
     }
     rounds = max(map(len, samples.values()), default=0)
     return {"rounds": rounds, "times_us": times, "rates": yardstick_rates(times), "speedup": speedup}
 
 
-def measure(problem: Problem, names: list[str], yards: dict, steady, device: torch.device, options) -> dict:
+def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, device, options) -> dict:
     """One cell: for each regime times of all contenders that can run it, and why the others cannot.
 
-    yards are timed in bursts; steady has the samples of the same yardsticks sustained, and what they drew.
+    problem: a Problem, or lengths.Ragged. yards are timed in bursts; steady has the samples of the same
+    yardsticks sustained, and what they drew.
     """
-    running, excluded = contenders.prepare_all(names, problem, *problem.inputs(device, options.layout))
+    if options.lengths:
+        running, excluded, scales = lengths.prepare_all(mine + peers, problem, device)
+        compared = lengths.compared(mine, peers)
+    else:
+        inputs = problem.inputs(device, options.layout)
+        running, excluded = contenders.prepare_all(mine + peers, problem, *inputs)
+        compared, scales = dict.fromkeys(mine, peers), {}
     if options.graph:
         running = {name: timing.graphed(run) for name, run in running.items()}
     regimes = {}
     if options.regime != "sustained":
-        regimes["burst"] = in_regime(timing.burst(running | yards, device, options.seconds))
+        regimes["burst"] = in_regime(timing.burst(running | yards, device, options.seconds), compared, scales)
     if options.regime != "burst":
-        length = options.sustained_seconds, options.sustained_rounds
-        samples, power = map(operator.or_, timing.sustained(running, device, *length), steady)
-        regimes["sustained"] = in_regime(samples) | {"power": power}
-    return {"problem": problem.to_json(), "regimes": regimes, "excluded": excluded}
+        turns = options.sustained_seconds, options.sustained_rounds
+        samples, power = map(operator.or_, timing.sustained(running, device, *turns), steady)
+        regimes["sustained"] = in_regime(samples, compared, scales) | {"power": power}
+    scaled = {"times_scaled": scales} if scales else {}
+    return {"problem": problem.to_json(), "regimes": regimes, "excluded": excluded} | scaled
 
 
-def problems(options) -> list[Problem]:
+def problems(options) -> list[Problem] | list[lengths.Ragged]:
     causal = MASKS[options.mask]
+    if options.lengths:
+        grid = options.tokens, options.hidden, options.head_dims
+        return lengths.problems(options.lengths, *grid, causal, options.dtype)
     if not options.shape:
         grid = options.tokens, options.hidden, options.head_dims, options.seqlens
         return paper_grid(*grid, causal, options.dtype)
@@ -110,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument(
         "--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid"
     )
+    args.add_argument("--lengths", type=lengths.parse, action="append", metavar="KIND:N", help=lengths.HELP)
     args.add_argument("--mask", choices=MASKS, default="both")
     args.add_argument(
         "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
@@ -134,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h200.json on an H200)"
     )
     args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="attention", help="of the result file")
+    args.add_argument("--name", help="of the result file (default: attention, with --lengths lengths)")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     return args
 
@@ -143,18 +164,22 @@ def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
     device = choose_device(options.device)
     mine = options.families or contenders.families(device)
-    peers = options.peers or list(
-        contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
-    )
-    yards, steady = yardsticks(device), ({}, {})
+    default_peers = contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
+    yards, steady = {}, ({}, {})
+    if options.lengths:
+        mine = lengths.ours(mine)
+        default_peers = lengths.PEERS if device.type == "cuda" else ()
+    else:
+        yards = yardsticks(device)
+    peers = options.peers or list(default_peers)
     if options.regime != "burst":
         steady = timing.sustained(yards, device, options.sustained_seconds, options.sustained_rounds)
     cells = [
-        measure(problem, mine + peers, yards, steady, device, options)
+        measure(problem, mine, peers, yards, steady, device, options)
         for problem in timing.progress(problems(options), "attention")
     ]
     results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}
-    path = save(results, options.name, options.output)
+    path = save(results, options.name or ("lengths" if options.lengths else "attention"), options.output)
     print(report.markdown(results, report.baseline_for(results, options.baseline)))
     print(f"\nwritten to {path}")
     return path

@@ -116,11 +116,16 @@ def prepare(name: str, problem: Problem, q, k, v) -> Run:
         run = PEERS[name](problem, q, k, v)
     else:
         run = ours(problem, q, k, v, family=None if name == CPU else name)
+    attempt(run)
+    return run
+
+
+def attempt(run: Callable):
+    """What the call gives; raises CannotRun where it has no kernel for its inputs."""
     try:
-        run()
+        return run()
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise CannotRun(str(error).splitlines()[0]) from error
-    return run
 
 
 def prepare_all(names: list[str], problem: Problem, q, k, v) -> tuple[dict[str, Run], dict[str, str]]:

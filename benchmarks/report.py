@@ -35,7 +35,15 @@ COLOURS = {
     "cudnn": "#56B4E9",
     "efficient": "#E69F00",
     "math": "#CC79A7",
+    "padded": "#F0E442",
+    "mean": "#333333",
 }
+
+
+def colour(name: str) -> str:
+    """Of a contender: that of the last word of its name that has one."""
+    return next((COLOURS[word] for word in (name, *reversed(name.split())) if word in COLOURS), "black")
+
 
 Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known peer over cuDNN in speed
 
@@ -43,7 +51,7 @@ Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known pee
 def key(problem: dict) -> tuple:
     """What identifies a cell in every result file."""
     names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "mask")
-    return tuple(problem[name] for name in names)
+    return *(problem[name] for name in names), problem.get("lengths")
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -88,6 +96,14 @@ def unit_of(cells: list[dict]) -> str:
 
 def in_unit(cell: dict, name: str, unit: str) -> float:
     return tflops(cell, name) if unit == RATE else cell["times_us"][name]["median"]
+
+
+def entry(cell: dict, name: str, unit: str) -> str:
+    """What a table says of a contender: of unequal lengths microseconds beside the rate."""
+    if name not in cell["times_us"]:
+        return MISSING
+    beside = f", {digits(in_unit(cell, name, TIME))} us" if "lengths" in cell["problem"] else ""
+    return digits(in_unit(cell, name, unit)) + spread(cell, name) + beside
 
 
 def digits(value: float) -> str:
@@ -135,7 +151,7 @@ def table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
 def title(problem: dict) -> str:
     """A row's name: the problem without its head dim."""
     lengths = {problem["seqlen_q"]: f"{problem['seqlen_q']}"}.get(problem["seqlen_k"])
-    lengths = lengths or f"{problem['seqlen_q']} x {problem['seqlen_k']}"
+    lengths = problem.get("lengths") or lengths or f"{problem['seqlen_q']} x {problem['seqlen_k']}"
     group = problem["heads_q"] // problem["heads_kv"]
     grouped = f", {group} query heads per K/V head" if group > 1 else ""
     return f"{problem['mask']}, {lengths}{grouped}"
@@ -146,7 +162,7 @@ def cell_rows(results: dict, cells: list[dict], columns: dict, unit: str) -> Ite
     for cell in cells:
         times = cell["times_us"]
         row = [title(cell["problem"])]
-        row += [digits(in_unit(cell, n, unit)) + spread(cell, n) if n in times else MISSING for n in names]
+        row += [entry(cell, n, unit) for n in names]
         ratios = [column.get(key(cell["problem"])) for column in columns.values()]
         row += [f"{ratio:.2f}" if ratio else MISSING for ratio in ratios]
         if cell["rates"]:
@@ -156,11 +172,11 @@ def cell_rows(results: dict, cells: list[dict], columns: dict, unit: str) -> Ite
         yield row
 
 
-def power_rows(results: dict, cells: list[dict]) -> Iterable[list[str]]:
+def power_rows(names: list[str], cells: list[dict]) -> Iterable[list[str]]:
     """What each contender drew: joules per TFLOP of visible pairs, clock, watts."""
     for cell in cells:
         row = [title(cell["problem"])]
-        for name in [*results["ours"], *results["peers"], "matmul"]:
+        for name in names:
             power = cell["power"].get(name)
             if not power or None in power.values():
                 row.append(MISSING)
@@ -236,12 +252,13 @@ def section(results: dict, known: dict[tuple, float]) -> list[str]:
             header += [*(f"{n} of matmul" for n in ours), *(f"{n} of floor" for n in ours)]
         lines += ["", f"{caption}:", "", *table(["", *header], cell_rows(results, cells, columns, unit))]
         if "power" in cells[0]:
+            drawing = names + ["matmul"] * any("matmul" in cell["power"] for cell in cells)
             lines += [
                 "",
                 f"Head dim {dim}, joules per TFLOP, SM clock and power ({MISSING}: NVML does not tell):",
                 "",
             ]
-            lines += table(["", *names, "matmul"], power_rows(results, cells))
+            lines += table(["", *drawing], power_rows(drawing, cells))
     return lines
 
 
@@ -300,7 +317,7 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) 
         shown = {x: in_unit(cell, name, unit) for x, cell in enumerate(cells) if name in cell["times_us"]}
         at = [x + (i - (len(names) - 1) / 2) * width for x in shown]
         label = f"flash_cute {name}" if name in ours else f"PyTorch's {name}"
-        bars = axis.bar(at, shown.values(), width * 0.92, color=COLOURS.get(name, "black"), label=label)
+        bars = axis.bar(at, shown.values(), width * 0.92, color=colour(name), label=label)
         axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
     ceiling, label = (
         (matmul_tflops, "matmul 8192³") if unit == RATE else (floor_us, "floor: its bytes, copied")
@@ -338,7 +355,8 @@ def shape_labels(cells: list[dict]) -> list[str]:
     for problem in (cell["problem"] for cell in cells):
         lengths = dict.fromkeys((problem["seqlen_q"], problem["seqlen_k"]))
         seqlen = " x ".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
-        lines = [f"seq {seqlen}", f"batch {problem['batch']}", *([heads_of(problem)] if several else [])]
+        drawn = problem.get("lengths", f"seq {seqlen}").replace(":", "\n", 1)
+        lines = [drawn, f"batch {problem['batch']}", *([heads_of(problem)] if several else [])]
         labels.append("\n".join(lines))
     return labels
 

@@ -7,7 +7,8 @@
 
 namespace flash_cute {
 
-using ForwardResult = std::tuple<Tensor, Tensor>;  // out like q, lse (batch, heads_q, seqlen_q) float32
+// out like q, lse float32 (batch, heads_q, seqlen_q); packed: (heads_q, total_q).
+using ForwardResult = std::tuple<Tensor, Tensor>;
 
 ForwardResult forward_cuda(ForwardArguments const& arguments);
 ForwardResult forward_cpu(ForwardArguments const& arguments);

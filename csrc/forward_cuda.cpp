@@ -69,6 +69,7 @@ struct Kernel {
   Family family;
   int head_dim;  // the largest that it serves
   decltype(&ForwardLaunch<void>::run) run;
+  decltype(&ForwardLaunch<void>::workspace_bytes) workspace_bytes;
   decltype(&ForwardLaunch<void>::plan) plan;
 };
 
@@ -78,7 +79,8 @@ Kernel kernel_for(ForwardProblem const& problem, Gpu const& gpu) {
   Kernel kernel{};
   bool const found =
       visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::plan};
+        kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run,
+                  ForwardLaunch<Instance>::workspace_bytes, ForwardLaunch<Instance>::plan};
       });
   require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
@@ -88,16 +90,39 @@ Kernel kernel_for(ForwardProblem const& problem, Gpu const& gpu) {
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kRowElements = kRowAlignment / kElementBytes;
 
-// Why the kernels can't read a tensor where it lies; empty if they can.
-std::string reason_to_copy(Tensor const& tensor) {
-  auto const sizes = tensor.sizes(), strides = tensor.strides();
+// A tensor as (batch, heads, rows, head_dim); a packed one, (rows, heads, head_dim), is one entry of a batch.
+struct Layout {
+  std::array<int64_t, 4> sizes, strides;
+
+  explicit Layout(Tensor const& tensor) {
+    auto const size = tensor.sizes(), stride = tensor.strides();
+    if (size.size() == 3) {
+      sizes = {1, size[1], size[0], size[2]};
+      strides = {0, stride[1], stride[0], stride[2]};
+    } else {
+      sizes = {size[0], size[1], size[2], size[3]};
+      strides = {stride[0], stride[1], stride[2], stride[3]};
+    }
+  }
+};
+
+// Why the kernels can't read a tensor where it lies; empty if they can. ragged: sequences differ in length,
+// and an entry of the batch has to begin whole rows after the one before.
+std::string reason_to_copy(Tensor const& tensor, bool ragged) {
+  auto const [sizes, strides] = Layout(tensor);
   if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kRowAlignment == 0;
   for (int dim = 0; dim < 3; ++dim) {
-    aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
+    bool const unused = sizes[dim] == 1 && !(ragged && dim == 2);
+    aligned = aligned && (unused || strides[dim] * kElementBytes % kRowAlignment == 0);
   }
-  return aligned ? "" : "its rows do not start at multiples of 16 bytes";
+  if (!aligned) return "its rows do not start at multiples of 16 bytes";
+  if (!ragged || sizes[0] == 1 || strides[0] == 0) return "";
+  bool const whole_rows = strides[2] > 0 && strides[0] % strides[2] == 0;
+  if (!whole_rows) return "its batch stride is no multiple of its row stride";
+  bool const within_int = sizes[0] * (strides[0] / strides[2]) < std::numeric_limits<int>::max();
+  return within_int ? "" : "its last row is too many rows behind its first";
 }
 
 // What allocate() gives. It fails without a reason: torch keeps the exception on its side of the stable ABI.
@@ -121,26 +146,29 @@ struct Readable {
 
   // Only outputs are written through it: a pointer for writing would make a copy of a copy-on-write input.
   TensorView view() const {
-    auto const strides = tensor.strides();
+    auto const [sizes, strides] = Layout(tensor);
     auto* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
-    return {data + first * strides[2] * kElementBytes, strides[0], strides[1], strides[2]};
+    int64_t const batch_stride = sizes[0] == 1 ? 0 : strides[0];
+    return {data + first * strides[2] * kElementBytes, batch_stride, strides[1], strides[2]};
   }
 };
 
 // first: the rows before it are not needed; a copy does not have them.
-Readable readable(char const* name, Tensor const& whole, int first = 0) {
-  if (reason_to_copy(whole).empty()) return {whole, first};
+Readable readable(char const* name, Tensor const& whole, bool ragged, int first = 0) {
+  if (reason_to_copy(whole, ragged).empty()) return {whole, first};
   Tensor const tensor =
       first == 0 ? whole
                  : torch::stable::narrow(const_cast<Tensor&>(whole), 2, first, whole.sizes()[2] - first);
   auto const sizes = tensor.sizes();
-  int64_t const head_dim = sizes[3], padded = ceil_div(head_dim, kRowElements) * kRowElements;
-  std::array<int64_t, 4> const target{sizes[0], sizes[1], sizes[2], padded};
-  Tensor copy = allocated(name, sizes[0] * sizes[1] * sizes[2] * padded, kElementBytes, [&] {
-    return padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), target.size()})
-                              : torch::stable::new_zeros(tensor, {target.data(), target.size()});
+  size_t const dims = sizes.size();
+  int64_t const head_dim = sizes[dims - 1], padded = ceil_div(head_dim, kRowElements) * kRowElements;
+  std::array<int64_t, 4> target{};
+  for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
+  Tensor copy = allocated(name, tensor.numel() / larger<int64_t>(1, head_dim) * padded, kElementBytes, [&] {
+    return padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), dims})
+                              : torch::stable::new_zeros(tensor, {target.data(), dims});
   });
-  Tensor columns = torch::stable::narrow(copy, 3, 0, head_dim);
+  Tensor columns = torch::stable::narrow(copy, int64_t(dims) - 1, 0, head_dim);
   torch::stable::copy_(columns, tensor);
   return {copy, 0};
 }
@@ -159,8 +187,8 @@ Tensor empty_strided(Tensor const& like, int32_t dtype, std::array<int64_t, 4> c
 bool is_dense(Tensor const& tensor) {
   auto const sizes = tensor.sizes(), strides = tensor.strides();
   int64_t expected = 1;
-  for (int rank = 0; rank < 4; ++rank) {
-    for (int dim = 0; dim < 4; ++dim) {
+  for (size_t rank = 0; rank < sizes.size(); ++rank) {
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
       if (sizes[dim] != 1 && strides[dim] == expected) {
         expected *= sizes[dim];
         break;
@@ -176,29 +204,56 @@ Tensor allocate_like(Tensor const& tensor) {
     if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    auto const sizes = tensor.sizes(), strides = tensor.strides();
-    return empty_strided(tensor, dtype, {sizes[0], sizes[1], sizes[2], sizes[3]},
-                         {strides[0], strides[1], strides[2], strides[3]}, 4);
+    std::array<int64_t, 4> sizes{}, strides{};
+    int64_t const dims = tensor.dim();
+    for (int64_t dim = 0; dim < dims; ++dim) {
+      sizes[dim] = tensor.sizes()[dim];
+      strides[dim] = tensor.strides()[dim];
+    }
+    return empty_strided(tensor, dtype, sizes, strides, dims);
   });
 }
 
-Tensor allocate_lse(Tensor const& q, ProblemShape const& shape) {
+Tensor allocate_lse(Tensor const& q, ForwardProblem const& problem) {
+  ProblemShape const& shape = problem.shape;
   int64_t const heads = larger(1, shape.heads_q), rows = larger(1, shape.seqlen_q);
-  return allocated("lse", shape.batch * heads * rows, sizeof(float), [&] {
-    return empty_strided(q, aoti_torch_dtype_float32(), {shape.batch, shape.heads_q, shape.seqlen_q},
-                         {heads * rows, rows, 1}, 3);
+  int64_t const entries = problem.packed ? 1 : shape.batch;
+  return allocated("lse", entries * heads * rows, sizeof(float), [&] {
+    int32_t const type = aoti_torch_dtype_float32();
+    if (problem.packed) return empty_strided(q, type, {shape.heads_q, shape.seqlen_q}, {rows, 1}, 2);
+    return empty_strided(q, type, {shape.batch, shape.heads_q, shape.seqlen_q}, {heads * rows, rows, 1}, 3);
   });
+}
+
+Tensor allocate_bytes(Tensor const& like, int64_t bytes) {
+  return allocated("the list of tiles", bytes, 1,
+                   [&] { return empty_strided(like, aoti_torch_dtype_uint8(), {bytes}, {1}, 1); });
+}
+
+int const* pointer_to(std::optional<Tensor> const& lengths) {
+  return lengths ? static_cast<int const*>(lengths->const_data_ptr()) : nullptr;
 }
 
 // What both the launch and the plan need. Keys that no query can reach, the first ones, are not there for a
-// kernel; the mask stays what it was, as it is aligned to the end of the keys.
-ForwardParams make_params(ForwardProblem const& problem, DeviceInfo const& device) {
+// kernel; the mask stays what it was, as it is aligned to the end of the keys. Of sequences of unequal
+// lengths the kernels see to it.
+ForwardParams make_params(ForwardProblem const& problem, Lengths const& lengths, DeviceInfo const& device) {
   ForwardParams params{};
   params.shape = problem.shape;
   params.softmax = {problem.softmax_scale * float(M_LOG2E)};
   params.mask = problem.mask();
-  params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
   params.device = device;
+  params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
+  if (problem.ragged) {
+    params.lengths = {.cu_seqlens_q = pointer_to(lengths.offsets_q()),
+                      .cu_seqlens_k = pointer_to(lengths.offsets_k()),
+                      .seqused_q = pointer_to(lengths.seqused_q),
+                      .seqused_k = pointer_to(lengths.seqused_k),
+                      .leftpad_k = pointer_to(lengths.leftpad_k),
+                      .given = true};
+  } else {
+    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
+  }
   return params;
 }
 
@@ -213,37 +268,44 @@ ForwardResult forward_cuda(ForwardArguments const& arguments) {
   Kernel const kernel = kernel_for(problem, gpu);
 
   Tensor out = allocate_like(arguments.q);
-  Tensor lse = allocate_lse(arguments.q, shape);
+  Tensor lse = allocate_lse(arguments.q, problem);
   if (lse.numel() == 0) return {out, lse};
 
-  ForwardParams params = make_params(problem, gpu.info);
+  ForwardParams params = make_params(problem, arguments.lengths, gpu.info);
   int const keys = params.shape.seqlen_k, unreachable = shape.seqlen_k - keys;
-  if (keys == 0) {
+  if (keys == 0 || shape.batch == 0) {
     torch::stable::zero_(out);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     return {out, lse};
   }
 
-  Readable const q = readable("a copy of q", arguments.q);
-  Readable const k = readable("a copy of k", arguments.k, unreachable);
-  Readable const v = readable("a copy of v", arguments.v, unreachable);
+  bool const ragged = problem.ragged;
+  Readable const q = readable("a copy of q", arguments.q, ragged);
+  Readable const k = readable("a copy of k", arguments.k, ragged, unreachable);
+  Readable const v = readable("a copy of v", arguments.v, ragged, unreachable);
   // out has q's layout, which may be one that the kernels can't write.
-  bool const direct = reason_to_copy(out).empty();
+  bool const direct = reason_to_copy(out, ragged).empty();
   Tensor const target = direct ? out : allocated("a copy of out", q.tensor.numel(), kElementBytes, [&] {
     return torch::stable::new_empty(q.tensor, q.tensor.sizes());
   });
-  params.shape.head_dim = int(q.tensor.sizes()[3]);
+  params.shape.head_dim = int(Layout(q.tensor).sizes[3]);
   params.q = q.view();
   params.k = k.view();
   params.v = v.view();
   params.out = Readable{target, 0}.view();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
 
+  std::optional<Tensor> list;
+  if (ragged) {
+    list = allocate_bytes(out, kernel.workspace_bytes(params));
+    params.lengths.workspace = list->mutable_data_ptr();
+  }
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   kernel.run(params, static_cast<cudaStream_t>(stream));
   if (!direct) {
-    torch::stable::copy_(out, torch::stable::narrow(const_cast<Tensor&>(target), 3, 0, shape.head_dim));
+    torch::stable::copy_(
+        out, torch::stable::narrow(const_cast<Tensor&>(target), target.dim() - 1, 0, shape.head_dim));
   }
   return {out, lse};
 }
@@ -253,20 +315,26 @@ std::string plan_cuda(ForwardArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(arguments.q.get_device_index());
   Gpu const& gpu = gpu_at(arguments.q.get_device_index());
   Kernel const kernel = kernel_for(problem, gpu);
-  ForwardParams params = make_params(problem, gpu.info);
+  ForwardParams params = make_params(problem, arguments.lengths, gpu.info);
   int const seqlen_k_used = params.shape.seqlen_k;
 
   std::vector<std::string> copies;
   for (auto const& [name, tensor] :
        {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    std::string const reason = reason_to_copy(*tensor);
+    std::string const reason = reason_to_copy(*tensor, problem.ragged);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
   }
 
-  bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0;
+  bool const empty = seqlen_k_used == 0 || arguments.q.numel() == 0 || problem.shape.batch == 0;
   if (empty) {  // nothing would be launched; the kernel is described by the smallest problem
     params.shape = {1, 1, 1, 1, 1, problem.shape.head_dim};
     params.mask = WindowMask::make(1, 1, 0, 0);
+    params.lengths = {};
+  } else if (problem.ragged) {  // the plan asks for strides
+    params.q = Readable{arguments.q, 0}.view();
+    params.k = Readable{arguments.k, 0}.view();
+    params.v = Readable{arguments.v, 0}.view();
+    params.out = params.q;
   }
   LaunchPlan const launch = kernel.plan(params);
   JsonObject plan;
@@ -283,6 +351,7 @@ std::string plan_cuda(ForwardArguments const& arguments) {
       .add("local_bytes", launch.local_bytes)
       .add("smem_bytes", launch.smem_bytes)
       .add("grid", empty ? 0 : launch.grid)
+      .add("workspace_bytes", launch.workspace_bytes)
       .add("seqlen_k_used", seqlen_k_used);
   return add_problem(plan, problem).text();
 }

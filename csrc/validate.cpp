@@ -1,5 +1,6 @@
 #include "validate.hpp"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <iterator>
@@ -18,12 +19,13 @@ struct ShapeOf {
   IntHeaderOnlyArrayRef sizes;
 
   friend std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
-    char const* separator = "(";
+    char const* separator = "";
+    text << '(';
     for (int64_t const size : shape.sizes) {
       text << separator << size;
       separator = ", ";
     }
-    return text << ')';
+    return text << (shape.sizes.size() == 1 ? ",)" : ")");
   }
 };
 
@@ -75,6 +77,38 @@ void require_limit(char const* name, std::optional<int64_t> limit) {
           "; a number of keys >= 0, or None for no limit, is accepted");
 }
 
+// Returns how many sequences there are: the offsets of packed ones say so, else q's batch.
+int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
+  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = lengths;
+  require(cu_seqlens_q || !cu_seqlens_k, "cu_seqlens_k is given without cu_seqlens_q");
+  for (auto const& length : lengths) {
+    if (!length) continue;
+    require(length->type == ScalarType::Int, length->name, " has dtype ", DtypeOf{length->type},
+            "; torch.int32 is accepted");
+    if (length->device != q.device) {
+      require(false, length->name, " is on device ", name_of(length->device), " and q on ", name_of(q.device),
+              "; they must be the same");
+    }
+  }
+  int64_t batch = 0;
+  if (cu_seqlens_q) {
+    require(cu_seqlens_q->sizes.size() == 1 && cu_seqlens_q->sizes[0] >= 1, "cu_seqlens_q has shape ",
+            ShapeOf{cu_seqlens_q->sizes}, "; (batch + 1,) is accepted");
+    batch = cu_seqlens_q->sizes[0] - 1;
+  } else {
+    batch = q.sizes[0];
+  }
+  for (auto const& length : lengths) {
+    if (!length) continue;
+    int64_t const entries = &length == &cu_seqlens_k || &length == &cu_seqlens_q ? batch + 1 : batch;
+    require(length->sizes.size() == 1 && length->sizes[0] == entries, length->name, " has shape ",
+            ShapeOf{length->sizes}, "; (", entries, ",), as the batch is ", batch, ", is accepted");
+    require(entries <= 1 || length->step == 1, length->name, " has stride ", length->step,
+            "; a contiguous tensor is accepted");
+  }
+  return batch;
+}
+
 }  // namespace
 
 char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
@@ -96,14 +130,28 @@ ForwardProblem validate(ForwardArguments const& arguments) {
   auto operand = [](char const* name, Tensor const& tensor) {
     return Operand{name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
   };
+  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = arguments.lengths;
+  LengthOperands lengths;
+  int index = 0;
+  for (auto const* tensor : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
+    if (tensor->has_value()) {
+      Operand& length = lengths[index].emplace(operand(kLengthNames[index], **tensor));
+      if ((*tensor)->dim() == 1) length.step = (*tensor)->stride(0);
+    }
+    ++index;
+  }
   return validate(operand("q", arguments.q), operand("k", arguments.k), operand("v", arguments.v),
-                  arguments.options);
+                  arguments.options, lengths);
 }
 
-ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options) {
+ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options,
+                        LengthOperands const& lengths) {
+  bool const packed = lengths[0].has_value();
+  size_t const dims = packed ? 3 : 4;
   for (Operand const* operand : {&q, &k, &v}) {
-    require(operand->sizes.size() == 4, operand->name, " has ", operand->sizes.size(),
-            " dimensions; 4, (batch, heads, seqlen, head_dim), are accepted");
+    require(operand->sizes.size() == dims, operand->name, " has ", operand->sizes.size(), " dimensions; ",
+            packed ? "3, (total, heads, head_dim), are accepted with cu_seqlens_q"
+                   : "4, (batch, heads, seqlen, head_dim), are accepted");
   }
   ElementType const element = element_type(q);
   for (Operand const* operand : {&k, &v}) {
@@ -116,25 +164,27 @@ ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, Fo
   }
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
-  for (int dim = 0; dim < 4; ++dim) {
+  for (size_t dim = 0; dim < dims; ++dim) {
     require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{sizes_v}, " and k ", ShapeOf{sizes_k},
             "; they must be the same");
   }
-  int64_t const head_dim = sizes_q[3];
-  require(sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
+  int64_t const head_dim = sizes_q[dims - 1];
+  require(packed || sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
           "; they must be the same");
-  require(sizes_k[3] == head_dim, "k has head_dim ", sizes_k[3], " and q ", head_dim,
+  require(sizes_k[dims - 1] == head_dim, "k has head_dim ", sizes_k[dims - 1], " and q ", head_dim,
           "; they must be the same");
   require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim, "; 1 to ", kMaxHeadDim,
           " are accepted");
   require(sizes_q[1] == sizes_k[1] || (sizes_k[1] > 0 && sizes_q[1] % sizes_k[1] == 0), "q has ", sizes_q[1],
           " heads and k ", sizes_k[1], "; the heads of q must be a multiple of those of k");
+  int const rows = packed ? 0 : 2;
   for (Operand const* operand : {&q, &k}) {
-    require(operand->sizes[2] <= kMaxLength, operand->name, " has seqlen ", operand->sizes[2], "; at most ",
-            kMaxLength, " is accepted");
+    require(operand->sizes[rows] <= kMaxLength, operand->name, packed ? " has total " : " has seqlen ",
+            operand->sizes[rows], "; at most ", kMaxLength, " is accepted");
   }
-  require(sizes_q[0] * sizes_q[1] <= kMaxLength, "q has ", sizes_q[0] * sizes_q[1],
-          " (batch, head) pairs; at most ", kMaxLength, " are accepted");
+  int64_t const batch = batch_of(q, lengths);
+  require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
+          kMaxLength, " are accepted");
 
   double const scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
   require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale,
@@ -146,13 +196,15 @@ ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, Fo
           "', but q is on the CPU; None is accepted there");
 
   return {
-      .shape = {int(sizes_q[0]), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[2]), int(sizes_k[2]),
+      .shape = {int(batch), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]), int(sizes_k[rows]),
                 int(head_dim)},
       .element = element,
       .softmax_scale = float(scale),
       .window_left = options.window_left,
       .window_right = options.causal ? std::optional<int64_t>(0) : options.window_right,
       .family = family,
+      .packed = packed,
+      .ragged = std::any_of(lengths.begin(), lengths.end(), [](auto const& l) { return l.has_value(); }),
   };
 }
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/device.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -26,9 +27,24 @@ struct ForwardOptions {
   std::optional<std::string> family;
 };
 
+// Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for
+// all. A sequence's rows are offsets[b] .. offsets[b + 1] - 1 of a packed tensor, all of entry b of a padded
+// one.
+struct Lengths {
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) offsets; packed with the first
+  std::optional<Tensor> seqused_q, seqused_k;        // (batch,) how many rows count, from the first
+  std::optional<Tensor> leftpad_k;                   // (batch,) how many of those keys do not, at the begin
+
+  std::optional<Tensor> const& offsets_q() const { return cu_seqlens_q; }
+  std::optional<Tensor> const& offsets_k() const { return cu_seqlens_k ? cu_seqlens_k : cu_seqlens_q; }
+};
+
 struct ForwardArguments {
-  Tensor q, k, v;  // (batch, heads, seqlen, head_dim)
+  Tensor q, k, v;  // (batch, heads, seqlen, head_dim); packed: (total, heads, head_dim)
   ForwardOptions options;
+  Lengths lengths = {};
+
+  bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
 
 // What is checked of a tensor; one that is only traced has it, too.
@@ -37,16 +53,25 @@ struct Operand {
   IntHeaderOnlyArrayRef sizes;
   ScalarType type;
   Device device;
+  int64_t step = 1;  // stride of a tensor of lengths
 };
+
+// Those of Lengths, in its order.
+using LengthOperands = std::array<std::optional<Operand>, 5>;
+inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+                                               "leftpad_k"};
 
 // The call once it is known to make sense.
 struct ForwardProblem {
-  ProblemShape shape;
+  ProblemShape shape;  // packed: seqlen_q and seqlen_k are the totals of all sequences
   ElementType element;
   float softmax_scale;
   std::optional<int64_t> window_left, window_right;  // nullopt: unlimited; causal is right = 0
   std::optional<Family> family;                      // nullopt: the device decides
+  bool packed;                                       // the sequences lie one behind the other
+  bool ragged;                                       // tensors of lengths were given, packed or not
 
+  // That of sequences which are all as long as the shape says.
   WindowMask mask() const {
     int64_t const unlimited = int64_t(shape.seqlen_q) + shape.seqlen_k;
     return WindowMask::make(shape.seqlen_q, shape.seqlen_k, window_left.value_or(unlimited),
@@ -65,7 +90,9 @@ void require(bool condition, Parts const&... parts) {
 }
 
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
-ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options);
+// Values of lengths are not looked at: they are on the device.
+ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options,
+                        LengthOperands const& lengths);
 ForwardProblem validate(ForwardArguments const& arguments);
 
 char const* name_of(Family family);

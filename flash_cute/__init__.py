@@ -2,7 +2,8 @@
 
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
-forward and attention compute, supported and explain tell with what, flash_cute.reference checks.
+forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, supported and
+explain tell with what, flash_cute.reference checks.
 """
 
 from pkgutil import extend_path
@@ -11,7 +12,15 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)
 
 from flash_cute import reference
-from flash_cute.interface import attention, explain, forward, supported
+from flash_cute.interface import attention, attention_varlen, explain, forward, forward_varlen, supported
 
 __version__ = "0.1.0"
-__all__ = ["attention", "explain", "forward", "reference", "supported"]
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "explain",
+    "forward",
+    "forward_varlen",
+    "reference",
+    "supported",
+]

@@ -1,8 +1,10 @@
-"""Attention for CPU tensors, by PyTorch's own CPU flash attention."""
+"""Attention for CPU tensors in float32, by PyTorch's own CPU flash attention.
+
+csrc/forward_cpu.cpp comes here where it cannot let that compute in the inputs' own type.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -11,10 +13,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # Queries per call with a mask: bounds its memory, and a call gets only the keys that its queries can see.
 _MASKED_ROWS = 512
-# PyTorch's kernel for 16-bit types has a cheaper exp(), which leaves up to 6e-5 in the LSE. Scores of this
-# standard deviation and more are rounded by plain PyTorch in the same type to several times that.
-_LARGE_SCORES = 0.3
-_SAMPLED_ROWS = 16  # of each head, to estimate it from
 
 
 def forward(
@@ -24,55 +22,100 @@ def forward(
     softmax_scale: float,
     window_left: int,
     window_right: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_cute::_forward_cpu: the forward for checked arguments without defaults; a limit of -1 is none.
 
-    Computes in the type of the inputs where there is no mask but the causal one and the LSE allows it, else
-    in float32.
-
-    Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q).
+    Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q); of
+    packed sequences (both cu_seqlens are given) like q, (total_q, heads_q, head_dim), and (heads_q, total_q).
     """
+    mask = softmax_scale, window_left, window_right
+    packed = cu_seqlens_q is not None
+    if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
+        return _dense(q, k, v, *mask)
+
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf)
+    batch = cu_seqlens_q.numel() - 1 if packed else q.shape[0]
+    # Packed sequences as ranges of rows of the one entry of a batch.
+    q, k, v, outs = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k, v, out))
+    lses = lse.unsqueeze(0) if packed else lse
+    rows = ranges(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
+    keys = ranges(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
+    for sequence in range(batch):
+        entry = slice(0, 1) if packed else slice(sequence, sequence + 1)
+        # Keys that don't count at the begin leave the mask where it is, as it is aligned at the end.
+        queries, reachable = (entry, slice(None), rows[sequence]), (entry, slice(None), keys[sequence])
+        outs[queries], lses[queries] = _part(q[queries], k[reachable], v[reachable], *mask)
+    return out, lse
+
+
+def ranges(
+    batch: int,
+    size: int,
+    offsets: torch.Tensor | None,
+    used: torch.Tensor | None,
+    skipped: torch.Tensor | None,
+) -> list[slice]:
+    """The rows that count of each sequence, among `size`, whatever values the tensors hold.
+
+    offsets: int32 (batch + 1,), where sequences begin and end; without them each has all the rows. used,
+    skipped: int32 (batch,), which of a sequence's rows count: those before used, but for the first, skipped.
+    """
+    offsets, used, skipped = (None if x is None else x.tolist() for x in (offsets, used, skipped))
+    ranges = []
+    for sequence in range(batch):
+        begin = min(max(offsets[sequence], 0), size) if offsets else 0
+        end = min(max(offsets[sequence + 1], begin), size) if offsets else size
+        end = min(max(begin + used[sequence], begin), end) if used else end
+        begin = min(max(begin + skipped[sequence], begin), end) if skipped else begin
+        ranges.append(slice(begin, end))
+    return ranges
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """forward where all the rows count."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     shift, unlimited = seqlen_k - seqlen_q, seqlen_q + seqlen_k
     left, right = (unlimited if limit < 0 else limit for limit in (window_left, window_right))
-    first_row = max(0, -shift - right)  # those before it see no key
-    some_see_nothing = first_row > 0 or seqlen_k == 0
-    out = torch.zeros_like(q) if some_see_nothing else torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
-    if some_see_nothing:
-        lse.fill_(-torch.inf)
-    if not (q.numel() and k.numel()):
+    blind = max(0, -shift - right)  # the first rows, which see no key
+    if blind or not (q.numel() and k.numel()):
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
+        if k.numel() and blind < seqlen_q:
+            seeing = (slice(None), slice(None), slice(blind, None))
+            out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
         return out, lse
 
     full_to_the_left = left >= seqlen_k - 1
     full = full_to_the_left and right >= seqlen_q - 1
-    # PyTorch's causal mask is aligned top left. That is ours where the rows that see a key form a square.
-    causal = full_to_the_left and right == 0 and shift <= 0 and not full
-
-    if (full or causal) and softmax_scale * _deviation(q, k) >= _LARGE_SCORES:
-        # PyTorch's kernel allocates its output like q, and wants rows without gaps of all of them.
-        q = q if out.stride(3) == 1 else q.contiguous()
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    else:
-        q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    causal = full_to_the_left and right == 0 and shift == 0  # PyTorch's causal mask is aligned top left
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
 
     def blocks(step: int) -> Iterator[tuple[slice, slice]]:
-        """Rows that see a key, `step` at a time, and the keys that they see."""
-        for begin in range(first_row, seqlen_q, step):
+        """Rows, `step` at a time, and the keys that they see."""
+        for begin in range(0, seqlen_q, step):
             rows = slice(begin, min(begin + step, seqlen_q))
             yield rows, slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
 
     for rows, keys in blocks(seqlen_q if full or causal else _MASKED_ROWS):
         mask = None if full or causal else _mask(rows, keys, shift, left, right)
-        results = _flash(
+        out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
         )
-        if (results[0].shape, results[0].stride(), results[0].dtype) == (out.shape, out.stride(), out.dtype):
-            out, lse = results[0], results[1].contiguous()
-        else:
-            out[:, :, rows], lse[:, :, rows] = results
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
-    lowest, highest = (bound.item() for bound in lse[:, :, first_row:].abs().aminmax())
+    lowest, highest = (bound.item() for bound in lse.abs().aminmax())
     if not (lowest > 0 and highest < torch.inf):
         for rows, keys in blocks(_MASKED_ROWS):
             mask = _mask(rows, keys, shift, left, right)
@@ -82,13 +125,13 @@ def forward(
     return out, lse
 
 
-def _deviation(q: torch.Tensor, k: torch.Tensor) -> float:
-    """About the standard deviation of q kᵀ: that of random directions, from a sample of the rows."""
-    squares = 1.0
-    for x in (q, k):
-        sample = x[:, :, :: -(-x.shape[2] // _SAMPLED_ROWS)]
-        squares *= torch.linalg.vector_norm(sample, dtype=torch.float32).item() ** 2 / sample.numel()
-    return math.sqrt(squares * q.shape[3])
+def _part(q, k, v, softmax_scale, window_left, window_right) -> tuple[torch.Tensor, torch.Tensor]:
+    """forward of some of a call's rows, which may allow what all of them did not."""
+    window = {
+        name: None if limit < 0 else limit
+        for name, limit in (("window_left", window_left), ("window_right", window_right))
+    }
+    return torch.ops.flash_cute._forward.default(q, k, v, softmax_scale=softmax_scale, **window)
 
 
 def _mask(rows: slice, keys: slice, shift: int, left: int, right: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flash_cute import ops
+from flash_cute import lengths, ops
 from flash_cute.roofline import Explanation
 
 _BOOLS = bool, torch.SymBool
@@ -27,6 +27,9 @@ def forward(
     *,
     softmax_scale: float | None = None,
     window: Window = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +37,8 @@ def forward(
 
     Args:
         q: (batch, heads_q, seqlen_q, head_dim), float16 or bfloat16, any strides; head_dim up to 256.
-            On a CUDA GPU, Ampere or newer, or on the CPU.
+            On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
+            (batch, heads, ragged, head_dim), as x.transpose(1, 2) gives them; then out and lse are, too.
         k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q. heads_q is a multiple of heads_kv:
             each K/V head serves heads_q / heads_kv neighbouring query heads.
         causal: hide the keys after each query; the last query stands at the last key.
@@ -42,20 +46,30 @@ def forward(
         window: (left, right), how many keys a query sees before and after its own. None is unlimited, w means
             (w, w), causal sets right to 0. Query i sees key j iff
             i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
+        seqused_q, seqused_k: int32 (batch,), on q's device: how many of each sequence's rows count, from the
+            first; they take the place of seqlen_q and seqlen_k in the mask. Default all. What the rows after
+            them hold, NaN too, is never used.
+        leftpad_k: int32 (batch,), on q's device: how many keys at each sequence's begin don't count, though
+            j counts them: keys leftpad_k <= j < seqused_k do. Default none.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
 
     Returns:
-        out: as torch.empty_like(q) in shape, dtype and strides. 0 for a query that sees no key.
+        out: as torch.empty_like(q) in shape, dtype and strides. 0 for a query that sees no key or doesn't
+            count.
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
-            a query that sees no key.
+            a query that sees no key or doesn't count.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
+        ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted. What
+            tensors of lengths hold is not looked at, but with FLASH_CUTE_CHECK=1 in the environment, which
+            waits for the device.
         NotImplementedError: autograd wants a gradient, and there is no backward yet.
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691. docs/numerics.md says what is rounded when.
     """
-    return _call("forward", ops.forward, q, k, v, causal, softmax_scale, window, family, misnamed)
+    dense = seqused_q is seqused_k is leftpad_k is None
+    given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
+    return _call("forward", ops.forward, q, k, v, causal, softmax_scale, window, given, family, misnamed)
 
 
 def attention(
@@ -66,11 +80,100 @@ def attention(
     *,
     softmax_scale: float | None = None,
     window: Window = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
-    return _call("attention", ops.forward, q, k, v, causal, softmax_scale, window, family, misnamed)[0]
+    dense = seqused_q is seqused_k is leftpad_k is None
+    given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
+    return _call("attention", ops.forward, q, k, v, causal, softmax_scale, window, given, family, misnamed)[0]
+
+
+def forward_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    window: Window = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    family: str | None = None,
+    **misnamed: NoReturn,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """forward for sequences of unequal lengths that are packed, one behind the other, without padding.
+
+    Nothing waits for the device, and a captured CUDA graph replays with other offsets of the same totals.
+
+    Args:
+        q: (total_q, heads_q, head_dim), otherwise as in forward.
+        k, v: (total_k, heads_kv, head_dim), likewise.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), on q's device: sequence b has the rows cu_seqlens[b]
+            to cu_seqlens[b + 1] - 1. They don't decrease, from 0 or more to the total or less. cu_seqlens_k
+            is cu_seqlens_q by default.
+        seqused_q, seqused_k: int32 (batch,), on q's device: how many of a sequence's rows count, from its
+            first. Default all.
+        leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
+        causal, softmax_scale, window, family: as in forward. The mask is that of each sequence alone, by its
+            own lengths.
+
+    Returns:
+        out: as torch.empty_like(q) in shape, dtype and strides. 0 for rows that see no key, don't count or
+            belong to no sequence.
+        lse: float32 (heads_q, total_q), as in forward. -inf where out is 0 for these reasons.
+
+    Raises:
+        As forward. Offsets that decrease or leave the totals give out and lse of no meaning; with
+        FLASH_CUTE_CHECK=1 they are a ValueError.
+    """
+    given = {"cu_seqlens_q": cu_seqlens_q}
+    if not (cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None):
+        given |= _given(seqused_q, seqused_k, leftpad_k, None, cu_seqlens_k)
+    return _call(
+        "forward_varlen", ops.forward_varlen, q, k, v, causal, softmax_scale, window, given, family, misnamed
+    )
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    window: Window = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    family: str | None = None,
+    **misnamed: NoReturn,
+) -> torch.Tensor:
+    """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
+    given = {"cu_seqlens_q": cu_seqlens_q}
+    if not (cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None):
+        given |= _given(seqused_q, seqused_k, leftpad_k, None, cu_seqlens_k)
+    return _call(
+        "attention_varlen",
+        ops.forward_varlen,
+        q,
+        k,
+        v,
+        causal,
+        softmax_scale,
+        window,
+        given,
+        family,
+        misnamed,
+    )[0]
 
 
 def explain(
@@ -81,12 +184,27 @@ def explain(
     *,
     softmax_scale: float | None = None,
     window: Window = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> Explanation:
-    """What forward would run with these arguments, which it documents. Launches nothing; print() shows it."""
-    plan = _call("explain", ops.plan, q, k, v, causal, softmax_scale, window, family, misnamed)
-    return Explanation.of(json.loads(plan), q.device)
+    """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
+
+    Launches nothing, but reads the lengths from the device to count the work; print() shows it.
+    """
+    given = _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q, cu_seqlens_k)
+    plan = json.loads(
+        _call("explain", ops.plan, q, k, v, causal, softmax_scale, window, given, family, misnamed)
+    )
+    if q.is_nested:
+        q, k, v, given = lengths.unwrapped(q, k, v, given)
+    if given:
+        plan |= lengths.work(q, k, plan["window_left"], plan["window_right"], given)
+    return Explanation.of(plan, q.device)
 
 
 def supported() -> dict[str, Any]:
@@ -105,30 +223,64 @@ def supported() -> dict[str, Any]:
     return {"families": families, "kernels": kernels}
 
 
-def _call(name, op, q, k, v, causal, scale, window, family, misnamed):
-    """Calls the operator forward or plan for the function so named, and raises what it throws."""
+def _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q=None, cu_seqlens_k=None) -> dict[str, torch.Tensor]:
+    """The arguments by name, without those that are None."""
+    values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
+    return {name: value for name, value in zip(ops.LENGTHS, values, strict=True) if value is not None}
+
+
+def _call(name, op, q, k, v, causal, scale, window, given, family, misnamed):
+    """Calls forward, forward_varlen or plan of ops for the function so named, and raises what it throws.
+
+    given: those of ops.LENGTHS that there are.
+    """
     if misnamed:
-        raise TypeError(f"flash_cute.{name}: {_meant(*misnamed)}")
+        raise TypeError(f"flash_cute.{name}: {_meant(name, *misnamed)}")
     if not isinstance(causal, _BOOLS):
         raise TypeError(f"flash_cute.{name}: causal is {causal!r}; True or False is accepted")
     if not (scale is None or type(scale) is float or _is_number(scale)):
         raise TypeError(f"flash_cute.{name}: softmax_scale is {scale!r}; a number or None is accepted")
     left, right = (None, None) if window is None else _limits(name, window)
     try:
-        return op(q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family)
+        if q.is_nested and op is not ops.forward_varlen:
+            return _call_nested(name, op, q, k, v, causal, scale, window, given, family)
+        if not given:  # by itself: passing on an empty dictionary takes 0.3 us
+            return op(
+                q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family
+            )
+        if lengths.CHECKED:
+            lengths.check(q, k, v, given)
+        options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
+        return op(q, k, v, causal=causal, **options, **given)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-        raise _in_python_terms(name, error, left, right, q=q, k=k, v=v) from None
+        raise _in_python_terms(name, error, left, right, q=q, k=k, v=v, **given) from None
+
+
+def _call_nested(name, op, q, k, v, causal, scale, window, given, family):
+    *tensors, given = lengths.unwrapped(q, k, v, given)
+    op = ops.plan if op is ops.plan else ops.forward_varlen
+    results = _call(name, op, *tensors, causal, scale, window, given, family, misnamed=None)
+    return results if op is ops.plan else lengths.wrapped(*results, q)
 
 
 def _is_number(scale: object) -> bool:
     return isinstance(scale, Real | torch.SymFloat | torch.SymInt) and not isinstance(scale, bool)
 
 
-def _meant(misnamed: str, *others: str) -> str:
+def _meant(name: str, misnamed: str, *others: str) -> str:
     if misnamed == "dropout_p":
         return "there is no argument dropout_p, as there is no dropout; did you mean to leave it out?"
-    arguments = list(signature(forward).parameters)[:-1]
-    meant = {"is_causal": "causal", "scale": "softmax_scale", "window_size": "window"}.get(misnamed)
+    if misnamed.startswith("max_"):  # seqlen_q, seqlen, q, ...
+        return f"there is no argument {misnamed}; none is needed, did you mean to leave it out?"
+    arguments = list(signature(globals()[name]).parameters)[:-1]
+    if misnamed.startswith("cu_seq") and "cu_seqlens_q" not in arguments:
+        return f"there is no argument {misnamed}; did you mean flash_cute.{name}_varlen?"
+    meant = {
+        "is_causal": "causal",
+        "scale": "softmax_scale",
+        "window_size": "window",
+        "cache_seqlens": "seqused_k",
+    }.get(misnamed)
     meant = [meant] if meant else get_close_matches(misnamed, arguments, n=1)
     hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(arguments)}"
     return f"there is no argument {misnamed}; {hint}"
@@ -156,28 +308,26 @@ def _is_integer(limit: object) -> bool:
 def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
     ours = f"flash_cute.{name}: "
+    message = str(error).partition("\n")[0]
+    foreign = not message.startswith("flash_cute.")
     for argument, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
-        if value.is_nested or value.layout != torch.strided:
+        if foreign and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
     for side, limit in (("left", left), ("right", right)):
         if isinstance(limit, int) and not -(2**63) <= limit < 2**63:
             return ValueError(f"{ours}window's {side} limit is {limit}; less than 2**63 keys are accepted")
-    message = str(error).partition("\n")[0]
     if mismatch := re.fullmatch(r"flash_cute::\w+\(\) Expected (.*)\.", message):
         return TypeError(f"{ours}expected {mismatch[1]}")
     if message.startswith("Could not run 'flash_cute::") and tensors["q"].is_quantized:
         return ValueError(f"{ours}q is quantized; torch.float16 and torch.bfloat16 are accepted")
-    if not message.startswith("flash_cute."):
-        for argument, tensor in tensors.items():
-            if tensor.device.type not in ("cuda", "cpu"):
-                where = f"{argument} is on device {tensor.device}"
-                return NotImplementedError(
-                    f"{ours}{where}; cuda and cpu are supported, all three on one device"
-                )
+    for argument, tensor in tensors.items():
+        if foreign and tensor.device.type not in ("cuda", "cpu"):
+            where = f"{argument} is on device {tensor.device}"
+            return NotImplementedError(f"{ours}{where}; cuda and cpu are supported, all on one device")
     if not message.startswith("flash_cute.forward: "):
         return error
     sentence = message.removeprefix("flash_cute.forward: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -182,3 +183,136 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed",
     return tuple(
         part.make(size, dtype, device, generator) for part, size in zip(LAYOUTS[layout], sizes, strict=True)
     )
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One of a batch: how many rows of q, and of k and v, it has, and which of them count (None: all)."""
+
+    rows_q: int
+    rows_k: int
+    used_q: int | None = None
+    used_k: int | None = None
+    leftpad: int = 0
+
+    @property
+    def queries(self) -> slice:
+        return slice(0, self.rows_q if self.used_q is None else self.used_q)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.leftpad, self.rows_k if self.used_k is None else self.used_k)
+
+
+# Unequal lengths of one batch. Tiles as in SHAPES; few queries are packed with the heads of a group.
+BATCHES = {
+    "no sequence": (),
+    "one": (Sequence(130, 190),),
+    "equal": (Sequence(128, 256),) * 3,
+    "unequal": (Sequence(1, 1), Sequence(130, 150), Sequence(64, 257), Sequence(200, 40), Sequence(3, 300)),
+    "tile edges": tuple(Sequence(q, k) for q in (63, 128, 193) for k in (64, 127, 129)),
+    "some empty": tuple(
+        Sequence(*rows) for rows in ((0, 0), (50, 0), (0, 50), (70, 90), (0, 0), (0, 0), (33, 33), (0, 7))
+    ),
+    "all empty": (Sequence(0, 0),) * 3,
+    "no keys": (Sequence(20, 0), Sequence(3, 0)),
+    "one long": (Sequence(5, 7), Sequence(3, 2), Sequence(900, 1000), Sequence(40, 1), Sequence(2, 70)),
+    "short": tuple(Sequence(1 + 7 * i % 20, 1 + 11 * i % 23) for i in range(40)),
+    "one query each": tuple(Sequence(1, k) for k in (300, 17, 0, 129, 64, 1)),
+    "used": (
+        Sequence(100, 120, 60, 70),
+        Sequence(80, 80, 0, 80),
+        Sequence(50, 50, 50, 0),
+        Sequence(130, 200, 129, 128),
+        Sequence(70, 270, 1, 269),
+    ),
+    "left padding": (
+        Sequence(60, 100, leftpad=30),
+        Sequence(100, 60, leftpad=60),
+        Sequence(9, 300, leftpad=257),
+    ),
+    "used and left padding": (
+        Sequence(100, 150, 90, 120, 40),
+        Sequence(40, 80, 30, 50, 50),
+        Sequence(3, 9, 3, 9, 0),
+        Sequence(20, 200, 5, 131, 1),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A batch of unequal lengths.
+
+    lengths: the arguments of flash_cute that say where sequences are. places: the entry of q, k and v, as
+    (entries, heads, rows, head_dim), where each sequence is, its queries and its keys that count.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: dict[str, torch.Tensor]
+    places: tuple[tuple[int, slice, slice], ...]
+
+    @property
+    def packed(self) -> bool:
+        return self.q.dim() == 3
+
+    @property
+    def entries(self) -> list[torch.Tensor]:
+        """q, k and v as (entries, heads, rows, head_dim): one entry if packed."""
+        tensors = self.q, self.k, self.v
+        return [x.transpose(0, 1).unsqueeze(0) for x in tensors] if self.packed else list(tensors)
+
+
+def shifted(rows: slice, offset: int) -> slice:
+    return slice(rows.start + offset, rows.stop + offset)
+
+
+def make_ragged(
+    sequences: tuple[Sequence, ...],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    device,
+    packed: bool,
+    layout: str = "mixed",
+    margins: tuple[int, int] = (3, 5),
+    seed: int | None = None,
+) -> Ragged:
+    """Fresh random inputs in which every row that doesn't count is NaN.
+
+    heads: of q, and of k and v. margins: rows before the first packed sequence, and behind the last.
+    """
+    begins = []
+    for side in ("rows_q", "rows_k"):
+        rows = [getattr(sequence, side) for sequence in sequences]
+        begins.append(list(accumulate(rows, initial=margins[0])) if packed else rows)
+    if packed:
+        sizes = [begin[-1] + margins[1] for begin in begins]
+        pairs = zip(sequences, *begins, strict=False)
+        places = [(0, shifted(s.queries, q), shifted(s.keys, k)) for s, q, k in pairs]
+    else:
+        sizes = [max(rows, default=7) for rows in begins]
+        places = [(entry, s.queries, s.keys) for entry, s in enumerate(sequences)]
+    shape = Shape(1 if packed else len(sequences), *heads, *sizes, head_dim)
+    tensors = make_inputs(shape, dtype, device, layout, seed)
+    for tensor, axis in zip(tensors, (1, 2, 2), strict=True):
+        counts = torch.zeros(tensor.shape[0], tensor.shape[2], dtype=torch.bool, device=device)
+        for place in places:
+            counts[place[0], place[axis]] = True
+        tensor.transpose(1, 2)[~counts] = torch.nan
+
+    def int32(values) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    lengths = {"cu_seqlens_q": int32(begins[0]), "cu_seqlens_k": int32(begins[1])} if packed else {}
+    if not packed or any(s.used_q is not None for s in sequences):
+        lengths["seqused_q"] = int32(s.queries.stop for s in sequences)
+    if not packed or any(s.used_k is not None for s in sequences):
+        lengths["seqused_k"] = int32(s.keys.stop for s in sequences)
+    if any(s.leftpad for s in sequences):
+        lengths["leftpad_k"] = int32(s.leftpad for s in sequences)
+    if packed:
+        tensors = [tensor[0].transpose(0, 1) for tensor in tensors]
+    return Ragged(*tensors, lengths, tuple(places))

@@ -29,13 +29,15 @@ class Kernel:
     family: str | None
 
     def forward(self, q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        """flash_cute.forward by this kernel, its outputs and workspaces poisoned with NaN when allocated.
+        """flash_cute.forward by this kernel, or forward_varlen where options have cu_seqlens_q.
 
-        Deterministic mode fills torch.empty so: what the kernel then leaves out shows in the result.
+        Its outputs and workspaces are poisoned with NaN when allocated. Deterministic mode fills torch.empty
+        so: what the kernel then leaves out shows in the result.
         """
+        function = flash_cute.forward_varlen if "cu_seqlens_q" in options else flash_cute.forward
         torch.use_deterministic_algorithms(True)
         try:
-            return flash_cute.forward(q, k, v, family=self.family, **options)
+            return function(q, k, v, family=self.family, **options)
         except ValueError as error:
             if "this build has no" in str(error):  # one for development, with a part of the kernels
                 pytest.skip(str(error))

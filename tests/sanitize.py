@@ -21,8 +21,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from cases import DTYPES, MASKS, Shape, make_inputs, with_head_dim
-from tolerance import assert_attention
+from cases import BATCHES, DTYPES, MASKS, Shape, make_inputs, make_ragged, with_head_dim
+from tolerance import assert_attention, assert_ragged
 
 import flash_cute
 from benchmarks.contenders import families
@@ -35,6 +35,13 @@ SIZES = {"rows": (150, 201), "blind": (201, 50)}
 # For each type and head dim: more tiles than multiprocessors, so that a block goes from one to the next, and
 # few queries of heads that share K and V.
 SHAPES = {"many_tiles": Shape(3, 55, 55, 130, 70, 0), "few_queries": Shape(2, 14, 2, 19, 201, 0)}
+# Of cases.BATCHES: how many heads share K and V, and the mask.
+RAGGED = (
+    ("unequal", (2, 1), "causal"),
+    ("used and left padding", (2, 2), "window_symmetric"),
+    ("some empty", (2, 1), "full"),
+    ("one query each", (14, 2), "causal"),
+)
 
 
 def calls():
@@ -49,7 +56,29 @@ def calls():
                 yield family, MASKS["causal"], with_head_dim(shape, head_dim), DTYPES[element]
 
 
+def ragged_calls():
+    """(family, mask, batch) of unequal lengths: each kernel, packed and padded, and heads that are packed."""
+    kernels = flash_cute.supported()["families"]
+    for family in families(torch.device("cuda")):
+        for element, head_dims in kernels[family].items():
+            for head_dim, packed in itertools.product(head_dims, (True, False)):
+                for name, heads, mask in RAGGED:
+                    yield (
+                        family,
+                        MASKS[mask],
+                        make_ragged(
+                            BATCHES[name], heads, head_dim, DTYPES[element], "cpu", packed, "padded_columns"
+                        ),
+                    )
+
+
 def run_all() -> None:
+    for family, mask, batch in ragged_calls():
+        inputs = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.lengths}
+        function = flash_cute.forward_varlen if batch.packed else flash_cute.forward
+        on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+        result = function(**on_gpu, family=family, **mask.options)
+        assert_ragged([tensor.cpu() for tensor in result], batch, mask)
     for family, mask, shape, dtype in calls():
         inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
         on_gpu = (tensor.to("cuda") for tensor in inputs)

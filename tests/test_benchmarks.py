@@ -19,6 +19,7 @@ from benchmarks import (
     accuracy,
     attention,
     contenders,
+    lengths,
     masks,
     overhead,
     power,
@@ -321,6 +322,108 @@ def test_attention_then_report(tmp_path, capsys):
     assert "NVML does not tell" in text
     for meaningless in ("of matmul", "of floor", "copy"):
         assert meaningless not in text
+
+
+@pytest.mark.parametrize("kind", ["equal:512", "equal:3000", "uniform:1:4096", "lognormal:512"])
+def test_drawn_lengths_sum_to_the_tokens(kind):
+    drawn = lengths.draw(kind, 65536)
+    assert drawn == lengths.draw(kind, 65536)
+    assert sum(drawn) == 65536
+    assert min(drawn) >= 1
+    assert max(drawn) <= {"uniform:1:4096": 4096, "lognormal:512": 8 * 512}.get(kind, drawn[0])
+    if kind.startswith(("uniform", "lognormal")):
+        middle = {"uniform:1:4096": 2048, "lognormal:512": 512}[kind]
+        assert statistics.median(drawn) == pytest.approx(middle, rel=0.5)
+
+
+def test_outlier_is_one_among_short_ones():
+    drawn = lengths.draw("outlier:32768:256:64", 5)
+    assert sorted(drawn) == [256] * 64 + [32768]
+
+
+@pytest.mark.parametrize("kind", ["equal", "equal:0", "uniform:3", "uniform:9:3", "lognormal:x", "odd:3"])
+def test_wrong_lengths_are_refused(kind):
+    with pytest.raises(SystemExit):
+        attention.parser().parse_args(["--lengths", kind])
+
+
+def test_work_of_unequal_lengths():
+    ragged = lengths.Ragged("x", (1, 40, 40, 7), 2, 32, causal=True, dtype="bf16")
+    alone = [Problem(1, 2, 2, n, n, 32, causal=True) for n in ragged.lengths]
+    told = ragged.to_json()
+    assert told["flops"] == sum(problem.flops for problem in alone)
+    assert told["bytes"] == sum(problem.bytes for problem in alone)
+    assert ragged.visited_flops(16, 8) == sum(problem.visited_flops(16, 8) for problem in alone)
+    assert ragged.mean() == Problem(4, 2, 2, 22, 22, 32, causal=True)
+    assert [tuple(x.shape) for x in ragged.inputs("cpu")] == [(88, 2, 32)] * 3
+
+
+def test_flash_is_called_rightly_with_packed_sequences():
+    ragged = lengths.Ragged("x", (5, 60), 2, 64, causal=True, dtype="bf16")
+    with FakeTensorMode():
+        q = torch.empty(65, 2, 64, dtype=torch.bfloat16, device="cuda")
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+        out, lse, *_ = lengths.flash(ragged, q, q, q, offsets)()
+    assert out.shape == (65, 2, 64)
+    assert lse.shape == (2, 65)
+
+
+def test_lengths_then_report(tmp_path):
+    """The dense call's time is that of as many blocks; what cannot run, as too much padding, is told."""
+    pytest.importorskip("matplotlib")
+    kinds = ["uniform:1:32", "equal:16", "outlier:60:1:40"]
+    asked = [word for kind in kinds for word in ("--lengths", kind)]
+    asked += ["--tokens", "64", "--hidden", "64", "--head-dims", "32", "--mask", "causal", "--peers", "flash"]
+    path = attention.main([*TINY, *SUSTAINED, *asked, "--output", str(tmp_path)])
+    assert path.name == "lengths.json"
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["problem"]["lengths"] for cell in cells] == kinds
+    for cell in cells:
+        much = cell["problem"]["lengths"] == "outlier:60:1:40"
+        compared = {"cpu packed": {"cpu dense mean"}} | ({} if much else {"cpu padded": {"cpu packed"}})
+        for measured in cell["regimes"].values():
+            assert {name: set(found) for name, found in measured["speedup"].items()} == compared
+        assert set(cell["excluded"]) == {"flash"} | ({"cpu padded"} if much else set())
+        mean = lengths.Ragged("", lengths.draw(cell["problem"]["lengths"], 64), 2, 32, True, "bf16").mean()
+        assert cell["times_scaled"] == {"cpu dense mean": cell["problem"]["flops"] / mean.flops}
+    assert cells[1]["times_scaled"] == {"cpu dense mean": 1}
+    report.main([str(path)])
+    assert path.with_suffix(".png").exists()
+    text = path.with_suffix(".md").read_text()
+    assert "| causal, uniform:1:32 |" in text
+    assert " us |" in text
+    assert "cpu padded/cpu packed" in text
+    assert "matmul" not in text
+
+
+def test_who_is_compared_with_whom():
+    mine = lengths.ours(["sm80", "sm90"])
+    assert mine == ["sm80 packed", "sm90 packed", "sm90 padded", "sm90 dense mean"]
+    compared = lengths.compared(mine, ["flash"])
+    assert set(compared) == set(mine[:3])
+    assert compared["sm90 packed"] == ["flash", "sm90 dense mean"]
+    assert compared["sm90 padded"] == ["sm90 packed"]
+
+
+def test_visited_blocks_are_of_each_ones_tile(monkeypatch):
+    """Where packed has another tile than dense, times are scaled to the blocks of each."""
+    ragged = lengths.Ragged("x", (100, 30), 2, 32, causal=False, dtype="bf16")
+    tiles = {True: {"block_m": 64, "block_n": 32}, False: {"block_m": 128, "block_n": 64}}
+    plan = {"family": "sm90", "packed_heads": 1}
+    monkeypatch.setattr(
+        lengths.flash_cute,
+        "explain",
+        lambda *_, cu_seqlens_q=None, **__: plan | tiles[cu_seqlens_q is not None],
+    )
+    _, _, scales = lengths.prepare_all(["cpu dense mean"], ragged, CPU)
+    assert scales == {"cpu dense mean": (2 * 4 + 1) * 64 * 32 / (2 * 2 * 128 * 64)}  # two of 65 tokens
+
+
+def test_times_are_scaled_before_they_are_compared():
+    samples = {"a": [1.0, 2.0], "b": [1.0, 1.0]}
+    found = attention.in_regime(samples, {"a": ["b", "c"], "c": ["a"]}, {"b": 3.0})
+    assert found["times_us"]["b"]["median"] == 3
+    assert found["speedup"] == {"a": {"b": 2.25}}
 
 
 @pytest.mark.parametrize("regime", timing.REGIMES)

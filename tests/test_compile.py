@@ -7,8 +7,8 @@ import sys
 import numpy
 import pytest
 import torch
-from cases import BUCKETS, LAYOUTS, MASKS, SHAPES, Shape, make_inputs
-from test_errors import WRONG_VALUES, assert_one_sentence
+from cases import BATCHES, BUCKETS, LAYOUTS, MASKS, SHAPES, Sequence, Shape, make_inputs, make_ragged
+from test_errors import WRONG_PACKED, WRONG_VALUES, assert_one_sentence, packed
 from test_errors import inputs as named_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,6 +34,90 @@ def test_compiles_without_a_graph_break(kernel, backend):
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for result, expected in zip(compiled(*inputs, kernel), block(*inputs, kernel), strict=True):
         torch.testing.assert_close(result, expected)
+
+
+def packed_block(q, k, v, lengths, kernel):
+    """Attention of packed sequences between other operators."""
+    out, lse = flash_cute.forward_varlen(q * 1.5, k, v, causal=True, family=kernel.family, **lengths)
+    return out.flatten(1) * 2, lse + 1
+
+
+def padded_block(q, k, v, lengths, kernel):
+    out, lse = flash_cute.forward(q * 1.5, k, v, causal=True, family=kernel.family, **lengths)
+    return out.transpose(1, 2).flatten(2) * 2, lse + 1
+
+
+ragged_blocks = pytest.mark.parametrize("block", [packed_block, padded_block])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@ragged_blocks
+def test_unequal_lengths_compile_without_a_graph_break(kernel, block, backend):
+    sequences = BATCHES["used and left padding"]
+    batch = make_ragged(sequences, (4, 2), 64, torch.bfloat16, kernel.device, block is packed_block)
+    inputs = batch.q.nan_to_num(), batch.k, batch.v, batch.lengths
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    for result, expected in zip(compiled(*inputs, kernel), block(*inputs, kernel), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@ragged_blocks
+def test_unequal_lengths_compile_once(kernel, block):
+    """Whatever the lengths, the totals and the number of sequences."""
+    compiles = 0
+
+    def counting(graph, _):
+        nonlocal compiles
+        compiles += 1
+        return graph
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counting)
+    for name in ("used and left padding", "left padding"):
+        for count in (4, 3, 2):
+            sequences = tuple(Sequence(s.rows_q, s.rows_k, 2, 60, 1) for s in BATCHES[name][:count])
+            batch = make_ragged(sequences, (6, 3), 64, torch.bfloat16, kernel.device, block is packed_block)
+            inputs = batch.q.nan_to_num(), batch.k, batch.v, batch.lengths
+            for result, expected in zip(compiled(*inputs, kernel), block(*inputs, kernel), strict=True):
+                assert torch.equal(result, expected)
+    assert compiles == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_packed_sequences_are_exported(kernel, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, offsets):
+            return flash_cute.forward_varlen(q, k, v, offsets, causal=True)
+
+    def inputs(*seqlens):
+        sequences = tuple(Sequence(seqlen, seqlen) for seqlen in seqlens)
+        batch = make_ragged(sequences, (4, 4), 64, torch.bfloat16, kernel.device, True, margins=(0, 0))
+        return batch.q, batch.k, batch.v, batch.lengths["cu_seqlens_q"]
+
+    total, entries = torch.export.Dim("total", min=2, max=4096), torch.export.Dim("entries", min=2, max=4096)
+    shapes = ({0: total}, {0: total}, {0: total}, {0: entries})
+    program = torch.export.export(Model(), inputs(40, 50, 7), strict=strict, dynamic_shapes=shapes)
+    late = inputs(11, 100, 3, 1)
+    for result, expected in zip(program.module()(*late), Model()(*late), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_nested_tensors_compile(kernel):
+    """What is jagged stays so; other lengths need no other graph."""
+
+    def attend(q, k, v):
+        return flash_cute.attention(q * 1.5, k, v, causal=True, family=kernel.family) * 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for seqlens in ((30, 5, 90), (8, 60, 1)):
+        offsets = torch.tensor([0, *seqlens], device=kernel.device).cumsum(0)
+        q, k, v = (
+            torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets).transpose(1, 2)
+            for x in make_inputs(
+                Shape(1, 4, 2, sum(seqlens), sum(seqlens), 64), torch.bfloat16, kernel.device
+            )
+        )
+        result, expected = compiled(q, k, v), attend(q, k, v)
+        assert torch.equal(result.values(), expected.values())
 
 
 def half_window(q, k, v, kernel):
@@ -108,14 +192,25 @@ def test_graphs_without_gradients_stay_out_of_our_python(kernel, exported):
 def test_fakes_refuse_what_calls_refuse(device, change, words):
     wrong = named_inputs(device)
     wrong |= change(wrong)
+    assert_fakes_are_refused(flash_cute.forward, wrong, words)
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_PACKED.values(), ids=WRONG_PACKED)
+def test_packed_fakes_refuse_what_calls_refuse(device, change, words):
+    wrong = packed(device)
+    wrong |= change(wrong)
+    assert_fakes_are_refused(flash_cute.forward_varlen, wrong, words)
+
+
+def assert_fakes_are_refused(function, wrong, words):
     tensors = [x for x in wrong.values() if isinstance(x, torch.Tensor)]
     if any(x.is_nested or x.is_sparse or x.is_quantized for x in tensors):
         pytest.skip("fake tensors are dense")
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in wrong.items()}
         with pytest.raises(ValueError, match="flash_cute") as caught:
-            flash_cute.forward(fakes.pop("q"), fakes.pop("k"), fakes.pop("v"), **fakes)
-    assert_one_sentence(str(caught.value), words)
+            function(fakes.pop("q"), fakes.pop("k"), fakes.pop("v"), **fakes)
+    assert_one_sentence(str(caught.value), words, function.__name__)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -165,6 +260,32 @@ def test_fake_results_are_like_real_ones(kernel, layout, head_dim):
         assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
 
 
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_fake_results_of_unequal_lengths_are_like_real_ones(kernel, layout, is_packed):
+    sequences = BATCHES["used and left padding"]
+    batch = make_ragged(sequences, (4, 2), 64, torch.float16, kernel.device, is_packed, layout)
+    inputs = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.lengths}
+    real = kernel.forward(**inputs)
+    function = flash_cute.forward_varlen if is_packed else flash_cute.forward
+    with FakeTensorMode() as mode:
+        fake = function(**{name: mode.from_tensor(x) for name, x in inputs.items()}, family=kernel.family)
+    for ours, theirs in zip(fake, real, strict=True):
+        assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+        assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
+
+
+@pytest.mark.parametrize("name", ["unequal", "used and left padding"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_opcheck_of_unequal_lengths(kernel, name, is_packed):
+    batch = make_ragged(BATCHES[name], (4, 2), 40, torch.bfloat16, kernel.device, is_packed)
+    ops = torch.ops.flash_cute
+    options = dict(batch.lengths, softmax_scale=0.2, family=kernel.family)
+    offsets = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if name in options]
+    for op in (ops._forward_varlen, ops.forward_varlen) if is_packed else (ops._forward, ops.forward):
+        torch.library.opcheck(op.default, (batch.q, batch.k, batch.v, *offsets, True), options)
+
+
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_symmetric"]])
 @pytest.mark.parametrize("head_dim", [BUCKETS[0], 100])
 def test_opcheck(kernel, head_dim, mask):
@@ -178,6 +299,9 @@ def test_opcheck(kernel, head_dim, mask):
 def test_opcheck_of_the_cpu_operator():
     inputs = make_inputs(SHAPES["few_of_each"], torch.bfloat16, "cpu")
     torch.library.opcheck(torch.ops.flash_cute._forward_cpu.default, (*inputs, 0.2, 7, -1))
+    batch = make_ragged(BATCHES["used and left padding"], (4, 2), 40, torch.bfloat16, "cpu", packed=True)
+    arguments = batch.q, batch.k, batch.v, 0.2, 7, -1, *batch.lengths.values()
+    torch.library.opcheck(torch.ops.flash_cute._forward_cpu.default, arguments)
 
 
 def test_meta_tensors(kernel):
@@ -186,6 +310,10 @@ def test_meta_tensors(kernel):
     out, lse = flash_cute.forward(*inputs, causal=True, family=kernel.family)
     assert out.shape == inputs[0].shape
     assert lse.shape == inputs[0].shape[:3]
+    meta = {name: tensor.to("meta") for name, tensor in packed("cpu").items()}
+    out, lse = flash_cute.forward_varlen(**meta, family=kernel.family)
+    assert out.shape == meta["q"].shape
+    assert lse.shape == out.shape[1::-1]
 
 
 def test_export(kernel):

@@ -32,6 +32,11 @@ def nested(tensor: torch.Tensor, layout: torch.layout = torch.strided) -> torch.
     return torch.nested.nested_tensor(sequences, layout=layout).transpose(1, 2)
 
 
+def lengths(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype=torch.int32):
+    """An argument of that name, and of the kind that lengths and offsets are, all of them 1."""
+    return {name: torch.ones(shape, dtype=dtype, device=tensors["q"].device)}
+
+
 # What is wrong -> what changes, given q, k and v, and words that the sentence must contain.
 WRONG_TYPES = {
     "q is a list": (lambda t: {"q": [[1.0]]}, "q list"),
@@ -55,6 +60,13 @@ WRONG_TYPES = {
     "flash_attn's window_size": (lambda t: {"window_size": (1, 1)}, "window_size did you mean window?"),
     "dropout_p": (lambda t: {"dropout_p": 0.0}, "dropout_p did you mean"),
     "a misspelt argument": (lambda t: {"softmax_scal": 1.0}, "softmax_scal did you mean softmax_scale?"),
+    "seqused_q is a list": (lambda t: {"seqused_q": [3, 4]}, "seqused_q list torch.Tensor"),
+    "leftpad_k is a number": (lambda t: {"leftpad_k": 3}, "leftpad_k int torch.Tensor"),
+    "flash_attn's cache_seqlens": (lambda t: {"cache_seqlens": 3}, "cache_seqlens did you mean seqused_k?"),
+    "flash_attn's max_seqlen_q": (
+        lambda t: {"max_seqlen_q": 9},
+        "max_seqlen_q none is needed, leave it out?",
+    ),
     "an unknown argument": (lambda t: {"bias": 1.0}, "bias softmax_scale window"),
 }
 WRONG_VALUES = {
@@ -80,7 +92,21 @@ WRONG_VALUES = {
     "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype torch.float16 q torch.bfloat16"),
     "v of another dtype": (lambda t: {"v": t["v"].float()}, "v dtype torch.float32 q torch.bfloat16"),
     "k is nested": (lambda t: {"k": nested(t["k"])}, "k nested"),
-    "all jagged": (lambda t: {n: nested(x, torch.jagged) for n, x in t.items()}, "q nested"),
+    "q is nested": (lambda t: {"q": nested(t["q"])}, "q nested layout torch.strided torch.jagged"),
+    "k is jagged": (lambda t: {"k": nested(t["k"], torch.jagged)}, "k nested"),
+    "q is jagged": (lambda t: {"q": nested(t["q"], torch.jagged)}, "q nested k not"),
+    "all jagged, heads last but one": (
+        lambda t: {n: nested(x, torch.jagged).transpose(1, 2) for n, x in t.items()},
+        "q nested 4 ragged dimension 1 (batch, heads, ragged, head_dim)",
+    ),
+    "all jagged, each for itself": (
+        lambda t: {n: nested(x, torch.jagged) for n, x in t.items()},
+        "k v nested different offsets",
+    ),
+    "jagged and lengths": (
+        lambda t: {n: nested(x, torch.jagged) for n, x in t.items()} | {"seqused_k": t["q"]},
+        "seqused_k nested",
+    ),
     "v is sparse": (lambda t: {"v": t["v"].to_sparse()}, "v torch.sparse_coo"),
     "heads that do not divide": (lambda t: resized(t, "q", heads=5), "q 5 k 2 heads"),
     "fewer query heads": (lambda t: resized(t, "q", heads=1), "q 1 k 2 heads"),
@@ -105,6 +131,58 @@ WRONG_VALUES = {
     "scale is negative": (lambda t: {"softmax_scale": -1.0}, "softmax_scale -1 > 0"),
     "scale overflows float32": (lambda t: {"softmax_scale": 1e300}, "softmax_scale 1e+300"),
     "no such family": (lambda t: {"family": "sm70"}, "family sm70 sm80"),
+    "seqused of int64": (lambda t: lengths(t, "seqused_q", (2,), torch.int64), "seqused_q int64 torch.int32"),
+    "seqused of bfloat16": (lambda t: lengths(t, "seqused_k", (2,), torch.bfloat16), "seqused_k torch.int32"),
+    "leftpad of bools": (lambda t: lengths(t, "leftpad_k", (2,), torch.bool), "leftpad_k torch.bool int32"),
+    "a seqused for another batch": (lambda t: lengths(t, "seqused_q", (3,)), "seqused_q (3,) (2,) batch 2"),
+    "a seqused of two dimensions": (lambda t: lengths(t, "seqused_k", (2, 1)), "seqused_k (2, 1) (2,)"),
+    "a leftpad of no dimensions": (lambda t: lengths(t, "leftpad_k", ()), "leftpad_k () (2,)"),
+    "seqused with strides": (
+        lambda t: {"seqused_q": lengths(t, "x", (4,))["x"][::2]},
+        "seqused_q stride 2 contiguous",
+    ),
+    "an expanded leftpad": (
+        lambda t: {"leftpad_k": lengths(t, "x", (1,))["x"].expand(2)},
+        "leftpad_k stride 0 contiguous",
+    ),
+}
+WRONG_PACKED_TYPES = {
+    "no offsets": (lambda t: {"cu_seqlens_q": None}, "cu_seqlens_q NoneType torch.Tensor"),
+    "offsets are a list": (lambda t: {"cu_seqlens_k": [0, 150]}, "cu_seqlens_k list torch.Tensor"),
+    "a number for causal": (lambda t: {"causal": 150}, "causal 150 True False"),
+    "flash_attn's max_seqlen_k": (
+        lambda t: {"max_seqlen_k": 9},
+        "max_seqlen_k none is needed, leave it out?",
+    ),
+    "varlen_attn's max_q": (lambda t: {"max_q": 9}, "max_q none is needed, leave it out?"),
+    "varlen_attn's cu_seq_k": (lambda t: {"cu_seq_k": 9}, "cu_seq_k did you mean cu_seqlens_k?"),
+}
+WRONG_PACKED = {
+    "q of four dimensions": (lambda t: {"q": t["q"][None]}, "q 4 dimensions 3 (total, heads, head_dim)"),
+    "v of two dimensions": (lambda t: {"v": t["v"][0]}, "v 2 dimensions 3 (total, heads, head_dim)"),
+    "q of float32": (lambda t: {"q": t["q"].float()}, "q torch.float32 float16 bfloat16"),
+    "v of another total": (lambda t: {"v": t["v"][1:]}, "v k 379 380"),
+    "heads that do not divide": (lambda t: {"q": t["q"][:, :5]}, "q 5 k 2 heads"),
+    "k of another head_dim": (lambda t: {n: t[n][..., :32] for n in "kv"}, "k head_dim 32 64"),
+    "q is nested": (lambda t: {"q": nested(t["q"][None], torch.jagged)}, "q nested dense"),
+    "offsets of int64": (lambda t: lengths(t, "cu_seqlens_q", (3,), torch.int64), "cu_seqlens_q int64 int32"),
+    "offsets of another batch": (
+        lambda t: lengths(t, "cu_seqlens_k", (2,)),
+        "cu_seqlens_k (2,) (3,) batch 2",
+    ),
+    "offsets of two dimensions": (
+        lambda t: lengths(t, "cu_seqlens_q", (1, 3)),
+        "cu_seqlens_q (1, 3) (batch + 1,)",
+    ),
+    "empty offsets": (lambda t: lengths(t, "cu_seqlens_q", (0,)), "cu_seqlens_q (0,) (batch + 1,)"),
+    "offsets with strides": (
+        lambda t: {"cu_seqlens_q": lengths(t, "x", (5,))["x"][::2]},
+        "cu_seqlens_q stride 2",
+    ),
+    "as many lengths as offsets": (lambda t: lengths(t, "seqused_q", (3,)), "seqused_q (3,) (2,) batch 2"),
+    "leftpad of int64": (lambda t: lengths(t, "leftpad_k", (2,), torch.int64), "leftpad_k int64 int32"),
+    "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
+    "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
 }
 DIFFERENTIATED = {
     "q needs a gradient": (lambda t: {"q": t["q"].requires_grad_()}, "backward"),
@@ -153,6 +231,40 @@ def test_wrong_calls(device, function, error, change, words):
         torch.cuda.synchronize()
     for result, unchanged in zip(call(flash_cute.forward, good), expected, strict=True):
         assert torch.equal(result, unchanged)
+
+
+def packed(device) -> dict[str, torch.Tensor]:
+    """Two sequences: q (300, 6, 64), k and v (380, 2, 64), cu_seqlens_q and cu_seqlens_k."""
+    tensors = {name: x.transpose(1, 2).flatten(0, 1) for name, x in inputs(device).items()}
+    offsets = {"cu_seqlens_q": [0, 150, 300], "cu_seqlens_k": [0, 100, 380]}
+    return tensors | {
+        name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in offsets.items()
+    }
+
+
+@pytest.mark.parametrize("function", ["forward_varlen", "attention_varlen"])
+@cases({TypeError: WRONG_PACKED_TYPES, ValueError: WRONG_PACKED, NotImplementedError: DIFFERENTIATED})
+def test_wrong_packed_calls(device, function, error, change, words):
+    good = packed(device)
+    expected = call(flash_cute.forward_varlen, good)
+    bad = {name: tensor.clone() for name, tensor in good.items()}
+    bad |= change(bad)
+    with pytest.raises(error) as caught:
+        call(getattr(flash_cute, function), bad)
+    assert type(caught.value) is error
+    assert_one_sentence(str(caught.value), words, function)
+    for result, unchanged in zip(call(flash_cute.forward_varlen, good), expected, strict=True):
+        assert torch.equal(result, unchanged)
+
+
+@pytest.mark.parametrize("name", ["forward", "attention"])
+def test_offsets_belong_to_packed_sequences(device, name):
+    with pytest.raises(TypeError) as caught:
+        call(getattr(flash_cute, name), packed(device))
+    assert_one_sentence(str(caught.value), f"cu_seqlens_q did you mean flash_cute.{name}_varlen?", name)
+    offsets = packed(device)["cu_seqlens_k"]
+    with pytest.raises(ValueError, match=r"explain: cu_seqlens_k is given without cu_seqlens_q"):
+        call(flash_cute.explain, inputs(device) | {"cu_seqlens_k": offsets})
 
 
 @cases(WRONG)
@@ -206,6 +318,37 @@ def test_explain_of_a_meta_tensor():
     with pytest.raises(NotImplementedError, match="meta") as caught:
         call(flash_cute.explain, meta)
     assert_one_sentence(str(caught.value), "q device meta cuda cpu", "explain")
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"])
+@pytest.mark.parametrize("other", ["meta", pytest.param("cpu", marks=pytest.mark.gpu)])
+def test_lengths_on_another_device(device, name, other):
+    good = packed(device) | {name: torch.ones(2, dtype=torch.int32) for name in ("seqused_q", "seqused_k")}
+    good |= {"leftpad_k": torch.ones(2, dtype=torch.int32)}
+    good = {name: tensor.to(device) for name, tensor in good.items()}
+    call(flash_cute.forward_varlen, good)
+    with pytest.raises(ValueError, match="device") as caught:
+        call(flash_cute.forward_varlen, good | {name: good[name].to(other)})
+    assert_one_sentence(str(caught.value), f"{name} device {other} q same", "forward_varlen")
+
+
+def test_nested_tensors_need_no_silent_gradient(device):
+    tensors = packed(device)
+    offsets = tensors.pop("cu_seqlens_k").long()
+    for tensor in tensors.values():
+        tensor.requires_grad_(tensor.is_floating_point())
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(x[:300], offsets.clamp(max=300)).transpose(1, 2)
+        for x in (tensors["q"], tensors["k"], tensors["v"])
+    )
+    with pytest.raises(ValueError, match="different offsets"):
+        flash_cute.forward(q, k, v)
+    offsets = offsets.clamp(max=300)
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(tensors[name][:300], offsets).transpose(1, 2) for name in "qkv"
+    )
+    with pytest.raises(NotImplementedError, match="backward"):
+        flash_cute.forward(q, k, v)
 
 
 def test_no_silent_wrong_gradient(device):

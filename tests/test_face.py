@@ -128,7 +128,7 @@ def test_explain_names_the_copies(kernel, layout, copied):
 
 
 def test_the_face_is_documented_and_typed():
-    for function in (flash_cute.forward, flash_cute.attention, flash_cute.explain, flash_cute.supported):
+    for function in (getattr(flash_cute, name) for name in flash_cute.__all__ if name != "reference"):
         assert inspect.getdoc(function)
         assert inspect.signature(function).return_annotation is not inspect.Signature.empty
     assert any((Path(folder) / "py.typed").exists() for folder in flash_cute.__path__)
@@ -138,6 +138,11 @@ def test_attention_and_forward_take_the_same():
     assert (
         inspect.signature(flash_cute.attention).parameters == inspect.signature(flash_cute.forward).parameters
     )
+    packed = flash_cute.forward_varlen, flash_cute.attention_varlen
+    forward, attention = (inspect.signature(function).parameters for function in packed)
+    assert forward == attention
+    options = inspect.signature(flash_cute.forward).parameters
+    assert [name for name in forward if not name.startswith("cu_seqlens")] == list(options)
 
 
 def test_main_job(device, tmp_path):

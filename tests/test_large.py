@@ -51,6 +51,36 @@ def test_many_queries(kernel):
         assert_attention(part(result, *index), q[index], k, v)
 
 
+def test_many_packed_rows(kernel):
+    """Sequences before, around and beyond 2^31 elements of q and out."""
+    total = TOO_MANY // HEAD_DIM + 377
+    q = random(total, 1, HEAD_DIM, device=kernel.device)
+    k, v = (random(270, 1, HEAD_DIM, device=kernel.device) for _ in range(2))
+    ends_q, ends_k = [0, 100, total - 300, total], [0, 90, 180, 270]
+    offsets_q, offsets_k = (
+        torch.tensor(ends, dtype=torch.int32, device=kernel.device) for ends in (ends_q, ends_k)
+    )
+    out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+    for begin, end, entry in ((0, 100, 0), (total // 2, total // 2 + 100, 1), (total - 300, total, 2)):
+        rows, keys = slice(begin, end), slice(ends_k[entry], ends_k[entry + 1])
+        result = out[None, rows].transpose(1, 2), lse[None, :, rows].contiguous()
+        assert_attention(result, *(x[None].transpose(1, 2) for x in (q[rows], k[keys], v[keys])))
+
+
+def test_packed_keys_beyond(kernel):
+    """The last sequence's keys lie beyond 2^31 elements."""
+    total, queries = TOO_MANY // HEAD_DIM + 377, 150
+    k, v = (random(total, 1, HEAD_DIM, device=kernel.device) for _ in range(2))
+    q = random(queries, 1, HEAD_DIM, device=kernel.device)
+    offsets_q, offsets_k = (
+        torch.tensor(ends, dtype=torch.int32, device=kernel.device)
+        for ends in ([0, 0, queries], [0, total - 200, total])
+    )
+    out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, causal=True)
+    tensors = (x[None].transpose(1, 2) for x in (q, k[-200:], v[-200:]))
+    assert_attention((out[None].transpose(1, 2), lse[None]), *tensors, MASKS["causal"])
+
+
 def test_many_keys(kernel):
     """One head of 2^24 + 77 keys, of which a window leaves those at the end, beyond 2^31 elements."""
     seqlen, queries, left = TOO_MANY // HEAD_DIM + 77, 150, 200

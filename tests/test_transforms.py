@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import SHAPES, Mask, Shape, make_inputs
-from tolerance import assert_attention
+from cases import BATCHES, SHAPES, Mask, Shape, make_inputs, make_ragged
+from tolerance import assert_attention, assert_ragged
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cute
@@ -118,6 +120,46 @@ def test_vmap_is_one_call(kernel):
     assert counts["flash_cute::_forward"] <= 2
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap_of_lengths(kernel, mapped):
+    """Each entry's own, or the same for all."""
+    inputs = stacked(3, kernel.device)
+    used = torch.tensor([[70, 3], [0, 40], [21, 69]], dtype=torch.int32, device=kernel.device)
+    skipped = (
+        torch.tensor([[1], [7], [60]], dtype=torch.int32, device=kernel.device).expand(3, 2).contiguous()
+    )
+
+    def attend(q, k, v, used, skipped):
+        options = {"seqused_q": used, "leftpad_k": skipped, "family": kernel.family}
+        return flash_cute.forward(q, k, v, causal=True, **options)
+
+    lengths = (used, skipped) if mapped else (used[1], skipped[1])
+    dim = 0 if mapped else None
+    for function in (
+        attend,
+        lambda *x: torch.ops.flash_cute._forward(*x[:3], True, seqused_q=x[3], leftpad_k=x[4]),
+    ):
+        results = torch.vmap(function, in_dims=(0, 0, 0, dim, dim))(*inputs, *lengths)
+        for index in range(3):
+            entry = lengths if not mapped else (x[index] for x in lengths)
+            expected = attend(*(x[index] for x in inputs), *entry)
+            for result, same in zip(results, expected, strict=True):
+                torch.testing.assert_close(result[index], same)
+
+
+def test_vmap_of_packed_sequences_is_refused(kernel):
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.bfloat16, kernel.device, packed=True)
+    q = torch.stack([batch.q, batch.q])
+
+    def attend(q):
+        return flash_cute.forward_varlen(q, batch.k, batch.v, family=kernel.family, **batch.lengths)[0]
+
+    with pytest.raises(NotImplementedError, match=r"^flash_cute\.forward_varlen: vmap can't map packed"):
+        torch.vmap(attend)(q)
+    out = torch.vmap(lambda x: x + attend(batch.q))(torch.zeros(2, device=kernel.device))
+    assert out.shape == q.shape
+
+
 def test_vmap_of_empty_batches(kernel):
     q = torch.empty(3, 0, 4, 5, 64, dtype=torch.float16, device=kernel.device)
     out, lse = torch.vmap(lambda x: flash_cute.forward(x, x, x, family=kernel.family))(q)
@@ -138,6 +180,16 @@ def test_autocast(kernel, given, dtype):
     for ours, theirs, cast in zip(results, bare, expected, strict=True):
         assert torch.equal(ours, cast)
         assert torch.equal(theirs, cast)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_of_packed_sequences(kernel, dtype):
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.float16, kernel.device, packed=True)
+    inputs = [x.float() for x in (batch.q, batch.k, batch.v)]
+    with torch.autocast(kernel.device.type, dtype=dtype):
+        results = flash_cute.forward_varlen(*inputs, **batch.lengths, family=kernel.family)
+    cast = replace(batch, q=inputs[0].to(dtype), k=inputs[1].to(dtype), v=inputs[2].to(dtype))
+    assert_ragged(results, cast)
 
 
 def test_autocast_of_fakes_and_plans(device):
@@ -161,6 +213,14 @@ def test_flop_counters_know_the_operator(kernel):
     with FlopCounterMode(display=False) as counter:
         flash_cute.forward(q, k, v, causal=True, family=kernel.family)
     assert counter.get_total_flops() == 4 * SHAPE.batch * SHAPE.heads_q * 70 * 90 * 64
+
+
+def test_flop_counters_take_sequences_for_alike(kernel):
+    """As the lengths are on the device: every query has the mean number of keys."""
+    batch = make_ragged(BATCHES["equal"], (4, 2), 64, torch.bfloat16, kernel.device, True, margins=(0, 0))
+    with FlopCounterMode(display=False) as counter:
+        flash_cute.forward_varlen(batch.q, batch.k, batch.v, **batch.lengths, family=kernel.family)
+    assert counter.get_total_flops() == 4 * 4 * 64 * (3 * 128) * 256
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ by element maximum and by root mean square, for out and LSE; and -inf and NaN in
 from __future__ import annotations
 
 import torch
-from cases import MASKS, Mask
+from cases import MASKS, Mask, Ragged
 
 from flash_cute import reference
 
@@ -41,5 +41,35 @@ def assert_attention(result, q, k, v, mask: Mask = MASKS["full"], softmax_scale:
     options = {"softmax_scale": softmax_scale, **mask.options}
     oracle = reference.forward(q, k, v, **options)
     yardstick = reference.forward(q, k, v, dtype=q.dtype, **options)
+    assert_within_rule("out", out, yardstick[0], oracle[0])
+    assert_within_rule("lse", lse, yardstick[1], oracle[1])
+
+
+def assert_ragged(
+    result, batch: Ragged, mask: Mask = MASKS["full"], softmax_scale: float | None = None
+) -> None:
+    """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0 and -inf."""
+    out, lse = result
+    assert (out.shape, out.dtype, out.device) == (batch.q.shape, batch.q.dtype, batch.q.device)
+    assert out.stride() == torch.empty_like(batch.q).stride()
+    assert (lse.dtype, lse.device) == (torch.float32, out.device)
+    assert lse.is_contiguous()
+    if batch.packed:
+        out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+    q, k, v = batch.entries
+    options = {"softmax_scale": softmax_scale, **mask.options}
+    oracle, yardstick = (
+        (torch.zeros_like(q, dtype=dtype), torch.full(q.shape[:3], -torch.inf, device=q.device).to(lse_dtype))
+        for dtype, lse_dtype in ((torch.float64, torch.float64), (q.dtype, torch.float32))
+    )
+    for entry, rows, keys in batch.places:
+        tensors = (x[entry, :, part].unsqueeze(0) for x, part in ((q, rows), (k, keys), (v, keys)))
+        sequence = list(tensors)
+        for results, dtype in ((oracle, torch.float64), (yardstick, q.dtype)):
+            for whole, part in zip(
+                results, reference.forward(*sequence, dtype=dtype, **options), strict=True
+            ):
+                whole[entry, :, rows] = part[0]
+    assert (out[oracle[1].isneginf()] == 0).all()
     assert_within_rule("out", out, yardstick[0], oracle[0])
     assert_within_rule("lse", lse, yardstick[1], oracle[1])

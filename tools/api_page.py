@@ -31,7 +31,14 @@ Made by `python tools/api_page.py` from the docstrings; edit those. [limits.md](
 accepted and what costs extra, [numerics.md](numerics.md) what is computed and rounded.
 """
 FUNCTIONS = {
-    "flash_cute": (flash_cute.forward, flash_cute.attention, flash_cute.explain, flash_cute.supported),
+    "flash_cute": (
+        flash_cute.forward,
+        flash_cute.attention,
+        flash_cute.forward_varlen,
+        flash_cute.attention_varlen,
+        flash_cute.explain,
+        flash_cute.supported,
+    ),
     "flash_cute.reference": (reference.forward, reference.visible, reference.error),
 }
 SECTION = re.compile(r"(\w+):")

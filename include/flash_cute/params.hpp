@@ -39,13 +39,26 @@ struct DeviceInfo {
   int64_t l2_bytes;
 };
 
+// What is known of a batch of sequences of unequal lengths on the device only; null where it was not given.
+// Rows of a packed tensor belong to the sequence whose offsets enclose them, and its batch stride is 0; of a
+// padded one, entry b has those of sequence b.
+struct LengthParams {
+  int const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // (batch + 1,) offsets of packed rows
+  int const *seqused_q = nullptr, *seqused_k = nullptr;        // (batch,) how many rows count, from the first
+  int const* leftpad_k = nullptr;                              // (batch,) how many of these keys do not count
+  void* workspace = nullptr;  // LaunchPlan::workspace_bytes, for the list of tiles
+  bool given = false;         // else all sequences are alike, as the shape says
+};
+
 struct ForwardParams {
-  ProblemShape shape;
+  ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
   TensorView q, k, v, out;
-  float* lse;  // (batch, heads_q, seqlen_q), contiguous
+  float* lse;                // (batch, heads_q, seqlen_q), contiguous; packed: (heads_q, seqlen_q)
+  int64_t lse_batch_stride;  // 0 where packed
   SoftmaxParams softmax;
-  WindowMask mask;
+  WindowMask mask;  // of sequences that are all alike; else its limits hold for each
   DeviceInfo device;
+  LengthParams lengths;
 };
 
 }  // namespace flash_cute

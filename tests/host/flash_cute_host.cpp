@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -11,7 +14,9 @@
 #include <vector>
 
 #include "flash_cute/attention/mask.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/params.hpp"
@@ -27,6 +32,98 @@ static_assert(std::is_same_v<decltype(TensorView::row_stride), int64_t>);
 namespace {
 
 std::pair<int, int> as_pair(BlockRange range) { return {range.begin, range.end}; }
+
+using Sizes = std::tuple<int, int, int, int, int, int>;
+
+ProblemShape shape_of(Sizes sizes) {
+  auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
+  return {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim};
+}
+
+// (query, head) of a row of a group, counted from the tile's first; none where the row is unused.
+template <class Order>
+std::optional<std::pair<int, int>> row_of(Order const& order, int group, int row) {
+  if (!order.rows.uses(row)) return std::nullopt;
+  return std::pair(group * order.rows.queries + order.rows.query(row), order.rows.head(row));
+}
+
+// The tiles of a block.
+template <class Order>
+std::vector<std::tuple<int, int, int>> stream_of(Order const& order, int block, int blocks) {
+  TileStream<Order> tiles{order, block, blocks};
+  std::vector<std::tuple<int, int, int>> list;
+  for (int left = tiles.count(); left > 0; --left) {
+    auto const tile = tiles.next();
+    list.emplace_back(tile.m_begin, tile.head, entry_of(tile));
+  }
+  return list;
+}
+
+// Params with tensors of lengths, which here are on the host.
+struct RaggedBatch {
+  using Lengths = std::array<std::optional<std::vector<int>>, 5>;  // in the order of LengthParams
+  Lengths lengths;
+  ForwardParams params{};
+
+  RaggedBatch(Sizes sizes, WindowMask const& mask, Lengths lengths_) : lengths(std::move(lengths_)) {
+    auto pointer = [&](int index) { return lengths[index] ? lengths[index]->data() : nullptr; };
+    params.shape = shape_of(sizes);
+    params.mask = mask;
+    params.lengths = {.cu_seqlens_q = pointer(0),
+                      .cu_seqlens_k = pointer(1),
+                      .seqused_q = pointer(2),
+                      .seqused_k = pointer(3),
+                      .leftpad_k = pointer(4),
+                      .given = true};
+    params.lse_batch_stride = lengths[0] ? 0 : int64_t(params.shape.heads_q) * params.shape.seqlen_q;
+  }
+  RaggedBatch(RaggedBatch const&) = delete;
+};
+
+// A list of tiles as attention/prepare.cuh writes it, and the order over it.
+struct RaggedTiles {
+  using Record = std::array<int, 6>;  // a TileRecord's numbers
+  RaggedBatch const& batch;
+  std::vector<std::byte> list;
+  RaggedOrder order;
+
+  // entries: rows from one entry of q, k, v and out to the next.
+  RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, std::array<int, 4> entries,
+              std::vector<Record> const& records)
+      : batch(batch_),
+        list(sizeof(TileListHeader) + records.size() * sizeof(TileRecord)),
+        order(unlisted(batch_.params, PackedRows(block_m / groups, groups, packed), entries)) {
+    auto* const header = new (list.data()) TileListHeader{};
+    header->records = int(records.size());
+    header->records_of_section = Divisor(larger(1, header->records * int(order.packs.value)));
+    std::byte* place = list.data() + sizeof(TileListHeader);
+    for (auto const& [m_begin, entry, q_begin, seqlen_q, k_begin, seqlen_k] : records) {
+      new (place) TileRecord{m_begin, entry, q_begin, seqlen_q, k_begin, seqlen_k, {}};
+      place += sizeof(TileRecord);
+    }
+    order.header = header;
+  }
+  RaggedTiles(RaggedTiles const&) = delete;
+
+  template <OperandName operand>
+  std::pair<int, int> place(int index) const {
+    RaggedPlace const found = place_of<operand>(order(index));
+    return {found.shift, found.plane};
+  }
+
+ private:
+  static RaggedOrder unlisted(ForwardParams const& params, PackedRows const& rows,
+                              std::array<int, 4> entries) {
+    ProblemShape const& shape = params.shape;
+    int const heads_per_kv = shape.heads_q / shape.heads_kv;
+    return {.header = nullptr,
+            .rows = rows,
+            .heads_per_kv = heads_per_kv,
+            .packs = Divisor(ceil_div(heads_per_kv, int(rows.packed.value))),
+            .heads_kv = shape.heads_kv,
+            .entries = {entries[0], entries[1], entries[2], entries[3]}};
+  }
+};
 
 // The names in instances.def, one list per axis.
 struct Instances {
@@ -46,6 +143,8 @@ Instances instances() {
 }  // namespace
 
 PYBIND11_MODULE(flash_cute_host, module) {
+  module.attr("MAP_BOUND") = RaggedPlace::kBound;
+  module.attr("MAP_WRAP") = RaggedPlace::kWrap;
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
@@ -53,6 +152,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   py::class_<WindowMask>(module, "WindowMask")
       .def(py::init(&WindowMask::make))
+      .def_readonly("seqlen_q", &WindowMask::seqlen_q)
+      .def_readonly("seqlen_k", &WindowMask::seqlen_k)
       .def_readonly("left", &WindowMask::left)
       .def_readonly("right", &WindowMask::right)
       .def("visible", &WindowMask::visible)
@@ -60,16 +161,23 @@ PYBIND11_MODULE(flash_cute_host, module) {
                          int block_n) { return as_pair(mask.visited(m_begin, block_m, block_n)); })
       .def("unmasked", [](WindowMask const& mask, int m_begin, int block_m,
                           int block_n) { return as_pair(mask.unmasked(m_begin, block_m, block_n)); })
+      .def("transposed", &WindowMask::transposed)
+      .def("first_row", &WindowMask::first_row)
+      .def("end_row", &WindowMask::end_row)
+      .def("visited_rows", [](WindowMask const& mask, int n_begin, int block_n,
+                              int block_m) { return as_pair(mask.visited_rows(n_begin, block_n, block_m)); })
+      .def("unmasked_rows",
+           [](WindowMask const& mask, int n_begin, int block_n, int block_m) {
+             return as_pair(mask.unmasked_rows(n_begin, block_n, block_m));
+           })
       .def("first_reachable_key", &WindowMask::first_reachable_key)
       .def("visible_pairs", &WindowMask::visible_pairs);
 
   py::class_<TileOrder>(module, "TileOrder")
-      .def(py::init([](std::tuple<int, int, int, int, int, int> sizes, WindowMask const& mask, int block_m,
-                       int groups, int packed, int element_bytes, int64_t l2_bytes, int wanted_tiles) {
-        auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
+      .def(py::init([](Sizes sizes, WindowMask const& mask, int block_m, int groups, int packed,
+                       int element_bytes, int64_t l2_bytes, int wanted_tiles) {
         PackedRows const rows(block_m / groups, groups, packed);
-        return TileOrder::make({batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim}, mask, rows,
-                               element_bytes, l2_bytes, wanted_tiles);
+        return TileOrder::make(shape_of(sizes), mask, rows, element_bytes, l2_bytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
@@ -78,19 +186,47 @@ PYBIND11_MODULE(flash_cute_host, module) {
              TileCoord const tile = order(index);
              return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
            })
-      .def("row",  // (query, head) of a row, counted from the tile's first; none where the row is unused
-           [](TileOrder const& order, int group, int row) -> std::optional<std::pair<int, int>> {
-             if (!order.rows.uses(row)) return std::nullopt;
-             return std::pair(group * order.rows.queries + order.rows.query(row), order.rows.head(row));
+      .def("row", &row_of<TileOrder>)
+      .def("stream", &stream_of<TileOrder>);
+
+  py::class_<RaggedBatch>(module, "RaggedBatch")
+      .def(py::init<Sizes, WindowMask const&, RaggedBatch::Lengths>())
+      .def("sequence",  // its rows, how many count, its first key, and what its mask knows
+           [](RaggedBatch const& batch, int index) {
+             Sequence const found = sequence(batch.params, index);
+             return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
            })
-      .def("stream", [](TileOrder const& order, int block, int blocks) {
-        TileStream tiles{order, block, blocks};
-        std::vector<std::tuple<int, int, int>> list;
-        for (int left = tiles.count(); left > 0; --left) {
-          TileCoord const tile = tiles.next();
-          list.emplace_back(tile.m_begin, tile.head, tile.batch);
-        }
-        return list;
+      .def("tile_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
+        return tile_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
+      });
+
+  py::class_<RaggedTiles>(module, "RaggedTiles")
+      .def(
+          py::init<RaggedBatch const&, int, int, int, std::array<int, 4>, std::vector<RaggedTiles::Record>>(),
+          py::keep_alive<1, 2>())
+      .def("tiles", [](RaggedTiles const& tiles) { return tiles.order.tiles(); })
+      .def("__call__",
+           [](RaggedTiles const& tiles, int index) {
+             RaggedTile const tile = tiles.order(index);
+             return std::tuple(tile.m_begin, tile.head, tile.head_kv, entry_of(tile));
+           })
+      .def("mask", [](RaggedTiles const& tiles,
+                      int index) { return mask_of(tiles.batch.params, tiles.order(index)); })
+      .def("begins",  // the first query and key of its sequence
+           [](RaggedTiles const& tiles, int index) {
+             RaggedTile const tile = tiles.order(index);
+             return std::pair(first_query_of(tile), first_key_of(tile));
+           })
+      .def("lse_offset", [](RaggedTiles const& tiles,
+                            int index) { return lse_offset(tiles.batch.params, tiles.order(index)); })
+      .def("place_q", &RaggedTiles::place<OperandName::q>)
+      .def("place_k", &RaggedTiles::place<OperandName::k>)
+      .def("place_v", &RaggedTiles::place<OperandName::v>)
+      .def("place_out", &RaggedTiles::place<OperandName::out>)
+      .def("row",
+           [](RaggedTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); })
+      .def("stream", [](RaggedTiles const& tiles, int block, int blocks) {
+        return stream_of(tiles.order, block, blocks);
       });
 
   py::class_<Divisor>(module, "Divisor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 import torch
@@ -57,6 +58,54 @@ def test_block_ranges_are_tight(host, case, block_m, block_n):
         assert list(range(begin, end)) == seen
         begin, end = mask.unmasked(m_begin, block_m, block_n)
         assert list(range(begin, end)) == whole
+
+
+@given(masks)
+def test_the_mask_looks_both_ways(host, case):
+    """first_row, end_row: the queries that see a key, where there are some; transposed: the same pairs."""
+    mask, expected = make_mask(host, *case), visible_pairs(*case)
+    transposed = mask.transposed()
+    assert (transposed.seqlen_q, transposed.seqlen_k) == (mask.seqlen_k, mask.seqlen_q)
+    for key, column in enumerate(expected.T):
+        rows = column.nonzero().flatten().tolist()
+        first, end = mask.first_row(key), mask.end_row(key)
+        assert list(range(first, end)) == rows
+        for row in {0, mask.seqlen_q - 1, *range(first - 1, first + 1), *range(end - 1, end + 1)}:
+            if 0 <= row < mask.seqlen_q:
+                assert transposed.visible(key, row) == mask.visible(row, key) == expected[row, key]
+
+
+@given(masks, blocks, blocks)
+def test_block_ranges_of_keys_are_tight(host, case, block_m, block_n):
+    """visited_rows: the blocks of queries with a visible pair. unmasked_rows: those without a hidden one."""
+    mask, expected = make_mask(host, *case), visible_pairs(*case).T
+    for n_begin in range(0, len(expected), block_n):
+        columns = expected[n_begin : n_begin + block_n].split(block_m, dim=1)
+        seen = [block for block, pairs in enumerate(columns) if pairs.any()]
+        whole = [block for block, pairs in enumerate(columns) if pairs.all() and pairs.shape[1] == block_m]
+        begin, end = mask.visited_rows(n_begin, block_n, block_m)
+        assert list(range(begin, end)) == seen
+        begin, end = mask.unmasked_rows(n_begin, block_n, block_m)
+        assert list(range(begin, end)) == whole
+
+
+@given(masks, blocks, blocks)
+def test_both_ways_visit_the_same_blocks(host, case, block_m, block_n):
+    """What a backward over blocks of keys meets is what the forward over blocks of queries met."""
+    mask = make_mask(host, *case)
+    rows, keys = -(-mask.seqlen_q // block_m), -(-mask.seqlen_k // block_n)
+
+    def pairs(over_keys, over_rows):
+        forward = {(m, n) for m in range(rows) for n in range(*over_keys(m * block_m, block_m, block_n))}
+        backward = {(m, n) for n in range(keys) for m in range(*over_rows(n * block_n, block_n, block_m))}
+        return forward, backward
+
+    forward, backward = pairs(mask.visited, mask.visited_rows)
+    assert forward == backward
+    # A block that is not full is masked; a tile that is not may be unmasked.
+    whole = {(m, n) for m in range(mask.seqlen_q // block_m) for n in range(mask.seqlen_k // block_n)}
+    forward, backward = pairs(mask.unmasked, mask.unmasked_rows)
+    assert forward & whole == backward & whole
 
 
 @given(masks)
@@ -184,6 +233,190 @@ def test_behind_a_window_sections_are_what_the_cache_holds(
     assume(0 < max(lengths) == lengths[0] and 5 * max(lengths) < 3 * seqlen_k)
     in_l2 = l2_bytes // 2 // (2 * 2 * max(lengths) * head_dim)
     assert order.section == min(batch * heads_kv * group, max(1, in_l2) * group)
+
+
+def within(value, low, high):
+    return max(low, min(value, high))
+
+
+@st.composite
+def ragged_batches(draw, garbage=False):
+    """(sizes, window, lengths in the order of LengthParams) of packed or padded sequences.
+
+    garbage: of any values at all. Else offsets may have gaps before the first and behind the last row.
+    """
+    batch, heads_kv = draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    group = draw(st.sampled_from([1, 2, 3, 7, 17, 35]))  # the last are packed in parts that overlap
+    window = draw(limits), draw(limits)
+    packed, cross = draw(st.booleans()), draw(st.booleans())
+    some = st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 80)
+    offsets, totals, rooms = [None, None], [draw(st.integers(1, 60)) for _ in range(2)], [None, None]
+    for side in range(2):
+        rooms[side] = [totals[side]] * batch
+        if packed and garbage:
+            offsets[side] = draw(st.lists(some, min_size=batch + 1, max_size=batch + 1))
+        elif packed:
+            rooms[side] = draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
+            offsets[side] = list(accumulate(rooms[side], initial=draw(st.integers(0, 5))))
+            totals[side] = max(1, offsets[side][-1] + draw(st.integers(0, 5)))
+    if packed and not cross:  # keys lie where queries do
+        offsets[1], totals[1], rooms[1] = offsets[0], totals[0], rooms[0]
+
+    def counts(most):
+        return [draw(some if garbage else st.integers(0, room)) for room in most]
+
+    used = [counts(rooms[side]) if draw(st.booleans()) else None for side in range(2)]
+    leftpad = counts(used[1] or rooms[1]) if draw(st.booleans()) else None
+    sizes = batch, heads_kv * group, heads_kv, *totals, 64
+    return sizes, window, (*offsets, *used, leftpad)
+
+
+def make_ragged_batch(host, sizes, window, lengths):
+    return host.RaggedBatch(sizes, make_mask(host, *sizes[3:5], *window), lengths)
+
+
+def rows_of_sequence(sizes, lengths, index):
+    """Its rows of q, and of them and of k those that count, as ranges."""
+    ranges = []
+    for side in range(2):
+        size, offsets, used = sizes[3 + side], lengths[side], lengths[2 + side]
+        begin, end = 0, size
+        if offsets:
+            begin = within(offsets[index], 0, size)
+            end = within(offsets[index + 1], begin, size)
+        count = within(used[index], 0, end - begin) if used else end - begin
+        first = begin + within(lengths[4][index], 0, count) if side and lengths[4] else begin
+        ranges.append((range(begin, end), range(first, begin + count)))
+    (owned, queries), (_, keys) = ranges
+    return owned, queries, keys
+
+
+@given(st.one_of(ragged_batches(), ragged_batches(garbage=True)))
+def test_sequence(host, case):
+    """Its rows, those that count, and what they see of each other; never a row outside of the tensors."""
+    sizes, window, lengths = case
+    batch = make_ragged_batch(host, *case)
+    for index in range(sizes[0]):
+        owned, queries, keys = rows_of_sequence(sizes, lengths, index)
+        begin, end, used, first_key, mask = batch.sequence(index)
+        assert (begin, end, used) == (owned.start, owned.stop, len(queries))
+        assert 0 <= begin <= begin + used <= end <= sizes[3]
+        assert 0 <= first_key <= first_key + mask.seqlen_k <= sizes[4]
+
+        seen = visible_pairs(len(queries), len(keys), *window)
+        reachable = seen.any(0).nonzero().flatten().tolist() if len(queries) else []
+        expected = keys[reachable[0] :] if reachable else keys[len(keys) :]
+        if reachable or not len(keys):
+            assert range(first_key, first_key + mask.seqlen_k) == expected
+        assert mask.seqlen_q == len(queries)
+        ours = {
+            (row, first_key + key)
+            for row in range(mask.seqlen_q)
+            for key in range(mask.seqlen_k)
+            if mask.visible(row, key)
+        }
+        assert ours == {(row, keys[key]) for row, key in seen.nonzero().tolist()}
+
+
+@given(ragged_batches())
+def test_offsets_that_make_sense_share_no_row(host, case):
+    batch = make_ragged_batch(host, *case)
+    if case[2][0]:
+        rows = [row for b in range(case[0][0]) for row in range(*batch.sequence(b)[:2])]
+        assert len(rows) == len(set(rows))
+
+
+@st.composite
+def ragged_tiles(draw, host):
+    """A batch, its list of tiles in any order, and the order over it: (sizes, batch, entries, order)."""
+    sizes, window, lengths = draw(ragged_batches())
+    batch = make_ragged_batch(host, sizes, window, lengths)
+    block_m, groups = draw(st.sampled_from([(16, 1), (64, 1), (32, 2), (48, 3)]))
+    group = sizes[1] // sizes[2]
+    packed = -(-group // -(-group // (block_m // groups))) if draw(st.booleans()) else 1
+    queries = block_m // groups // packed * groups
+    records = []
+    for index in range(sizes[0]):
+        begin, _, used, first_key, mask = batch.sequence(index)
+        records += [(m, index, begin, used, first_key, mask.seqlen_k) for m in range(0, used, queries)]
+    assert len(records) <= batch.tile_capacity(block_m, groups, packed)
+    records = draw(st.permutations(records))
+    # q and out lie alike or not, and between two entries may be more than their rows
+    sizes_of = sizes[3], sizes[4], sizes[4], sizes[3]
+    entries = [0 if lengths[0] else size + draw(st.integers(0, 20)) for size in sizes_of]
+    tile = block_m, groups, packed
+    return sizes, batch, tile, entries, host.RaggedTiles(batch, *tile, entries, records)
+
+
+@given(st.data())
+def test_ragged_order_visits_every_row_once(host, data):
+    """Every query that counts, of every head, is a row of one tile; in packs that overlap, of two."""
+    sizes, batch, (block_m, groups, packed), _, order = data.draw(ragged_tiles(host))
+    group = sizes[1] // sizes[2]
+    places = [
+        place for g in range(groups) for row in range(block_m // groups) if (place := order.row(g, row))
+    ]
+    rows = []
+    for index in range(order.tiles()):
+        m_begin, head, head_kv, entry = order(index)
+        begin, _, used, first_key, mask = batch.sequence(entry)
+        assert order.begins(index) == (begin, first_key)
+        assert (order.mask(index).seqlen_q, order.mask(index).seqlen_k) == (used, mask.seqlen_k)
+        for query, packed_head in places:
+            assert (head + packed_head) // group == head_kv
+            if m_begin + query < used:
+                rows.append((entry, m_begin + query, head + packed_head))
+    expected = {
+        (b, m, h) for b in range(sizes[0]) for m in range(batch.sequence(b)[2]) for h in range(sizes[1])
+    }
+    assert set(rows) == expected
+    assert len(rows) == len(expected) or group % packed
+    assert max(Counter(rows).values(), default=1) <= 2
+
+
+@given(st.data(), st.integers(1, 140))
+def test_blocks_share_the_ragged_tiles_out(host, data, blocks):
+    *_, order = data.draw(ragged_tiles(host))
+    tiles = [order(index) for index in range(order.tiles())]
+    streams = [order.stream(block, blocks) for block in range(blocks)]  # some may be empty
+    assert sorted(tile for stream in streams for tile in stream) == sorted((m, h, b) for m, h, _, b in tiles)
+    assert max(map(len, streams)) - min(map(len, streams)) <= 1
+    if tiles:  # a stream asks for one more than there is
+        assert order(len(tiles)) == tiles[-1]
+
+
+@given(st.data())
+def test_places_clip_at_the_end_of_a_sequence(host, data):
+    """A tensor map clips the coordinates that are `bound` or more: those of rows past the end, and no others.
+    The two coordinates of a row, and that of the dimension that wraps around, add up to its address."""
+    bound, row_bytes = host.MAP_BOUND, data.draw(st.integers(1, 2**20)) * 16
+    sizes, batch, (block_m, *_), entries, order = data.draw(ragged_tiles(host))
+    for index in range(order.tiles()):
+        *_, entry = order(index)
+        begin, _, used, first_key, mask = batch.sequence(entry)
+        sides = {"q": (begin, used), "out": (begin, used), "k": (first_key, mask.seqlen_k)}
+        sides["v"] = sides["k"]
+        rows_of = {"q": sizes[3], "k": sizes[4], "v": sizes[4], "out": sizes[3]}
+        for (name, rows), rows_of_entry in zip(rows_of.items(), entries, strict=True):
+            first, length = sides[name]
+            shift, plane = getattr(order, f"place_{name}")(index)
+            assert shift >= 0
+            assert 0 <= plane <= (sizes[0] - 1) * rows_of_entry + rows
+            for row in {*range(length), length, length + block_m}:
+                assert (shift + row < bound) == (row < length)
+                address = (shift + row + plane) * row_bytes + bound * (host.MAP_WRAP - row_bytes)
+                assert address % 2**64 == (entry * rows_of_entry + first + row) * row_bytes
+
+
+@given(st.data())
+def test_lse_of_ragged_tiles(host, data):
+    sizes, batch, _, entries, order = data.draw(ragged_tiles(host))
+    packed = entries[0] == 0
+    for index in range(order.tiles()):
+        _, head, _, entry = order(index)
+        lse_entry = 0 if packed else entry
+        expected = (lse_entry * sizes[1] + head) * sizes[3] + batch.sequence(entry)[0]
+        assert order.lse_offset(index) == expected
 
 
 def test_every_instance_has_a_tile(host):

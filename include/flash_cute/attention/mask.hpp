@@ -50,8 +50,25 @@ struct WindowMask {
     return {ceil_div(begin, block_n), end / block_n};
   }
 
+  // The other way round: what queries are to keys here, keys are to queries there. Row i sees key j here iff
+  // row j sees key i there.
+  FLASH_CUTE_HOST_DEVICE WindowMask transposed() const { return {seqlen_k, seqlen_q, right, left}; }
+
+  // The queries that see a key are those from first_row to end_row - 1.
+  FLASH_CUTE_HOST_DEVICE int first_row(int key) const { return transposed().first_key(key); }
+  FLASH_CUTE_HOST_DEVICE int end_row(int key) const { return transposed().end_key(key); }
+
+  // Blocks of queries with at least one visible pair in the tile of keys [n_begin, n_begin + block_n), and
+  // those in which every pair of the tile is visible.
+  FLASH_CUTE_HOST_DEVICE BlockRange visited_rows(int n_begin, int block_n, int block_m) const {
+    return transposed().visited(n_begin, block_n, block_m);
+  }
+  FLASH_CUTE_HOST_DEVICE BlockRange unmasked_rows(int n_begin, int block_n, int block_m) const {
+    return transposed().unmasked(n_begin, block_n, block_m);
+  }
+
   // Keys below this one are seen by no query at all: the host cuts them off before the launch.
-  int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
+  FLASH_CUTE_HOST_DEVICE int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
 
   // Visible (query, key) pairs of one head; what FLOP counts are made of.
   int64_t visible_pairs() const {

@@ -48,6 +48,7 @@ struct PlainRows {
 // 20% at seqlen 512 to sections of one head). Behind a window, tiles see few of their head's keys: there all
 // the heads that L2 holds go through their tiles side by side (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
+  static constexpr bool kMayBeEmpty = false;
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
   int heads_per_kv;         // query heads that share K and V
   PackedRows rows;          // of every tile
@@ -108,8 +109,9 @@ struct TileOrder {
 };
 
 // The tiles of one of `blocks` thread blocks: to and fro over the order, which evens out what the blocks get.
+template <class Order>
 struct TileStream {
-  TileOrder const& order;
+  Order const& order;
   int block, blocks;
   int round = 0;
 
@@ -118,7 +120,7 @@ struct TileStream {
     return rounds + (place(rounds) < order.tiles());
   }
 
-  FLASH_CUTE_HOST_DEVICE TileCoord next() { return order(place(round++)); }
+  FLASH_CUTE_HOST_DEVICE auto next() { return order(place(round++)); }
 
  private:
   FLASH_CUTE_HOST_DEVICE int place(int in_round) const {

@@ -13,7 +13,7 @@ struct Divisor {
   uint32_t value = 1, multiplier = 1, shift = 0;
 
   Divisor() = default;
-  explicit Divisor(int value_) : value(value_) {
+  FLASH_CUTE_HOST_DEVICE explicit Divisor(int value_) : value(value_) {
     while ((uint64_t(1) << shift) < value) ++shift;
     multiplier = uint32_t((uint64_t(1) << 32) * ((uint64_t(1) << shift) - value) / value + 1);
   }

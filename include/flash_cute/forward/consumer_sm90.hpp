@@ -1,7 +1,7 @@
 // The Hopper family's forward maths, by one warpgroup on its 64 rows of every tile.
 #pragma once
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
@@ -30,7 +30,8 @@ struct ForwardConsumerSm90 {
   // softmax of S(n - 1) starts when its scores are there. Where the next tile's Q is there already, its first
   // scores follow this tile's last product, and are computed while O leaves. Between warpgroups, turns keep
   // one in its products while another is in softmax.
-  CUTE_DEVICE void run(TileStream tiles) {
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
@@ -65,10 +66,10 @@ struct ForwardConsumerSm90 {
       shared.ring_k.wait(at_k);
       issue_scores(acc_first);
     };
-    auto first_query = [&](TileCoord const& tile) { return tile.m_begin + warpgroup * rows.queries; };
-    auto store_tile = [&](TileCoord tile) {
+    auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
+    auto store_tile = [&](auto tile) {
       tile.m_begin = first_query(tile);
-      finish_rows(softmax, params.mask, tile, rows, cS, acc_o);
+      finish_rows(softmax, params, tile, rows, cS, acc_o);
       if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, tile, PlainRows{}, softmax, cS);
       } else {
@@ -77,19 +78,20 @@ struct ForwardConsumerSm90 {
       epilogue.store(acc_o, tile);
     };
 
-    TileCoord tile = tiles.next();
+    auto tile = tiles.next();
     turns.wait();
     issue_first_scores();
     turns.pass();
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
-      BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
-      BlockRange const unmasked = params.mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
-      TileCoord const upcoming = tiles.next();  // after the last tile a place that nobody uses
+      WindowMask const& mask = mask_of(params, tile);
+      BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
+      BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
+      auto const upcoming = tiles.next();  // after the last tile a place that nobody uses
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
-          hide_invisible<KeyBits>(params.mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
+          hide_invisible<KeyBits>(mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
       };

@@ -1,7 +1,7 @@
 // How O leaves the Hopper family: through shared memory, by TMA.
 #pragma once
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/core/layout.hpp"
 #include "flash_cute/core/tma.hpp"
 #include "flash_cute/core/warpgroup.hpp"
@@ -20,8 +20,9 @@ struct ForwardEpilogueSm90 {
 
   // The warpgroup's rows of O, finished; tile.m_begin is its first query. Returns while they are on their
   // way.
-  template <class Output>
-  CUTE_DEVICE void store(Output const& acc_o, TileCoord const& tile) const {
+  template <class Output, class Tile>
+  CUTE_DEVICE void store(Output const& acc_o, Tile const& tile) const {
+    auto const place = place_of<OperandName::out>(tile);
     typename Traits::MmaO const mma_o;
     auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
     auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);
@@ -46,11 +47,21 @@ struct ForwardEpilogueSm90 {
       cutlass::arch::fence_view_async_shared();
       sync_warpgroup(warpgroup);
       if (thread == 0) {
-        store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
-            maps.out, &sO(warpgroup * kWarpgroupRows, 0, stage), part * Traits::kColumnsO, tile.head,
-            tile.m_begin, tile.batch);
+        auto const* const source = &sO(warpgroup * kWarpgroupRows, 0, stage);
+        store_at(source, part * Traits::kColumnsO, tile.head, tile.m_begin, place);
       }
     }
+  }
+
+  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
+                            DensePlace const& place) const {
+    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(maps.out, source, column, head, row,
+                                                                     place.entry);
+  }
+  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
+                            RaggedPlace const& place) const {
+    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
+        maps.out, source, column, head, place.shift + row, place.plane, RaggedPlace::kBound);
   }
 
   // Shared memory has been read: the block may end.

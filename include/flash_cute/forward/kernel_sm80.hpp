@@ -1,7 +1,7 @@
 // The Ampere family's forward kernel: one thread block per tile of queries.
 #pragma once
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/epilogue_sm80.hpp"
 #include "flash_cute/forward/mainloop_sm80.hpp"
@@ -15,10 +15,12 @@ CUTE_DEVICE int read_block_index() {
   return index;
 }
 
-template <class Traits>
+template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
-    forward_kernel_sm80(__grid_constant__ ForwardParams const params,
-                        __grid_constant__ TileOrder const order) {
+    forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
+  if constexpr (Order::kMayBeEmpty) {
+    if (read_block_index() >= order.tiles()) return;
+  }
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
@@ -31,10 +33,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
 
-  TileCoord const tile = order(read_block_index());
+  auto const tile = order(read_block_index());
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
-  finish_rows(softmax, params.mask, tile, PlainRows{}, cO, acc_o);
+  finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);
   store_lse(params, tile, PlainRows{}, softmax, cO);
   store_output<typename Traits::Element>(params, tile, acc_o, cO);
 }

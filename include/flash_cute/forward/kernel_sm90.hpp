@@ -9,9 +9,9 @@
 
 namespace flash_cute {
 
-template <class Traits>
+template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ TileOrder const order,
+    forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order,
                         __grid_constant__ ForwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -27,7 +27,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
-  TileStream const tiles{order, int(blockIdx.x), int(gridDim.x)};
+  TileStream<Order> const tiles{order, int(blockIdx.x), int(gridDim.x)};
+  if constexpr (Order::kMayBeEmpty) {
+    if (tiles.count() == 0) return;
+  }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {

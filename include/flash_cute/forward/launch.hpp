@@ -20,8 +20,9 @@ struct CompiledTile {
 struct LaunchPlan {
   ForwardTile tile;
   int packed_heads;  // query heads that share a tile
-  int grid, threads, smem_bytes;
+  int grid = 0, threads, smem_bytes;
   int registers = 0, local_bytes = 0;  // per thread
+  int64_t workspace_bytes = 0;         // LengthParams::workspace
 };
 
 // CUDA's errors are thrown (core/check.hpp). Specialised per Instance in a translation unit of its own, which
@@ -29,6 +30,7 @@ struct LaunchPlan {
 template <class Instance>
 struct ForwardLaunch {
   static void run(ForwardParams const& params, cudaStream_t stream);
+  static int64_t workspace_bytes(ForwardParams const& params);  // of LengthParams::workspace
   static LaunchPlan plan(ForwardParams const& params);
   static std::vector<CompiledTile> tiles();
 };

@@ -4,6 +4,7 @@
 #include "flash_cute/forward/kernel_sm90.hpp"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/forward/launch_kernel.cuh"
+#include "flash_cute/forward/launch_ragged.cuh"
 
 namespace flash_cute {
 
@@ -75,39 +76,103 @@ auto visit_tile(ForwardParams const& params, Visitor&& visitor) {
   return visitor(ForwardTraitsSm90<Instance, kTiles.main>{}, packed);
 }
 
+// The maps of q, k, v and out, by encode(view, rows, rows from entry to entry, heads, box).
+template <class Traits, class Encode>
+ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, RaggedEntries const& entries,
+                        Encode&& encode) {
+  ProblemShape const& shape = params.shape;
+  TmaBox const box_q{Traits::kPanel, int(rows.packed.value), rows.queries},
+      box_kv{Traits::kPanel, 1, Traits::kBlockN};
+  return {.q = encode(params.q, shape.seqlen_q, entries.q, shape.heads_q, box_q),
+          .k = encode(params.k, shape.seqlen_k, entries.k, shape.heads_kv, box_kv),
+          .v = encode(params.v, shape.seqlen_k, entries.v, shape.heads_kv, box_kv),
+          .out = encode(params.out, shape.seqlen_q, entries.out, shape.heads_q, box_q)};
+}
+
+template <class Traits>
+ForwardMaps maps_of(ForwardParams const& params, TileOrder const& order) {
+  ProblemShape const& shape = params.shape;
+  return encode_maps<Traits>(
+      params, order.rows, {}, [&](TensorView const& view, int rows, int, int heads, TmaBox box) {
+        return make_tensor_map<typename Traits::Element, 4>(
+            params.device.index, view.data,
+            {uint64_t(shape.head_dim), uint64_t(heads), uint64_t(rows), uint64_t(shape.batch)},
+            {view.head_stride, view.row_stride, view.batch_stride}, box);
+      });
+}
+
+// See RaggedPlace.
+template <class Traits>
+ForwardMaps maps_of(ForwardParams const& params, RaggedOrder const& order) {
+  using Element = typename Traits::Element;
+  ProblemShape const& shape = params.shape;
+  return encode_maps<Traits>(
+      params, order.rows, order.entries,
+      [&](TensorView const& view, int rows, int entry, int heads, TmaBox box) {
+        uint64_t const planes = uint64_t(shape.batch - 1) * entry + rows + 1;
+        int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+        return make_tensor_map<Element, 5>(
+            params.device.index, view.data,
+            {uint64_t(shape.head_dim), uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+            {view.head_stride, view.row_stride, view.row_stride, back}, box);
+      });
+}
+
+inline int ragged_blocks(ForwardParams const& params, RaggedOrder const& order) {
+  return smaller(most_tiles(params, order), params.device.multiprocessors);
+}
+
 template <class Instance>
 void ForwardLaunch<Instance>::run(ForwardParams const& params, cudaStream_t stream) {
-  visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
-    ProblemShape const& shape = params.shape;
-    TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
-    auto encode = [&](TensorView const& view, int seqlen, int heads, TmaBox box) {
-      return make_tensor_map<typename Traits::Element>(params.device.index, view, shape.head_dim, seqlen,
-                                                       heads, shape.batch, box);
-    };
-    TmaBox const box_q{Traits::kPanel, packed, order.rows.queries},
-        box_kv{Traits::kPanel, 1, Traits::kBlockN};
-    ForwardMaps const maps{.q = encode(params.q, shape.seqlen_q, shape.heads_q, box_q),
-                           .k = encode(params.k, shape.seqlen_k, shape.heads_kv, box_kv),
-                           .v = encode(params.v, shape.seqlen_k, shape.heads_kv, box_kv),
-                           .out = encode(params.out, shape.seqlen_q, shape.heads_q, box_q)};
-    launch_kernel<forward_kernel_sm90<Traits>, /*kStartsEarly=*/true>(
-        params.device, persistent_blocks(params, order, Traits::kBlockN), Traits::kThreads,
-        sizeof(typename Traits::SharedStorage), stream, params, order, maps);
+  auto launch = [&]<class Traits, class Order>(Traits, Order const& order, int blocks,
+                                               ForwardMaps const& maps) {
+    launch_kernel<forward_kernel_sm90<Traits, Order>, /*kStartsEarly=*/true>(
+        params.device, blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params,
+        order, maps);
+  };
+  if (params.lengths.given) {
+    visit_tile<Instance>(of_mean_length(params), [&]<class Traits>(Traits traits, int packed) {
+      RaggedOrder const order = ragged_order(params, rows_sm90(Traits::kTile, packed));
+      launch_prepare</*kStartsEarly=*/true>(params, order, stream);
+      launch(traits, order, ragged_blocks(params, order), maps_of<Traits>(params, order));
+    });
+  } else {
+    visit_tile<Instance>(params, [&]<class Traits>(Traits traits, int packed) {
+      TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
+      launch(traits, order, persistent_blocks(params, order, Traits::kBlockN),
+             maps_of<Traits>(params, order));
+    });
+  }
+}
+
+template <class Instance>
+int64_t ForwardLaunch<Instance>::workspace_bytes(ForwardParams const& params) {
+  if (!params.lengths.given) return 0;
+  return visit_tile<Instance>(of_mean_length(params), [&]<class Traits>(Traits, int packed) {
+    return list_bytes(params, ragged_order(params, rows_sm90(Traits::kTile, packed)));
   });
 }
 
 template <class Instance>
 LaunchPlan ForwardLaunch<Instance>::plan(ForwardParams const& params) {
-  return visit_tile<Instance>(params, [&]<class Traits>(Traits, int packed) {
-    TileOrder const order = forward_order<Traits>(params, rows_sm90(Traits::kTile, packed));
+  auto describe = [&]<class Traits>(Traits, int packed) {
     LaunchPlan plan{.tile = Traits::kTile,
                     .packed_heads = packed,
-                    .grid = persistent_blocks(params, order, Traits::kBlockN),
                     .threads = Traits::kThreads,
-                    .smem_bytes = sizeof(typename Traits::SharedStorage)};
-    read_attributes(forward_kernel_sm90<Traits>, plan);
+                    .smem_bytes = sizeof(typename Traits::SharedStorage),
+                    .workspace_bytes = workspace_bytes(params)};
+    PackedRows const rows = rows_sm90(Traits::kTile, packed);
+    if (params.lengths.given) {
+      RaggedOrder const order = ragged_order(params, rows);
+      plan.grid = ragged_blocks(params, order);
+      read_attributes(forward_kernel_sm90<Traits, RaggedOrder>, plan);
+    } else {
+      plan.grid = persistent_blocks(params, forward_order<Traits>(params, rows), Traits::kBlockN);
+      read_attributes(forward_kernel_sm90<Traits, TileOrder>, plan);
+    }
     return plan;
-  });
+  };
+  return visit_tile<Instance>(params.lengths.given ? of_mean_length(params) : params, describe);
 }
 
 template <class Instance>

@@ -2,7 +2,7 @@
 // visits.
 #pragma once
 
-#include "flash_cute/attention/mask.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/gemm.hpp"
@@ -25,11 +25,11 @@ struct ForwardMainloopSm80 {
   // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while
   // block n is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n),
   // V(n - 1) behind Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
-  template <class Softmax, class Output>
-  CUTE_DEVICE static void run(ForwardParams const& params, TileCoord const& tile, SharedStorage& shared,
+  template <class Tile, class Softmax, class Output>
+  CUTE_DEVICE static void run(ForwardParams const& params, Tile const& tile, SharedStorage& shared,
                               int thread, Softmax& softmax, Output& acc_o) {
     ProblemShape const& shape = params.shape;
-    WindowMask const& mask = params.mask;
+    WindowMask const& mask = mask_of(params, tile);
     BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
     BlockRange const unmasked = mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
     if (visited.empty()) return;
@@ -41,22 +41,20 @@ struct ForwardMainloopSm80 {
 
     // Global memory to shared memory.
     typename Traits::LoadAtom const load_atom;
-    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int begin, int rows,
+    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int first, int begin, int rows,
                          auto&& target) {
       auto const loader = typename Traits::TiledLoad{}.get_slice(reread(thread, kRowsOfWarp > 16));
-      Tensor source = local_tensor<Element>(view, tile.batch, head, begin, tile_shape);
+      Tensor source = local_tensor<Element>(view, entry_of(tile), head, first + begin, tile_shape);
       copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
                  loader.partition_S(make_identity_tensor(tile_shape)),
                  TileBounds{rows - begin, shape.head_dim});
     };
-    auto load_k = [&](int block) {
-      load_tile(TileShapeKV{}, params.k, tile.head_kv, block * Traits::kBlockN, shape.seqlen_k,
-                sK(_, _, block % kStages));
+    auto load_kv = [&](TensorView const& view, int block, auto&& target) {
+      load_tile(TileShapeKV{}, view, tile.head_kv, first_key_of(tile), block * Traits::kBlockN, mask.seqlen_k,
+                target);
     };
-    auto load_v = [&](int block) {
-      load_tile(TileShapeKV{}, params.v, tile.head_kv, block * Traits::kBlockN, shape.seqlen_k,
-                sV(_, _, block % kStages));
-    };
+    auto load_k = [&](int block) { load_kv(params.k, block, sK(_, _, block % kStages)); };
+    auto load_v = [&](int block) { load_kv(params.v, block, sV(_, _, block % kStages)); };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
@@ -73,7 +71,7 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    load_tile(TileShapeQ{}, params.q, tile.head, tile.m_begin, shape.seqlen_q, sQ);
+    load_tile(TileShapeQ{}, params.q, tile.head, first_query_of(tile), tile.m_begin, mask.seqlen_q, sQ);
     load_k(visited.end - 1);
     cp_async_fence();
     load_v(visited.end - 1);

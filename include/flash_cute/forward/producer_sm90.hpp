@@ -2,11 +2,23 @@
 // slots.
 #pragma once
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/core/tma.hpp"
 #include "flash_cute/forward/traits_sm90.hpp"
 
 namespace flash_cute {
+
+template <int kHeadDim, int kPanel, int kRows>
+CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
+                         auto* target, int rows, int head, int row, DensePlace const& place) {
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, row, place.entry);
+}
+template <int kHeadDim, int kPanel, int kRows>
+CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
+                         auto* target, int rows, int head, int row, RaggedPlace const& place) {
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, place.shift + row, place.plane,
+                                       RaggedPlace::kBound);
+}
 
 template <class Traits>
 struct ForwardProducerSm90 {
@@ -16,31 +28,40 @@ struct ForwardProducerSm90 {
   RingPosition<Traits::kStagesQ> at_q{};
   RingPosition<Traits::kStages> at_k{}, at_v{};
 
-  CUTE_DEVICE void run(TileStream tiles) {
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
     for (int left = tiles.count(); left > 0; --left) load(tiles.next(), tiles.order.rows);
   }
 
  private:
-  CUTE_DEVICE void load(TileCoord const& tile, PackedRows const& rows) {
-    BlockRange const visited = visited_blocks<Traits>(params.mask, tile.m_begin, rows.tile_queries());
+  template <class Tile>
+  CUTE_DEVICE void load(Tile const& tile, PackedRows const& rows) {
+    BlockRange const visited =
+        visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
+    auto const place_q = place_of<OperandName::q>(tile);
 
-    auto load_kv = [&](CUtensorMap const& map, auto& ring, auto& at, auto* slots, int block) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
+    auto load_kv = [&](CUtensorMap const& map, auto const& place, auto& ring, auto& at, auto* slots,
+                       int block) {
+      load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
           map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, Traits::kBlockN, tile.head_kv,
-          block * Traits::kBlockN, tile.batch);
+          block * Traits::kBlockN, place);
       at.advance();
     };
-    auto load_k = [&](int block) { load_kv(maps.k, shared.ring_k, at_k, shared.k, block); };
-    auto load_v = [&](int block) { load_kv(maps.v, shared.ring_v, at_v, shared.v, block); };
+    auto load_k = [&](int block) {
+      load_kv(maps.k, place_of<OperandName::k>(tile), shared.ring_k, at_k, shared.k, block);
+    };
+    auto load_v = [&](int block) {
+      load_kv(maps.v, place_of<OperandName::v>(tile), shared.ring_v, at_v, shared.v, block);
+    };
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
     auto* const slot_q = shared.q + at_q.slot * Traits::kSlotElementsQ;
     CUTE_UNROLL
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+      load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
           maps.q, shared.ring_q[consumer].acquire(at_q), slot_q + consumer * kWarpgroupRows * Traits::kPanel,
-          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, tile.batch);
+          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
     for (int block = visited.end - 1; block >= visited.begin; --block) {

@@ -1,0 +1,129 @@
+"""Sequences of unequal lengths in Python: nested tensors, the values of lengths, the work that they make."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import torch
+
+from flash_cute import cpu, ops
+
+# Whether calls look at what their tensors of lengths hold, which waits for the device.
+CHECKED = os.environ.get("FLASH_CUTE_CHECK", "0") != "0"
+
+Lengths = dict[str, torch.Tensor]  # those of ops.LENGTHS that are given
+
+
+def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths):
+    """q, k and v of nested tensors as packed ones, (total, heads, head_dim), and where their sequences lie.
+
+    The data are not copied. Raises ValueError if one of them is not (batch, heads, ragged, head_dim), jagged.
+    """
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if not tensor.is_nested:
+            raise _error(f"q is nested and {name} is not; they must be alike")
+        if tensor.layout != torch.jagged:
+            raise _error(f"{name} is nested with layout {tensor.layout}; torch.jagged is accepted")
+        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+            raise _error(
+                f"{name} is nested with {tensor.dim()} dimensions, ragged in dimension {tensor._ragged_idx}; "
+                "(batch, heads, ragged, head_dim), as x.transpose(1, 2) gives it, is accepted"
+            )
+    if given:
+        raise _error(f"{next(iter(given))} is given with nested tensors, which have lengths of their own")
+    if v.shape[2] != k.shape[2]:
+        raise _error("k and v are nested with different offsets; make both from the same offsets tensor")
+    given = {
+        "cu_seqlens_q": q.offsets(),
+        "cu_seqlens_k": k.offsets(),
+        "seqused_q": q.lengths(),
+        "seqused_k": k.lengths(),
+    }
+    if k.offsets() is q.offsets():
+        del given["cu_seqlens_k"]
+    given = {name: tensor.to(torch.int32) for name, tensor in given.items() if tensor is not None}
+    return *(tensor.values().transpose(0, 1) for tensor in (q, k, v)), given
+
+
+def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of packed sequences nested like q, lse without its last dimension."""
+    return tuple(
+        torch.nested.nested_tensor_from_jagged(values, q.offsets(), q.lengths(), jagged_dim=2)
+        for values in (out.transpose(0, 1), lse)
+    )
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> None:
+    """Raises ValueError if a sequence leaves its tensor, or more of its rows are to count than it has.
+
+    Values that nobody knows yet, as while a compiler traces or a CUDA graph is captured, are not looked at.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    if any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in given.values()):
+        return
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    ops.check(q, k, v, **given)
+    _check_side("q", q, given)
+    _check_side("k", k, given)
+
+
+def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
+    if "cu_seqlens_q" in given:
+        name = f"cu_seqlens_{side}" if f"cu_seqlens_{side}" in given else "cu_seqlens_q"
+        offsets, total = given[name].tolist(), tensor.shape[0]
+        for sequence, (begin, end) in enumerate(pairwise(offsets)):
+            if not 0 <= begin <= end <= total:
+                raise _error(
+                    f"sequence {sequence} has {name} {begin} to {end}; offsets that do not decrease, "
+                    f"from 0 to {side}'s total {total}, are accepted"
+                )
+        room = [end - begin for begin, end in pairwise(offsets)]
+    else:
+        room = [tensor.shape[2]] * tensor.shape[0]
+    for name, meaning in ((f"seqused_{side}", "its rows"), (f"leftpad_{side}", "its keys that count")):
+        if name in given:
+            values = given[name].tolist()
+            for sequence, (value, most) in enumerate(zip(values, room, strict=True)):
+                if not 0 <= value <= most:
+                    raise _error(
+                        f"sequence {sequence} has {name} {value}; 0 to {most}, {meaning}, are accepted"
+                    )
+            room = values
+
+
+def work(
+    q: torch.Tensor, k: torch.Tensor, window_left: int | None, window_right: int | None, given: Lengths
+) -> dict[str, int]:
+    """What a call has to do: FLOPs of the pairs that see each other, bytes read and written at least once."""
+    packed = "cu_seqlens_q" in given
+    offsets_q = given.get("cu_seqlens_q")
+    offsets_k = given.get("cu_seqlens_k", offsets_q)
+    heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    batch = len(offsets_q) - 1 if packed else q.shape[0]
+    size_q, size_k = (x.shape[0 if packed else 2] for x in (q, k))
+    queries = cpu.ranges(batch, size_q, offsets_q, given.get("seqused_q"), None)
+    keys = cpu.ranges(batch, size_k, offsets_k, given.get("seqused_k"), given.get("leftpad_k"))
+    counts = [(r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True)]
+    pairs = sum(_visible_pairs(*count, window_left, window_right) for count in counts)
+    rows_read, keys_read = (sum(side) for side in zip((0, 0), *counts, strict=True))
+    written = q.numel() + 2 * q.numel() // head_dim
+    return {
+        "flops": 4 * head_dim * heads_q * pairs,
+        "bytes": 2 * (head_dim * (heads_q * rows_read + 2 * heads_kv * keys_read) + written),
+    }
+
+
+def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
+    last = torch.arange(seqlen_k - seqlen_q, seqlen_k)  # the key at which each query stands
+    unlimited = seqlen_q + seqlen_k
+    first = (last - (unlimited if left is None else left)).clamp(min=0)
+    last = (last + (unlimited if right is None else right)).clamp(max=seqlen_k - 1)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+def _error(sentence: str) -> ValueError:
+    """As the native library's errors: the name of the function that was called is put in place of forward."""
+    return ValueError(f"flash_cute.forward: {sentence}")

@@ -1,0 +1,44 @@
+// One sequence of a batch: where its queries and keys begin, how many count, and the mask between them.
+#pragma once
+
+#include "flash_cute/attention/mask.hpp"
+#include "flash_cute/core/platform.hpp"
+#include "flash_cute/params.hpp"
+
+namespace flash_cute {
+
+struct Rows {
+  int begin, end;
+};
+
+struct Sequence {
+  Rows queries;       // that it owns, among the rows of its entry, or of the packed tensor
+  int used, k_begin;  // how many of them count; its first key that some query can reach
+  WindowMask mask;    // with its lengths, between the queries and keys that count
+};
+
+// Sequence b. Offsets and lengths that make no sense are cut to what is there: no row outside of the tensors
+// is ever named.
+FLASH_CUTE_HOST_DEVICE Sequence sequence(ForwardParams const& params, int b) {
+  LengthParams const& lengths = params.lengths;
+  auto within = [](int value, int low, int high) { return larger(low, smaller(value, high)); };
+  auto owned = [&](int const* offsets, int rows) {
+    if (!offsets) return Rows{0, rows};
+    int const begin = within(offsets[b], 0, rows);
+    return Rows{begin, within(offsets[b + 1], begin, rows)};
+  };
+  auto counted = [&](int const* used, Rows const& rows) {
+    int const all = rows.end - rows.begin;
+    return used ? within(used[b], 0, all) : all;
+  };
+  Rows const q = owned(lengths.cu_seqlens_q, params.shape.seqlen_q);
+  Rows const k = owned(lengths.cu_seqlens_k, params.shape.seqlen_k);
+  int const used_q = counted(lengths.seqused_q, q), used_k = counted(lengths.seqused_k, k);
+  int const padding = lengths.leftpad_k ? within(lengths.leftpad_k[b], 0, used_k) : 0;
+  WindowMask mask{used_q, used_k - padding, params.mask.left, params.mask.right};
+  int const unreachable = mask.first_reachable_key();
+  mask.seqlen_k -= unreachable;
+  return {q, used_q, k.begin + padding + unreachable, mask};
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,438 @@
+"""Batches of unequal lengths, packed and padded, against float64 sequence by sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import (
+    BATCHES,
+    BUCKETS,
+    DTYPES,
+    LAYOUTS,
+    MASKS,
+    Sequence,
+    Shape,
+    make_inputs,
+    make_ragged,
+)
+from tolerance import assert_attention, assert_ragged
+
+import flash_cute
+from flash_cute import lengths
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# The CPU's path does not know the type.
+kernel_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.gpu)], ids=["bf16", "fp16"]
+)
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+full_and_causal = pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"]], ids=["full", "causal"])
+both = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+HEADS = {"4 of 2": (4, 2), "3 of 3": (3, 3), "8 of 1": (8, 1), "67 of 1": (67, 1)}
+SOME = "unequal", "some empty", "one query each", "used and left padding"
+
+
+def int32(values, device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def check(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4, 2), head_dim=64, **options):
+    batch = make_ragged(sequences, heads, head_dim, dtype, kernel.device, packed, **options)
+    result = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, **mask.options)
+    assert_ragged(result, batch, mask)
+
+
+@kernel_dtypes
+@masks
+@both
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
+def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
+    check(kernel, sequences, packed, mask, dtype)
+
+
+@full_and_causal
+@both
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("name", SOME)
+def test_grouped_heads(kernel, name, heads, packed, mask):
+    check(kernel, BATCHES[name], packed, mask, heads=heads)
+
+
+@dtypes
+@full_and_causal
+@both
+@pytest.mark.parametrize("head_dim", [*BUCKETS, 8, 40, 100, 33])
+@pytest.mark.parametrize("name", ["unequal", "used and left padding"])
+def test_head_dims(kernel, name, head_dim, packed, mask, dtype):
+    check(kernel, BATCHES[name], packed, mask, dtype, head_dim=head_dim)
+
+
+@pytest.mark.gpu  # where head dims choose kernels
+@both
+@pytest.mark.parametrize("mask", [MASKS[name] for name in ("full", "causal", "window_causal")])
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("name", [*SOME, "tile edges", "one long"])
+def test_lengths_in_every_bucket(kernel, name, head_dim, packed, mask):
+    check(kernel, BATCHES[name], packed, mask, head_dim=head_dim)
+
+
+@full_and_causal
+@both
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+def test_layouts(kernel, layout, head_dim, packed, mask):
+    """Packed, the order of heads and rows in memory is the tensors' own, too."""
+    check(kernel, BATCHES["used and left padding"], packed, mask, head_dim=head_dim, layout=layout)
+
+
+@both
+@pytest.mark.parametrize("margins", [(0, 0), (0, 300), (200, 0), (1, 1)], ids=str)
+def test_rows_of_no_sequence(kernel, margins, packed):
+    check(kernel, BATCHES["unequal"], packed, MASKS["causal"], margins=margins)
+
+
+@dtypes
+@masks
+@both
+def test_drawn_lengths(kernel, packed, mask, dtype):
+    """Random lengths, of which random parts count."""
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    print(f"seed={generator.initial_seed()}")
+
+    def below(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
+
+    sequences = []
+    for _ in range(12 if kernel.family else 6):
+        rows_q, rows_k = below(300), below(400)
+        used_k = below(rows_k + 1)
+        sequences.append(Sequence(rows_q, rows_k, below(rows_q + 1), used_k, below(used_k + 1)))
+    check(kernel, tuple(sequences), packed, mask, dtype, heads=(6, 2))
+
+
+@full_and_causal
+@both
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.gpu)])
+def test_sequences_of_length_one(kernel, count, packed, mask):
+    """Each query has one key: out is its value."""
+    shape = Shape(1, 4, 2, count, count, 64) if packed else Shape(count, 4, 2, 1, 1, 64)
+    tensors = make_inputs(shape, torch.bfloat16, kernel.device)
+    q, k, v = (x[0].transpose(0, 1) if packed else x.squeeze(2) for x in tensors)
+    if packed:
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=kernel.device)
+        out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets, **mask.options)
+        lse = lse.T
+    else:
+        ones = torch.ones(count, dtype=torch.int32, device=kernel.device)
+        out, lse = kernel.forward(*tensors, seqused_q=ones, seqused_k=ones, **mask.options)
+        out, lse = out.squeeze(2), lse.squeeze(2)
+    assert torch.equal(out, v.repeat_interleave(2, 1))
+    torch.testing.assert_close(lse, (q.float() * k.float().repeat_interleave(2, 1)).sum(-1) / 8)
+
+
+@pytest.mark.gpu
+@full_and_causal
+@both
+def test_one_sequence_among_many_short(kernel, packed, mask):
+    sequences = (Sequence(40, 40),) * 20 + (Sequence(5000, 5000),) + (Sequence(40, 40),) * 20
+    check(kernel, sequences, packed, mask, heads=(2, 1), head_dim=128)
+
+
+@dtypes
+@masks
+@pytest.mark.parametrize("seqlens", [(128, 256), (3, 300), (200, 40)], ids=str)
+def test_equal_lengths(kernel, seqlens, mask, dtype):
+    """Against the dense tensors that they are cut from."""
+    q, k, v = make_inputs(Shape(3, 4, 2, *seqlens, 64), dtype, kernel.device, "transposed")
+    all_q, all_k = (int32([x.shape[2]] * 3, kernel.device) for x in (q, k))
+    assert_attention(kernel.forward(q, k, v, seqused_q=all_q, seqused_k=all_k, **mask.options), q, k, v, mask)
+    offsets_q, offsets_k = (int32([i * x.shape[2] for i in range(4)], kernel.device) for x in (q, k))
+    out, lse = kernel.forward(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+        cu_seqlens_q=offsets_q,
+        cu_seqlens_k=offsets_k,
+        **mask.options,
+    )
+    lse = lse.unflatten(1, (3, -1)).transpose(0, 1).contiguous()
+    assert_attention((out.unflatten(0, (3, -1)).transpose(1, 2), lse), q, k, v, mask)
+
+
+@pytest.mark.parametrize("given", ["seqused_q", "seqused_k", "leftpad_k"])
+@masks
+def test_one_length_alone(kernel, given, mask):
+    """What is not given holds for all rows."""
+    q, k, v = make_inputs(Shape(3, 4, 2, 90, 110, 64), torch.bfloat16, kernel.device)
+    values = [0, 37, 64]
+    result = kernel.forward(q, k, v, **{given: int32(values, kernel.device)}, **mask.options)
+    for entry, value in enumerate(values):
+        rows = slice(0, value) if given == "seqused_q" else slice(None)
+        keys = {"seqused_k": slice(0, value), "leftpad_k": slice(value, None)}.get(given, slice(None))
+        sequence = [x[entry : entry + 1, :, part] for x, part in ((q, rows), (k, keys), (v, keys))]
+        out, lse = (x[entry : entry + 1, :, rows].contiguous() for x in result)
+        assert_attention((out, lse), *sequence, mask)
+        assert (result[0][entry, :, rows.stop or 90 :] == 0).all()
+
+
+def test_self_attention_needs_one_set_of_offsets(kernel):
+    batch = make_ragged(
+        tuple(Sequence(n, n) for n in (30, 0, 150)), (4, 2), 64, torch.bfloat16, kernel.device, packed=True
+    )
+    offsets = batch.lengths["cu_seqlens_q"]
+    result = kernel.forward(batch.q, batch.k, batch.v, cu_seqlens_q=offsets, causal=True)
+    assert_ragged(result, batch, MASKS["causal"])
+    out = flash_cute.attention_varlen(batch.q, batch.k, batch.v, offsets, causal=True, family=kernel.family)
+    assert torch.equal(out, result[0])
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_neighbours_are_apart(kernel, bad, dtype, packed):
+    """What a sequence holds shows in no other, be they in one tile."""
+    sequences = tuple(Sequence(n, n + 3) for n in (20, 7, 90, 1, 40))
+    batch = make_ragged(sequences, (4, 2), 64, dtype, kernel.device, packed, layout="transposed")
+    clean = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, causal=True)
+    _, k, v = batch.entries
+    for entry, _, keys in batch.places[1::2]:
+        k[entry, :, keys] = v[entry, :, keys] = bad
+    dirty = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, causal=True)
+    for ours, expected in zip(dirty, clean, strict=True):
+        if packed:
+            ours, expected = (x[None].movedim(1, 2) if x.dim() == 3 else x[None] for x in (ours, expected))
+        for entry, rows, _ in batch.places[::2]:
+            assert torch.equal(ours[entry, :, rows], expected[entry, :, rows])
+        untouched = (
+            expected.isneginf() if expected.dim() == 3 else torch.zeros_like(expected, dtype=torch.bool)
+        )
+        assert torch.equal(ours[untouched], expected[untouched])
+
+
+@both
+@masks
+def test_bitwise_repeatable(kernel, mask, packed):
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    first, *others = (
+        kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, **mask.options)
+        for _ in range(10 if kernel.family else 2)
+    )
+    for results in others:
+        assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
+
+
+LIMITS = torch.iinfo(torch.int32)
+WILD_OFFSETS = {
+    "backwards": [0, 70, 40, 100],
+    "all backwards": [100, 70, 40, 0],
+    "past the total": [0, 70, 300, 400],
+    "far past the total": [0, 70, 90, LIMITS.max],
+    "negative": [-50, 20, 60, 100],
+    "far negative": [LIMITS.min, 20, 60, LIMITS.max],
+    "up and down": [LIMITS.max, LIMITS.min, LIMITS.max, LIMITS.min],
+    "all past": [5000, 6000, 7000, 8000],
+}
+WILD_LENGTHS = {
+    "too many": [101, 200, LIMITS.max],
+    "negative": [-1, -100, LIMITS.min],
+    "both": [LIMITS.max, LIMITS.min, 50],
+}
+
+
+def clamped(values: list[int], low: int, high: int) -> list[int]:
+    return [min(max(value, low), high) for value in values]
+
+
+@full_and_causal
+@pytest.mark.parametrize("sides", ["qk", "q", "k"])
+@pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
+def test_wild_offsets_stay_inside(kernel, offsets, sides, mask):
+    """Sequences keep to their tensors, and so does the next call."""
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(Shape(1, 4, 2, 100, 100, 64), torch.bfloat16, "cpu"))
+    q, k, v = (x.to(kernel.device) for x in (q, k, v))
+    good = [0, 30, 30, 100]
+    given = {f"cu_seqlens_{side}": int32(good, kernel.device) for side in "qk"}
+    expected = kernel.forward(q, k, v, **given, **mask.options)
+    wild = given | {f"cu_seqlens_{side}": int32(offsets, kernel.device) for side in sides}
+    out, lse = kernel.forward(q, k, v, **wild, **mask.options)
+    assert out.isfinite().all()
+    assert not lse.isnan().any()
+    for result, same in zip(kernel.forward(q, k, v, **given, **mask.options), expected, strict=True):
+        assert torch.equal(result, same)
+
+
+@full_and_causal
+@both
+@pytest.mark.parametrize("given", ["seqused_q", "seqused_k", "leftpad_k"])
+@pytest.mark.parametrize("values", WILD_LENGTHS.values(), ids=WILD_LENGTHS)
+def test_wild_lengths_stay_inside(kernel, values, given, packed, mask):
+    """They count as the nearest that make sense."""
+    batch = make_ragged((Sequence(100, 100),) * 3, (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    tensors = batch.q, batch.k, batch.v
+    wild, tame = (
+        kernel.forward(*tensors, **batch.lengths | {given: int32(x, kernel.device)}, **mask.options)
+        for x in (values, clamped(values, 0, 100))
+    )
+    assert all(torch.equal(*pair) for pair in zip(wild, tame, strict=True))
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """As with FLASH_CUTE_CHECK=1 in the environment."""
+    monkeypatch.setattr(lengths, "CHECKED", True)
+
+
+# Of sequences of 100 queries and keys: what changes, and words of the sentence.
+CHECKS = {
+    "backwards": ({"cu_seqlens_q": [0, 70, 40, 100]}, "sequence 1 cu_seqlens_q 70 to 40 total 300"),
+    "past the total": ({"cu_seqlens_k": [0, 70, 90, 301]}, "sequence 2 cu_seqlens_k 90 to 301 total 300"),
+    "negative": ({"cu_seqlens_k": [-3, 70, 90, 100]}, "sequence 0 cu_seqlens_k -3 to 70 total 300"),
+    "more than there are": ({"seqused_q": [100, 100, 101]}, "sequence 2 seqused_q 101 100"),
+    "fewer than none": ({"seqused_k": [100, -1, 100]}, "sequence 1 seqused_k -1 100"),
+    "more left padding than keys": (
+        {"seqused_k": [9, 9, 9], "leftpad_k": [9, 10, 9]},
+        "sequence 1 leftpad_k 10 to 9",
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize(("change", "words"), CHECKS.values(), ids=CHECKS)
+def test_checked_values(kernel, checked, change, words, packed):
+    if not packed and any(name.startswith("cu_") for name in change):
+        pytest.skip("padded batches have no offsets")
+    sequences = (Sequence(100, 100),) * 3
+    batch = make_ragged(sequences, (4, 2), 64, torch.bfloat16, kernel.device, packed, margins=(0, 0))
+    kernel.forward(batch.q, batch.k, batch.v, **batch.lengths)
+    wrong = batch.lengths | {name: int32(values, kernel.device) for name, values in change.items()}
+    function = "forward_varlen" if packed else "forward"
+    with pytest.raises(ValueError, match=rf"^flash_cute\.{function}: sequence ") as caught:
+        kernel.forward(batch.q, batch.k, batch.v, **wrong)
+    for word in words.split():
+        assert word in str(caught.value)
+
+
+def test_checks_are_asked_for_by_the_environment():
+    script = "from flash_cute import lengths; print(lengths.CHECKED)"
+    path = os.pathsep.join(sys.path)
+    for value, expected in (("1", "True"), ("0", "False")):
+        environment = os.environ | {"PYTHONPATH": path, "FLASH_CUTE_CHECK": value}
+        ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert ran.stdout.strip() == expected, ran.stderr
+
+
+def test_checks_leave_other_errors_and_tracing_alone(kernel, checked):
+    q, k, v = make_inputs(Shape(3, 4, 2, 9, 9, 64), torch.bfloat16, kernel.device)
+    with pytest.raises(ValueError, match=r"seqused_q has shape \(2,\)"):
+        kernel.forward(q, k, v, seqused_q=int32([10, 10], kernel.device))
+    used = int32([9, 2, 0], kernel.device)
+    expected = kernel.forward(q, k, v, seqused_q=used)
+    compiled = torch.compile(flash_cute.forward, backend="aot_eager", fullgraph=True)
+    for result, same in zip(compiled(q, k, v, seqused_q=used, family=kernel.family), expected, strict=True):
+        assert torch.equal(result, same)
+
+
+@both
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_symmetric"]])
+@pytest.mark.parametrize("name", ["unequal", "used and left padding", "no sequence"])
+def test_explain_counts_the_work(kernel, name, mask, packed):
+    batch = make_ragged(BATCHES[name], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    plan = flash_cute.explain(
+        batch.q, batch.k, batch.v, **batch.lengths, **mask.options, family=kernel.family
+    )
+    counts = [(s.queries.stop, max(0, s.keys.stop - s.keys.start)) for s in BATCHES[name]]
+    assert plan["flops"] == 4 * 64 * 4 * sum(mask.visible(*count).sum().item() for count in counts)
+    read = 64 * sum(4 * rows + 2 * 2 * keys for rows, keys in counts)
+    assert plan["bytes"] == 2 * (read + batch.q.numel()) + 4 * batch.q[..., 0].numel()
+    assert str(plan)
+
+
+GRAPHS = {
+    "packed": (
+        True,
+        [
+            (Sequence(0, 0), Sequence(130, 300), Sequence(30, 4)),
+            (Sequence(1, 90), Sequence(99, 4), Sequence(60, 210)),
+        ],
+    ),
+    "padded": (
+        False,
+        [
+            (Sequence(100, 300, 0, 0), Sequence(100, 300, 100, 3), Sequence(100, 300, 1, 300)),
+            (Sequence(100, 300, 100, 299), Sequence(100, 300, 5, 64, 64), Sequence(100, 300, 64, 100, 1)),
+        ],
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 100, 128])
+@pytest.mark.parametrize(("packed", "batches"), GRAPHS.values(), ids=GRAPHS)
+@full_and_causal
+def test_graph_replays_with_other_lengths(kernel, packed, batches, head_dim, mask):
+    """The same totals, other offsets: nothing of the lengths is known to the host."""
+    moments = [
+        make_ragged(batch, (4, 2), head_dim, torch.bfloat16, kernel.device, packed) for batch in batches
+    ]
+    static = make_ragged(batches[0], (4, 2), head_dim, torch.bfloat16, kernel.device, packed)
+    for batch in () if packed else (*moments, static):
+        batch.lengths.setdefault("leftpad_k", int32([0] * 3, kernel.device))
+    tensors = static.q, static.k, static.v
+    kernel.forward(*tensors, **static.lengths, **mask.options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = kernel.forward(*tensors, **static.lengths, **mask.options)
+    for batch in (moments[1], moments[0], moments[1]):
+        for target, source in zip(tensors, (batch.q, batch.k, batch.v), strict=True):
+            target.copy_(source)
+        for name, values in static.lengths.items():
+            values.copy_(batch.lengths[name])
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert_ragged(results, batch, mask)
+
+
+@pytest.mark.gpu
+@both
+def test_the_host_does_not_wait(kernel, packed):
+    batch = make_ragged(BATCHES["used"], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    kernel.forward(batch.q, batch.k, batch.v, **batch.lengths)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    kernel.forward(batch.q, batch.k, batch.v, **batch.lengths)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+def jagged(batch, values: torch.Tensor, side: str, offsets=None) -> torch.Tensor:
+    """Packed values, (total, heads, head_dim), as a nested tensor (batch, heads, ragged, head_dim)."""
+    offsets = batch.lengths[f"cu_seqlens_{side}"].long() if offsets is None else offsets
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, batch.lengths.get(f"seqused_{side}")
+    ).transpose(1, 2)
+
+
+@masks
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", ["unequal", "used", "some empty"])
+def test_nested(kernel, name, mask, lse):
+    """Jagged tensors in, jagged tensors like q out; used rows are their lengths."""
+    batch = make_ragged(BATCHES[name], (4, 2), 64, torch.bfloat16, kernel.device, True, "transposed", (0, 0))
+    keys = batch.lengths["cu_seqlens_k"].long()
+    q = jagged(batch, batch.q, "q")
+    k, v = (jagged(batch, x, "k", keys) for x in (batch.k, batch.v))
+    plain = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, **mask.options)
+    if not lse:
+        out = flash_cute.attention(q, k, v, family=kernel.family, **mask.options)
+    else:
+        out, sums = flash_cute.forward(q, k, v, family=kernel.family, **mask.options)
+        assert sums.shape == q.shape[:3]
+        assert torch.equal(sums.values(), plain[1])
+    assert out.is_nested
+    assert out.shape == q.shape
+    assert out._ragged_idx == q._ragged_idx
+    assert torch.equal(out.values().transpose(0, 1), plain[0])
+    assert (out + q).shape == q.shape
