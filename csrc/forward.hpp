@@ -10,12 +10,12 @@ namespace flash_cute {
 // out like q, lse float32 (batch, heads_q, seqlen_q); packed: (heads_q, total_q).
 using ForwardResult = std::tuple<Tensor, Tensor>;
 
-ForwardResult forward_cuda(ForwardArguments const& arguments);
-ForwardResult forward_cpu(ForwardArguments const& arguments);
+ForwardResult forward_cuda(AttentionArguments const& arguments);
+ForwardResult forward_cpu(AttentionArguments const& arguments);
 
 // JSON: what forward would run with these arguments. Nothing is launched.
-std::string plan_cuda(ForwardArguments const& arguments);
-std::string plan_cpu(ForwardArguments const& arguments);
+std::string plan_cuda(AttentionArguments const& arguments);
+std::string plan_cpu(AttentionArguments const& arguments);
 
 // JSON: every kernel in this build.
 std::string compiled_kernels();

@@ -89,8 +89,8 @@ bool copy_lse(Tensor const& source, Tensor& target) {
 }
 
 // The result in q's own type; nullopt where that is not possible, or not exact enough.
-std::optional<ForwardResult> forward_in_own_type(ForwardArguments const& arguments,
-                                                 ForwardProblem const& problem) {
+std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& arguments,
+                                                 AttentionProblem const& problem) {
   auto const& [q, k, v, options, lengths] = arguments;
   if (problem.ragged || q.numel() == 0 || k.numel() == 0) return std::nullopt;
   WindowMask const mask = problem.mask();
@@ -119,8 +119,8 @@ std::optional<ForwardResult> forward_in_own_type(ForwardArguments const& argumen
 
 }  // namespace
 
-ForwardResult forward_cpu(ForwardArguments const& arguments) {
-  ForwardProblem const problem = validate(arguments);
+ForwardResult forward_cpu(AttentionArguments const& arguments) {
+  AttentionProblem const problem = validate(arguments);
   if (auto result = forward_in_own_type(arguments, problem)) return *result;
   Lengths const& lengths = arguments.lengths;
   return call<11>(
@@ -131,7 +131,7 @@ ForwardResult forward_cpu(ForwardArguments const& arguments) {
        from(lengths.leftpad_k)});
 }
 
-std::string plan_cpu(ForwardArguments const& arguments) {
+std::string plan_cpu(AttentionArguments const& arguments) {
   JsonObject plan;
   plan.add("family", "cpu").add("copies", std::vector<std::string>{});
   return add_problem(plan, validate(arguments)).text();

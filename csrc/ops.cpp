@@ -8,7 +8,7 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// These give a function of ForwardArguments the signature of a schema.
+// These give a function of AttentionArguments the signature of a schema.
 template <auto function>
 auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
             std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,

@@ -40,7 +40,7 @@ class JsonObject {
 
 // What any device has to do for this problem: 4 FLOPs a head_dim element of every visible pair; every input
 // read once and every output written once.
-inline JsonObject& add_problem(JsonObject& plan, ForwardProblem const& problem) {
+inline JsonObject& add_problem(JsonObject& plan, AttentionProblem const& problem) {
   ProblemShape const& shape = problem.shape;
   int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
   int64_t const rows =

@@ -126,7 +126,7 @@ std::string name_of(Device const& device) {
   return text.str();
 }
 
-ForwardProblem validate(ForwardArguments const& arguments) {
+AttentionProblem validate(AttentionArguments const& arguments) {
   auto operand = [](char const* name, Tensor const& tensor) {
     return Operand{name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
   };
@@ -144,8 +144,8 @@ ForwardProblem validate(ForwardArguments const& arguments) {
                   arguments.options, lengths);
 }
 
-ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options,
-                        LengthOperands const& lengths) {
+AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
+                          AttentionOptions const& options, LengthOperands const& lengths) {
   bool const packed = lengths[0].has_value();
   size_t const dims = packed ? 3 : 4;
   for (Operand const* operand : {&q, &k, &v}) {

@@ -20,7 +20,7 @@ using torch::stable::Device;
 using torch::stable::Tensor;
 
 // The arguments of a call beside its tensors, as they came; nullopt means "the default".
-struct ForwardOptions {
+struct AttentionOptions {
   bool causal;
   std::optional<double> softmax_scale;
   std::optional<int64_t> window_left, window_right;
@@ -39,9 +39,9 @@ struct Lengths {
   std::optional<Tensor> const& offsets_k() const { return cu_seqlens_k ? cu_seqlens_k : cu_seqlens_q; }
 };
 
-struct ForwardArguments {
+struct AttentionArguments {
   Tensor q, k, v;  // (batch, heads, seqlen, head_dim); packed: (total, heads, head_dim)
-  ForwardOptions options;
+  AttentionOptions options;
   Lengths lengths = {};
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
@@ -62,7 +62,7 @@ inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "
                                                "leftpad_k"};
 
 // The call once it is known to make sense.
-struct ForwardProblem {
+struct AttentionProblem {
   ProblemShape shape;  // packed: seqlen_q and seqlen_k are the totals of all sequences
   ElementType element;
   float softmax_scale;
@@ -91,9 +91,9 @@ void require(bool condition, Parts const&... parts) {
 
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
-ForwardProblem validate(Operand const& q, Operand const& k, Operand const& v, ForwardOptions const& options,
-                        LengthOperands const& lengths);
-ForwardProblem validate(ForwardArguments const& arguments);
+AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
+                          AttentionOptions const& options, LengthOperands const& lengths);
+AttentionProblem validate(AttentionArguments const& arguments);
 
 char const* name_of(Family family);
 char const* name_of(ElementType element);

@@ -92,7 +92,7 @@ def _dense(
     blind = max(0, -shift - right)  # the first rows, which see no key
     if blind or not (q.numel() and k.numel()):
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-        if k.numel() and blind < seqlen_q:
+        if q.numel() and k.numel() and blind < seqlen_q:
             seeing = (slice(None), slice(None), slice(blind, None))
             out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
         return out, lse

@@ -9,6 +9,7 @@ namespace flash_cute {
 
 enum class Family { sm80, sm90 };
 enum class ElementType { fp16, bf16 };
+constexpr int kElementBytes = 2;  // of each of them
 
 // One compiled kernel. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_>

@@ -19,6 +19,7 @@
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/dispatch.hpp"
+#include "flash_cute/forward/plan.hpp"
 #include "flash_cute/params.hpp"
 
 namespace py = pybind11;
@@ -48,13 +49,11 @@ std::optional<std::pair<int, int>> row_of(Order const& order, int group, int row
 }
 
 // The tiles of a block.
-template <class Order>
-std::vector<std::tuple<int, int, int>> stream_of(Order const& order, int block, int blocks) {
-  TileStream<Order> tiles{order, block, blocks};
+std::vector<std::tuple<int, int, int>> stream_of(TileOrder const& order, int block, int blocks) {
   std::vector<std::tuple<int, int, int>> list;
-  for (int left = tiles.count(); left > 0; --left) {
-    auto const tile = tiles.next();
-    list.emplace_back(tile.m_begin, tile.head, entry_of(tile));
+  for (TileStream tiles{order, block, blocks}; !tiles.through(); tiles.advance()) {
+    TileCoord const tile = tiles.tile();
+    list.emplace_back(tile.m_begin, tile.head, tile.batch);
   }
   return list;
 }
@@ -74,15 +73,15 @@ struct RaggedBatch {
                       .seqused_q = pointer(2),
                       .seqused_k = pointer(3),
                       .leftpad_k = pointer(4),
-                      .given = true};
+                      .given = lengths != Lengths{}};
     params.lse_batch_stride = lengths[0] ? 0 : int64_t(params.shape.heads_q) * params.shape.seqlen_q;
   }
   RaggedBatch(RaggedBatch const&) = delete;
 };
 
-// A list of tiles as attention/prepare.cuh writes it, and the order over it.
+// A list of sequences as attention/prepare.cuh writes it, and the order over it.
 struct RaggedTiles {
-  using Record = std::array<int, 6>;  // a TileRecord's numbers
+  using Record = std::array<int, 6>;  // a SequenceRecord's numbers
   RaggedBatch const& batch;
   std::vector<std::byte> list;
   RaggedOrder order;
@@ -91,15 +90,15 @@ struct RaggedTiles {
   RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, std::array<int, 4> entries,
               std::vector<Record> const& records)
       : batch(batch_),
-        list(sizeof(TileListHeader) + records.size() * sizeof(TileRecord)),
-        order(unlisted(batch_.params, PackedRows(block_m / groups, groups, packed), entries)) {
+        list(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord)),
+        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed))) {
+    order.entries = {entries[0], entries[1], entries[2], entries[3]};
     auto* const header = new (list.data()) TileListHeader{};
-    header->records = int(records.size());
-    header->records_of_section = Divisor(larger(1, header->records * int(order.packs.value)));
+    header->places = int(records.size());
     std::byte* place = list.data() + sizeof(TileListHeader);
-    for (auto const& [m_begin, entry, q_begin, seqlen_q, k_begin, seqlen_k] : records) {
-      new (place) TileRecord{m_begin, entry, q_begin, seqlen_q, k_begin, seqlen_k, {}};
-      place += sizeof(TileRecord);
+    for (auto const& [entry, first_place, q_begin, seqlen_q, k_begin, seqlen_k] : records) {
+      new (place) SequenceRecord{entry, first_place, q_begin, seqlen_q, k_begin, seqlen_k, {}};
+      place += sizeof(SequenceRecord);
     }
     order.header = header;
   }
@@ -109,19 +108,6 @@ struct RaggedTiles {
   std::pair<int, int> place(int index) const {
     RaggedPlace const found = place_of<operand>(order(index));
     return {found.shift, found.plane};
-  }
-
- private:
-  static RaggedOrder unlisted(ForwardParams const& params, PackedRows const& rows,
-                              std::array<int, 4> entries) {
-    ProblemShape const& shape = params.shape;
-    int const heads_per_kv = shape.heads_q / shape.heads_kv;
-    return {.header = nullptr,
-            .rows = rows,
-            .heads_per_kv = heads_per_kv,
-            .packs = Divisor(ceil_div(heads_per_kv, int(rows.packed.value))),
-            .heads_kv = shape.heads_kv,
-            .entries = {entries[0], entries[1], entries[2], entries[3]}};
   }
 };
 
@@ -175,9 +161,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   py::class_<TileOrder>(module, "TileOrder")
       .def(py::init([](Sizes sizes, WindowMask const& mask, int block_m, int groups, int packed,
-                       int element_bytes, int64_t l2_bytes, int wanted_tiles) {
+                       int64_t l2_bytes, int wanted_tiles) {
         PackedRows const rows(block_m / groups, groups, packed);
-        return TileOrder::make(shape_of(sizes), mask, rows, element_bytes, l2_bytes, wanted_tiles);
+        return TileOrder::make(shape_of(sizes), mask, rows, l2_bytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
@@ -187,7 +173,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
              return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
            })
       .def("row", &row_of<TileOrder>)
-      .def("stream", &stream_of<TileOrder>);
+      .def("stream", &stream_of);
 
   py::class_<RaggedBatch>(module, "RaggedBatch")
       .def(py::init<Sizes, WindowMask const&, RaggedBatch::Lengths>())
@@ -196,8 +182,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
              Sequence const found = sequence(batch.params, index);
              return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
            })
-      .def("tile_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
-        return tile_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
+      .def("place_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
+        return place_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
       });
 
   py::class_<RaggedTiles>(module, "RaggedTiles")
@@ -224,10 +210,21 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("place_v", &RaggedTiles::place<OperandName::v>)
       .def("place_out", &RaggedTiles::place<OperandName::out>)
       .def("row",
-           [](RaggedTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); })
-      .def("stream", [](RaggedTiles const& tiles, int block, int blocks) {
-        return stream_of(tiles.order, block, blocks);
-      });
+           [](RaggedTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); });
+
+  py::class_<ForwardPlan>(module, "ForwardPlan")
+      .def_readonly("tile", &ForwardPlan::tile)
+      .def_readonly("blocks", &ForwardPlan::blocks)
+      .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
+      .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
+      .def_property_readonly("tile_queries",
+                             [](ForwardPlan const& plan) { return plan.rows.tile_queries(); });
+  module.def("plan_forward",
+             [](Family family, int bucket, RaggedBatch const& batch, int multiprocessors, int64_t l2_bytes) {
+               ForwardParams params = batch.params;
+               params.device = {.index = 0, .multiprocessors = multiprocessors, .l2_bytes = l2_bytes};
+               return plan_forward(family, bucket, params);
+             });
 
   py::class_<Divisor>(module, "Divisor")
       .def(py::init<int>())

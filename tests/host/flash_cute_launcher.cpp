@@ -18,8 +18,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
   return cudaFuncGetAttributes(attributes, reinterpret_cast<void const*>(kernel));
 }
 
+#include "flash_cute/core/launch_kernel.hpp"
 #include "flash_cute/core/tensor_map.hpp"
-#include "flash_cute/forward/launch_kernel.cuh"
 
 namespace {
 
@@ -86,10 +86,7 @@ PYBIND11_MODULE(flash_cute_launcher, module) {
     flash_cute::launch_kernel<kernel>({.index = device, .multiprocessors = 1, .l2_bytes = 1}, 1, 32, 1024,
                                       nullptr, 7);
   });
-  module.def("read_attributes", [] {
-    flash_cute::LaunchPlan plan{};
-    flash_cute::read_attributes(kernel, plan);
-  });
+  module.def("read_attributes", [] { flash_cute::read_attributes(kernel, 32, 1024); });
   module.def("encode", [] {
     CUtensorMap map;
     flash_cute::encode_tensor_map(0, [&](auto* encoder) {

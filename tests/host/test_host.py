@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, group
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
     packed = -(-group // -(-group // (block_m // groups))) if pack else 1  # in equal parts
-    order = host.TileOrder(sizes, mask, block_m, groups, packed, 2, l2_bytes, section_tiles)
+    order = host.TileOrder(sizes, mask, block_m, groups, packed, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
 
 
@@ -328,7 +328,7 @@ def test_offsets_that_make_sense_share_no_row(host, case):
 
 @st.composite
 def ragged_tiles(draw, host):
-    """A batch, its list of tiles in any order, and the order over it: (sizes, batch, entries, order)."""
+    """A batch, its list of sequences in any order, and the order over it: (sizes, batch, entries, order)."""
     sizes, window, lengths = draw(ragged_batches())
     batch = make_ragged_batch(host, sizes, window, lengths)
     block_m, groups = draw(st.sampled_from([(16, 1), (64, 1), (32, 2), (48, 3)]))
@@ -336,11 +336,10 @@ def ragged_tiles(draw, host):
     packed = -(-group // -(-group // (block_m // groups))) if draw(st.booleans()) else 1
     queries = block_m // groups // packed * groups
     records = []
-    for index in range(sizes[0]):
+    for index in draw(st.permutations(range(sizes[0]))):
         begin, _, used, first_key, mask = batch.sequence(index)
-        records += [(m, index, begin, used, first_key, mask.seqlen_k) for m in range(0, used, queries)]
-    assert len(records) <= batch.tile_capacity(block_m, groups, packed)
-    records = draw(st.permutations(records))
+        records += [(index, len(records), begin, used, first_key, mask.seqlen_k)] * -(-used // queries)
+    assert len(records) <= batch.place_capacity(block_m, groups, packed)
     # q and out lie alike or not, and between two entries may be more than their rows
     sizes_of = sizes[3], sizes[4], sizes[4], sizes[3]
     entries = [0 if lengths[0] else size + draw(st.integers(0, 20)) for size in sizes_of]
@@ -374,15 +373,14 @@ def test_ragged_order_visits_every_row_once(host, data):
     assert max(Counter(rows).values(), default=1) <= 2
 
 
-@given(st.data(), st.integers(1, 140))
-def test_blocks_share_the_ragged_tiles_out(host, data, blocks):
+@given(st.data())
+def test_sequences_of_the_list_stay_together(host, data):
+    """Tiles that share K and V are neighbours, and the place behind the last tile may be asked for."""
     *_, order = data.draw(ragged_tiles(host))
-    tiles = [order(index) for index in range(order.tiles())]
-    streams = [order.stream(block, blocks) for block in range(blocks)]  # some may be empty
-    assert sorted(tile for stream in streams for tile in stream) == sorted((m, h, b) for m, h, _, b in tiles)
-    assert max(map(len, streams)) - min(map(len, streams)) <= 1
-    if tiles:  # a stream asks for one more than there is
-        assert order(len(tiles)) == tiles[-1]
+    shared = [(entry, head_kv) for _, _, head_kv, entry in map(order, range(order.tiles()))]
+    assert len([key for key, _ in groupby(shared)]) == len(set(shared))
+    if shared:
+        assert order(order.tiles()) == order(order.tiles() - 1)
 
 
 @given(st.data())
@@ -461,3 +459,69 @@ def test_dispatch_takes_the_smallest_kernel_that_fits(host, family, element):
         fitting = [size for size in COMPILED[family, element] if size >= head_dim]
         chosen = host.bucket(getattr(host.Family, family), getattr(host.ElementType, element), head_dim)
         assert chosen == (min(fitting) if fitting else 0)
+
+
+# What a call runs. An H200, as it says itself.
+MULTIPROCESSORS, L2_BYTES = 132, 60 << 20
+
+
+def plan(host, family, head_dim, sizes, window=(None, None), lengths=None):
+    batch = make_ragged_batch(host, sizes, window, lengths or [None] * 5)
+    return host.plan_forward(getattr(host.Family, family), head_dim, batch, MULTIPROCESSORS, L2_BYTES)
+
+
+CAUSAL = None, 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "window", "tile"),
+    [
+        (64, 8192, (None, None), (192, 128)),
+        (64, 512, CAUSAL, (128, 128)),
+        (128, 8192, (None, None), (192, 64)),
+        (128, 2048, CAUSAL, (128, 128)),
+        (256, 2048, CAUSAL, (128, 64)),
+    ],
+)
+def test_the_tile_is_that_of_least_work(host, head_dim, seqlen, window, tile):
+    chosen = plan(host, "sm90", head_dim, (16384 // seqlen, 16, 16, seqlen, seqlen, head_dim), window).tile
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (64, 64), (65, 33), (256, 64)])
+def test_heads_are_packed_where_queries_are_few(host, group, packed):
+    assert plan(host, "sm90", 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
+    assert plan(host, "sm90", 128, (16, group, 1, 8192, 8192, 128)).packed_heads == 1
+    assert plan(host, "sm80", 128, (16, group, 1, 1, 8192, 128)).packed_heads == 1
+
+
+@given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 96, 128, 192, 256]))
+def test_grids(host, shape, family, head_dim):
+    """Every tile has a block, and on sm90 none is started that another round would not need."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
+    chosen = plan(host, family, head_dim, sizes, CAUSAL)
+    blocks = -(-seqlen_q // chosen.tile_queries) * batch * heads_kv * -(-group // chosen.packed_heads)
+    assert chosen.workspace_bytes == 0
+    if family == "sm80":
+        assert chosen.blocks == blocks
+    else:
+        rounds = -(-blocks // chosen.blocks)
+        assert chosen.blocks <= MULTIPROCESSORS
+        assert rounds == -(-blocks // MULTIPROCESSORS)
+
+
+@given(st.data(), st.sampled_from(["sm80", "sm90"]))
+def test_plans_of_unequal_lengths(host, data, family):
+    """Room for every tile there can be, whatever the lengths; the tile is that of the mean length."""
+    sizes, window, lengths = data.draw(ragged_batches())
+    assume(any(lengths))
+    chosen = plan(host, family, 128, (*sizes[:5], 128), window, lengths)
+    batch = make_ragged_batch(host, sizes, window, lengths)
+    places = sum(-(-batch.sequence(b)[2] // chosen.tile_queries) for b in range(sizes[0]))
+    assert chosen.workspace_bytes >= 16 + 32 * places
+    tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
+    assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, MULTIPROCESSORS))
+    if family == "sm90" and lengths[0]:
+        mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
+        assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m

@@ -1,10 +1,13 @@
-// The kernel before one of sequences of unequal lengths: it lists the tiles, and clears rows that no tile
-// writes.
+// The kernel before one of sequences of unequal lengths: it lists the sequences, longest first, and clears
+// rows that no tile writes.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cub/block/block_scan.cuh>
+
 #include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/core/launch_kernel.hpp"
 
 namespace flash_cute {
 
@@ -25,43 +28,48 @@ __device__ inline int length_class(int keys) {
   return kLengthClasses - 1 - (octave * 8 + eighth);
 }
 
-// By one block: counts the tiles of each class, then puts each tile where its class begins.
-__device__ inline void list_tiles(ForwardParams const& params, RaggedOrder const& order, int capacity) {
-  __shared__ int next[kLengthClasses];
-  for (int i = threadIdx.x; i < kLengthClasses; i += blockDim.x) next[i] = 0;
+// By one block: counts the blocks of queries of each class of sequences, then gives each sequence its places
+// behind those that are longer.
+template <int kThreads>
+__device__ void list_sequences(ForwardParams const& params, RaggedOrder const& order, int capacity) {
+  __shared__ unsigned next[kLengthClasses];
+  for (int i = threadIdx.x; i < kLengthClasses; i += kThreads) next[i] = 0;
   __syncthreads();
 
   int const queries = order.rows.tile_queries();
-  auto for_each_tile = [&](auto&& visit) {
-    for (int b = threadIdx.x; b < params.shape.batch; b += blockDim.x) {
+  auto for_each_sequence = [&](auto&& visit) {
+    for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) {
       Sequence const s = sequence(params, b);
-      for (int m_begin = 0; m_begin < s.used; m_begin += queries) {
-        BlockRange const keys = s.mask.visited(m_begin, queries, 1);
-        visit(b, s, m_begin, length_class(keys.end - keys.begin));
-      }
+      int const m_blocks = ceil_div(s.used, queries);
+      auto keys = [&](int m_block) {
+        BlockRange const visited = s.mask.visited(m_block * queries, queries, 1);
+        return visited.end - visited.begin;
+      };
+      int const longest = larger(keys(m_blocks / 2), larger(keys(0), keys(m_blocks - 1)));
+      if (m_blocks > 0) visit(b, s, m_blocks, length_class(longest));
     }
   };
-  for_each_tile([&](int, Sequence const&, int, int length) { atomicAdd(&next[length], 1); });
+  for_each_sequence(
+      [&](int, Sequence const&, int m_blocks, int length) { atomicAdd(&next[length], unsigned(m_blocks)); });
   __syncthreads();
 
-  if (threadIdx.x == 0) {
-    int total = 0;  // offsets that overlap may list more tiles than there is room for
-    for (int& begin : next) {
-      int const count = smaller(unsigned(begin), unsigned(capacity - total));
-      begin = total;
-      total += count;
+  static_assert(kLengthClasses <= kThreads);
+  using Sum = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Sum::TempStorage storage;
+  bool const is_class = threadIdx.x < kLengthClasses;
+  int64_t begin, total;  // offsets that overlap may ask for more places than there are
+  Sum(storage).ExclusiveSum(is_class ? int64_t(next[threadIdx.x]) : 0, begin, total);
+  if (is_class) next[threadIdx.x] = int(smaller<int64_t>(begin, capacity));
+  if (threadIdx.x == 0) *order.header = {.places = int(smaller<int64_t>(total, capacity)), .claimed = 0};
+  __syncthreads();
+
+  auto* const records = reinterpret_cast<SequenceRecord*>(order.header + 1);
+  for_each_sequence([&](int b, Sequence const& s, int m_blocks, int length) {
+    unsigned const first = atomicAdd(&next[length], unsigned(m_blocks));
+    SequenceRecord const record{b, int(first), s.queries.begin, s.used, s.k_begin, s.mask.seqlen_k, {}};
+    for (unsigned i = 0; i < unsigned(m_blocks) && first + i < unsigned(capacity); ++i) {
+      records[first + i] = record;
     }
-    auto& header = *const_cast<TileListHeader*>(order.header);
-    header.records = total;
-    header.records_of_section = Divisor(larger(1, header.records * int(order.packs.value)));
-  }
-  __syncthreads();
-
-  auto* const records = reinterpret_cast<TileRecord*>(const_cast<TileListHeader*>(order.header) + 1);
-  for_each_tile([&](int b, Sequence const& s, int m_begin, int length) {
-    int const place = atomicAdd(&next[length], 1);
-    if (unsigned(place) >= unsigned(capacity)) return;
-    records[place] = {m_begin, b, s.queries.begin, s.used, s.k_begin, s.mask.seqlen_k, {}};
   });
 }
 
@@ -90,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
                    int const capacity) {
   wait_for_grid_before();
   if (blockIdx.x == 0) {
-    list_tiles(params, order, capacity);
+    list_sequences<kThreads>(params, order, capacity);
     return;
   }
   int const* const offsets = params.lengths.cu_seqlens_q;
@@ -104,6 +112,15 @@ __global__ void __launch_bounds__(kThreads)
       clear_rows(params, 0, larger(0, smaller(offsets[batch], rows)), rows);
     }
   }
+}
+
+// kStartsEarly: as of the kernel after it.
+template <bool kStartsEarly>
+void launch_prepare(ForwardParams const& params, RaggedOrder const& order, cudaStream_t stream) {
+  int const clearing = smaller(params.shape.batch + 1, 2 * params.device.multiprocessors);
+  launch_kernel<prepare_kernel<kPrepareThreads>, kStartsEarly>(params.device, 1 + clearing, kPrepareThreads,
+                                                               0, stream, params, order,
+                                                               int(place_capacity(params, order.rows)));
 }
 
 }  // namespace flash_cute

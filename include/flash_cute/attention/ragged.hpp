@@ -1,5 +1,5 @@
 // Tiles of sequences of unequal lengths: a list that a kernel of its own (attention/prepare.cuh) makes on the
-// device, longest tiles first, so that the host need not know a length.
+// device, longest sequences first, so that the host need not know a length.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,30 @@
 
 namespace flash_cute {
 
-// A tile of queries of all heads.
-struct alignas(16) TileRecord {
-  int m_begin, batch;
-  int q_begin, seqlen_q;  // of its sequence
+// The sequence that a place of the list belongs to. A sequence has as many neighbouring places as it has
+// blocks of queries; they are alike.
+struct alignas(16) SequenceRecord {
+  int batch, first_place;
+  int q_begin, seqlen_q;
   int k_begin, seqlen_k;  // its first key that some query reaches
   int unused[2];
 };
 
 struct alignas(16) TileListHeader {
-  int records;
-  Divisor records_of_section;  // records times the packs of a head of K and V
+  int places;
+  int claimed;  // tiles, by the blocks of a persistent kernel
 };
 
 // Rows from one batch entry to the next; 0 where packed.
 struct RaggedEntries {
   int q, k, v, out;
+
+  static RaggedEntries of(ForwardParams const& params) {
+    auto rows = [](TensorView const& view) {
+      return view.batch_stride == 0 ? 0 : int(view.batch_stride / view.row_stride);
+    };
+    return {rows(params.q), rows(params.k), rows(params.v), rows(params.out)};
+  }
 };
 
 struct RaggedOrder;
@@ -33,36 +41,51 @@ struct RaggedOrder;
 struct RaggedTile {
   int m_begin, head, head_kv;
   int seqlen_q, seqlen_k;
-  int place;  // of the record
+  int place;  // one of its sequence's
   RaggedOrder const* order;
 
-  FLASH_CUTE_HOST_DEVICE TileRecord const& record() const;
+  FLASH_CUTE_HOST_DEVICE SequenceRecord const& record() const;
 };
 
+// Sequence by sequence, and of each one head of K and V after the other, as in TileOrder: tiles that share K
+// and V run side by side, so that L2 serves many multiprocessors by one read (tiles of several sequences in
+// turns lose a third at head dim 128, causal).
 struct RaggedOrder {
-  static constexpr bool kMayBeEmpty = true;
-  TileListHeader const* header;
+  static constexpr bool kListed = true;
+  TileListHeader* header;
   PackedRows rows;
   int heads_per_kv;
-  Divisor packs;  // of a head of K and V
-  int heads_kv;
+  Divisor packs, packs_of_all;  // of one head of K and V, and of all
+  bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
 
-  FLASH_CUTE_HOST_DEVICE TileRecord const& record(int place) const {
-    return reinterpret_cast<TileRecord const*>(header + 1)[place];
+  static RaggedOrder make(ForwardParams const& params, PackedRows const& rows) {
+    int const heads_per_kv = params.shape.heads_q / params.shape.heads_kv, packs = rows.packs(heads_per_kv);
+    return {.header = static_cast<TileListHeader*>(params.lengths.workspace),
+            .rows = rows,
+            .heads_per_kv = heads_per_kv,
+            .packs = Divisor(packs),
+            .packs_of_all = Divisor(packs * params.shape.heads_kv),
+            .descending = params.mask.left >= params.mask.right,
+            .entries = RaggedEntries::of(params)};
   }
-  FLASH_CUTE_HOST_DEVICE int tiles() const { return header->records * heads_kv * int(packs.value); }
 
-  // The list is gone through once for each head of K and V.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord const& record(int place) const {
+    return reinterpret_cast<SequenceRecord const*>(header + 1)[place];
+  }
+  FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
+
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
-    Divisor const section = header->records_of_section;
-    index = larger(0, smaller(index, tiles() - 1));  // a stream asks for one more than there is
-    int const head_kv = section.quotient(index);
-    int const rest = index - head_kv * int(section.value);
-    int const place = packs.quotient(rest), pack = rest - place * int(packs.value);
+    index = larger(0, smaller(index, tiles() - 1));  // the place after the last is asked for, too
+    int const place = packs_of_all.quotient(index);
+    SequenceRecord const& found = record(place);
+    int const m_blocks = ceil_div(found.seqlen_q, rows.tile_queries());
+    int const of_sequence = index - found.first_place * int(packs_of_all.value);
+    int const section = m_blocks * int(packs.value), head_kv = of_sequence / section;
+    int const of_section = of_sequence - head_kv * section;
+    int const rank = packs.quotient(of_section), pack = of_section - rank * int(packs.value);
     int const packed = int(rows.packed.value);
-    TileRecord const& found = record(place);
-    return {.m_begin = found.m_begin,
+    return {.m_begin = (descending ? m_blocks - 1 - rank : rank) * rows.tile_queries(),
             .head = head_kv * heads_per_kv + smaller(pack * packed, heads_per_kv - packed),
             .head_kv = head_kv,
             .seqlen_q = found.seqlen_q,
@@ -72,10 +95,10 @@ struct RaggedOrder {
   }
 };
 
-FLASH_CUTE_HOST_DEVICE TileRecord const& RaggedTile::record() const { return order->record(place); }
+FLASH_CUTE_HOST_DEVICE SequenceRecord const& RaggedTile::record() const { return order->record(place); }
 
-// Records that a list has room for: each sequence's last tile may be short.
-inline int64_t tile_capacity(ForwardParams const& params, PackedRows const& rows) {
+// Places that a list has room for: each sequence's last tile may be short.
+inline int64_t place_capacity(ForwardParams const& params, PackedRows const& rows) {
   ProblemShape const& shape = params.shape;
   int const queries = rows.tile_queries();
   return params.lengths.cu_seqlens_q ? int64_t(shape.seqlen_q) / queries + shape.batch
@@ -104,7 +127,7 @@ FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, TileCoord
   return (int64_t(tile.batch) * params.shape.heads_q + tile.head) * params.shape.seqlen_q;
 }
 FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, RaggedTile const& tile) {
-  TileRecord const& record = tile.record();
+  SequenceRecord const& record = tile.record();
   return record.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + record.q_begin;
 }
 
@@ -131,7 +154,7 @@ FLASH_CUTE_HOST_DEVICE DensePlace place_of(TileCoord const& tile) {
 template <OperandName operand>
 FLASH_CUTE_HOST_DEVICE RaggedPlace place_of(RaggedTile const& tile) {
   RaggedEntries const& entries = tile.order->entries;
-  TileRecord const& record = tile.record();
+  SequenceRecord const& record = tile.record();
   constexpr bool kKeys = operand == OperandName::k || operand == OperandName::v;
   int const length = kKeys ? tile.seqlen_k : tile.seqlen_q;
   int const entry = operand == OperandName::q   ? entries.q

@@ -20,8 +20,9 @@ struct TileCoord {
 // with the last of them: it may have heads in common with the one before, and both write the same.
 struct PackedRows {
   Divisor packed;
-  int queries, groups;  // queries of a group, groups of a tile
+  int queries = 0, groups = 0;  // queries of a group, groups of a tile
 
+  PackedRows() = default;
   PackedRows(int group_rows, int groups_, int packed_ = 1)
       : packed(packed_), queries(group_rows / packed_), groups(groups_) {}
 
@@ -32,6 +33,7 @@ struct PackedRows {
 
   FLASH_CUTE_HOST_DEVICE int used() const { return int(packed.value) * queries; }
   FLASH_CUTE_HOST_DEVICE int tile_queries() const { return groups * queries; }
+  FLASH_CUTE_HOST_DEVICE int packs(int heads) const { return ceil_div(heads, int(packed.value)); }
 };
 
 // One query head a tile.
@@ -48,7 +50,7 @@ struct PlainRows {
 // 20% at seqlen 512 to sections of one head). Behind a window, tiles see few of their head's keys: there all
 // the heads that L2 holds go through their tiles side by side (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
-  static constexpr bool kMayBeEmpty = false;
+  static constexpr bool kListed = false;
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
   int heads_per_kv;         // query heads that share K and V
   PackedRows rows;          // of every tile
@@ -60,18 +62,18 @@ struct TileOrder {
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
   static TileOrder make(ProblemShape const& shape, WindowMask const& mask, PackedRows const& rows,
-                        int element_bytes, int64_t l2_bytes, int wanted_tiles) {
-    int const queries = rows.tile_queries(), packed = int(rows.packed.value);
+                        int64_t l2_bytes, int wanted_tiles) {
+    int const queries = rows.tile_queries();
     int const m_blocks = ceil_div(shape.seqlen_q, queries);
     auto length = [&](int m_block) {
       BlockRange const keys = mask.visited(m_block * queries, queries, 1);
       return keys.end - keys.begin;
     };
     int const longest = larger(length(m_blocks / 2), larger(length(0), length(m_blocks - 1)));
-    int64_t const kv_bytes = 2 * int64_t(element_bytes) * longest * shape.head_dim;
+    int64_t const kv_bytes = 2 * int64_t(kElementBytes) * longest * shape.head_dim;
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
-    int64_t const packs = ceil_div(heads_per_kv, packed);
+    int64_t const packs = rows.packs(heads_per_kv);
     bool const side_by_side = 5 * int64_t(longest) < 3 * int64_t(shape.seqlen_k);
     int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * packs);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
@@ -109,29 +111,18 @@ struct TileOrder {
 };
 
 // The tiles of one of `blocks` thread blocks: to and fro over the order, which evens out what the blocks get.
-template <class Order>
 struct TileStream {
-  Order const& order;
+  TileOrder const& order;
   int block, blocks;
-  int round = 0;
+  int round = 0, place = block;
 
-  FLASH_CUTE_HOST_DEVICE int count() const {
-    int const rounds = order.tiles() / blocks;
-    return rounds + (place(rounds) < order.tiles());
+  FLASH_CUTE_HOST_DEVICE TileCoord tile() const { return order(place); }
+  FLASH_CUTE_HOST_DEVICE void advance() {
+    ++round;
+    place = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
   }
-
-  FLASH_CUTE_HOST_DEVICE auto next() { return order(place(round++)); }
-
- private:
-  FLASH_CUTE_HOST_DEVICE int place(int in_round) const {
-    return in_round * blocks + (in_round % 2 == 0 ? block : blocks - 1 - block);
-  }
+  FLASH_CUTE_HOST_DEVICE void announce() const {}
+  FLASH_CUTE_HOST_DEVICE bool through() const { return place >= order.tiles(); }
 };
-
-template <class Traits>
-TileOrder forward_order(ForwardParams const& params, PackedRows const& rows) {
-  return TileOrder::make(params.shape, params.mask, rows, sizeof(typename Traits::Element),
-                         params.device.l2_bytes, Traits::kSectionWaves * params.device.multiprocessors);
-}
 
 }  // namespace flash_cute

@@ -19,7 +19,8 @@ struct Sequence {
 
 // Sequence b. Offsets and lengths that make no sense are cut to what is there: no row outside of the tensors
 // is ever named.
-FLASH_CUTE_HOST_DEVICE Sequence sequence(ForwardParams const& params, int b) {
+template <class Params>
+FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
   LengthParams const& lengths = params.lengths;
   auto within = [](int value, int low, int high) { return larger(low, smaller(value, high)); };
   auto owned = [&](int const* offsets, int rows) {

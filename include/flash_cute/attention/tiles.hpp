@@ -11,6 +11,8 @@ struct ForwardTile {
   int warps;              // compute warps, stacked along the queries
   int stages_q = 1;       // 2: the next tile's Q may come while this one's is in use
   int blocks_per_sm = 1;  // thread blocks that registers must leave room for
+
+  constexpr bool operator==(ForwardTile const&) const = default;
 };
 
 // A kernel's tile, and a smaller one (or none) for problems in which the first covers many pairs that are

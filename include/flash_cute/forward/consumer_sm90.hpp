@@ -3,10 +3,10 @@
 
 #include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/epilogue_sm90.hpp"
-#include "flash_cute/forward/tile_views.hpp"
 #include "flash_cute/forward/traits_sm90.hpp"
 
 namespace flash_cute {
@@ -78,16 +78,17 @@ struct ForwardConsumerSm90 {
       epilogue.store(acc_o, tile);
     };
 
-    auto tile = tiles.next();
+    auto tile = tiles.tile();
     turns.wait();
     issue_first_scores();
     turns.pass();
     wait_products<0>(acc_first);
-    for (int left = tiles.count();;) {
+    while (true) {
       WindowMask const& mask = mask_of(params, tile);
       BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
       BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
-      auto const upcoming = tiles.next();  // after the last tile a place that nobody uses
+      tiles.advance();
+      auto const upcoming = tiles.tile();  // after the last tile a place that nobody uses
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
@@ -119,7 +120,7 @@ struct ForwardConsumerSm90 {
       release(ring_q, at_q);
 
       bool const one_block = visited.end - visited.begin == 1;
-      if (--left == 0) {  // nothing follows that would need a turn
+      if (tiles.through()) {  // nothing follows that would need a turn
         issue_output(one_block);
         wait_products<0>(acc_o);
         store_tile(tile);

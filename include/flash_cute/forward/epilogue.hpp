@@ -2,8 +2,8 @@
 #pragma once
 
 #include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/layout.hpp"
-#include "flash_cute/forward/tile_views.hpp"
 
 namespace flash_cute {
 

@@ -18,7 +18,7 @@ CUTE_DEVICE int read_block_index() {
 template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
-  if constexpr (Order::kMayBeEmpty) {
+  if constexpr (Order::kListed) {
     if (read_block_index() >= order.tiles()) return;
   }
   extern __shared__ __align__(128) unsigned char memory[];

@@ -22,23 +22,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
     shared.ring_k.init(kConsumerWarps);
     shared.ring_v.init(kConsumerWarps);
+    if constexpr (Order::kListed) shared.queue.ring.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
-  TileStream<Order> const tiles{order, int(blockIdx.x), int(gridDim.x)};
-  if constexpr (Order::kMayBeEmpty) {
-    if (tiles.count() == 0) return;
+  if constexpr (Order::kListed) {
+    if (blockIdx.x >= order.tiles()) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
-      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles);
+      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(tiles);
+    ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(
+        tiles_to_compute(order, shared.queue));
   }
 }
 

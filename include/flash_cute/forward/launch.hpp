@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "flash_cute/attention/tiles.hpp"
-#include "flash_cute/params.hpp"
+#include "flash_cute/core/launch_kernel.hpp"
+#include "flash_cute/forward/plan.hpp"
 
 namespace flash_cute {
 
@@ -16,22 +16,13 @@ struct CompiledTile {
   int smem_bytes;
 };
 
-// What a call launches, for explain.
-struct LaunchPlan {
-  ForwardTile tile;
-  int packed_heads;  // query heads that share a tile
-  int grid = 0, threads, smem_bytes;
-  int registers = 0, local_bytes = 0;  // per thread
-  int64_t workspace_bytes = 0;         // LengthParams::workspace
-};
-
 // CUDA's errors are thrown (core/check.hpp). Specialised per Instance in a translation unit of its own, which
 // setup.py generates.
 template <class Instance>
 struct ForwardLaunch {
-  static void run(ForwardParams const& params, cudaStream_t stream);
-  static int64_t workspace_bytes(ForwardParams const& params);  // of LengthParams::workspace
-  static LaunchPlan plan(ForwardParams const& params);
+  // plan: of the same params (plan_forward), but for pointers and strides.
+  static void run(ForwardParams const& params, ForwardPlan const& plan, cudaStream_t stream);
+  static KernelAttributes attributes(ForwardPlan const& plan);
   static std::vector<CompiledTile> tiles();
 };
 

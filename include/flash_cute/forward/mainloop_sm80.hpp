@@ -4,10 +4,10 @@
 
 #include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/gemm.hpp"
 #include "flash_cute/core/layout.hpp"
-#include "flash_cute/forward/tile_views.hpp"
 #include "flash_cute/forward/traits_sm80.hpp"
 
 namespace flash_cute {

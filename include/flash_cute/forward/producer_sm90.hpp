@@ -30,12 +30,17 @@ struct ForwardProducerSm90 {
 
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
-    for (int left = tiles.count(); left > 0; --left) load(tiles.next(), tiles.order.rows);
+    do {
+      auto const tile = tiles.tile();
+      tiles.advance();
+      load(tile, tiles);
+    } while (!tiles.through());
   }
 
  private:
-  template <class Tile>
-  CUTE_DEVICE void load(Tile const& tile, PackedRows const& rows) {
+  template <class Tile, class Tiles>
+  CUTE_DEVICE void load(Tile const& tile, Tiles& tiles) {
+    PackedRows const& rows = tiles.order.rows;
     BlockRange const visited =
         visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
     auto const place_q = place_of<OperandName::q>(tile);
@@ -64,6 +69,7 @@ struct ForwardProducerSm90 {
           rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
+    tiles.announce();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);
       load_v(block);

@@ -20,8 +20,7 @@ struct ForwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps * 32;
-  static constexpr int kSlack = 0;         // see OnlineSoftmax
-  static constexpr int kSectionWaves = 2;  // see TileOrder; of blocks, one an SM
+  static constexpr int kSlack = 0;  // see OnlineSoftmax
 
   // Every warp owns whole rows, so that the softmax never leaves a warp.
   using MmaAtom = MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,

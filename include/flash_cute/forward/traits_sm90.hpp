@@ -5,11 +5,12 @@
 
 #include <cute/tensor.hpp>
 
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/tile_queue.hpp"
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/pipeline.hpp"
+#include "flash_cute/forward/plan.hpp"
 
 namespace flash_cute {
 
@@ -19,8 +20,6 @@ using namespace cute;
 struct ForwardMaps {
   CUtensorMap q, k, v, out;
 };
-
-constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
 template <class Instance_, ForwardTile tile>
 struct ForwardTraitsSm90 {
@@ -34,8 +33,7 @@ struct ForwardTraitsSm90 {
   // With a second slot for Q, a tile's first scores are computed while O of the tile before leaves.
   static constexpr bool kRunsAhead = kStagesQ > 1;
   static constexpr int kHeadDim = Instance::head_dim;
-  static constexpr int kSlack = 8;         // see OnlineSoftmax
-  static constexpr int kSectionWaves = 0;  // see TileOrder; sections of one head of K and V
+  static constexpr int kSlack = 8;  // see OnlineSoftmax
 
   // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
   // producer.
@@ -92,6 +90,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
     TmaRing<kStages> ring_k, ring_v;
+    TileQueue queue;
   };
 };
 

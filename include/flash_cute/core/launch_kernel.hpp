@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "flash_cute/core/check.hpp"
-#include "flash_cute/forward/launch.hpp"
+#include "flash_cute/params.hpp"
 
 namespace flash_cute {
 
@@ -34,13 +34,17 @@ void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_b
   check(cudaLaunchKernelEx(&config, kernel, args...), "launching the kernel");
 }
 
-// Adds to the plan what the compiler made of the kernel.
+// What the compiler made of a kernel.
+struct KernelAttributes {
+  int threads, smem_bytes;
+  int registers, local_bytes;  // per thread
+};
+
 template <class... Params>
-void read_attributes(void (*kernel)(Params...), LaunchPlan& plan) {
+KernelAttributes read_attributes(void (*kernel)(Params...), int threads, int smem_bytes) {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, kernel), "reading the kernel's attributes");
-  plan.registers = attributes.numRegs;
-  plan.local_bytes = int(attributes.localSizeBytes);
+  return {threads, smem_bytes, attributes.numRegs, int(attributes.localSizeBytes)};
 }
 
 }  // namespace flash_cute

@@ -1,0 +1,146 @@
+#include "tensors.hpp"
+
+#ifdef FLASH_CUTE_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+
+#include "flash_cute/core/check.hpp"
+
+namespace flash_cute {
+namespace {
+
+// What allocate() gives. It fails without a reason: torch keeps the exception on its side of the stable ABI.
+template <class Allocate>
+Tensor allocated(char const* name, int64_t elements, int64_t element_bytes, Allocate&& allocate) {
+  try {
+    return allocate();
+  } catch (std::runtime_error const&) {
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "allocating");  // tells an error of a kernel before
+    require(false, "out of memory: ", elements * element_bytes, " bytes for ", name,
+            " could not be allocated; the GPU has ", free, " of ", total, " bytes free");
+    throw;
+  }
+}
+
+Tensor empty_strided(Tensor const& like, int32_t dtype, std::array<int64_t, 4> const& sizes,
+                     std::array<int64_t, 4> const& strides, int64_t dims) {
+  int32_t device_type = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), dtype, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// Do the elements fill their memory without gaps or overlaps, in whatever order of dimensions?
+bool is_dense(Tensor const& tensor) {
+  auto const sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t expected = 1;
+  for (size_t rank = 0; rank < sizes.size(); ++rank) {
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      if (sizes[dim] != 1 && strides[dim] == expected) {
+        expected *= sizes[dim];
+        break;
+      }
+    }
+  }
+  return expected == tensor.numel();
+}
+
+}  // namespace
+
+Layout::Layout(Tensor const& tensor) {
+  auto const size = tensor.sizes(), stride = tensor.strides();
+  if (size.size() == 3) {
+    sizes = {1, size[1], size[0], size[2]};
+    strides = {0, stride[1], stride[0], stride[2]};
+  } else {
+    sizes = {size[0], size[1], size[2], size[3]};
+    strides = {stride[0], stride[1], stride[2], stride[3]};
+  }
+}
+
+char const* reason_to_copy(Tensor const& tensor, bool ragged) {
+  auto const [sizes, strides] = Layout(tensor);
+  if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
+  if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kRowAlignment == 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    bool const unused = sizes[dim] == 1 && !(ragged && dim == 2);
+    aligned = aligned && (unused || strides[dim] * kElementBytes % kRowAlignment == 0);
+  }
+  if (!aligned) return "its rows do not start at multiples of 16 bytes";
+  if (!ragged || sizes[0] == 1 || strides[0] == 0) return "";
+  bool const whole_rows = strides[2] > 0 && strides[0] % strides[2] == 0;
+  if (!whole_rows) return "its batch stride is no multiple of its row stride";
+  bool const within_int = sizes[0] * (strides[0] / strides[2]) < std::numeric_limits<int>::max();
+  return within_int ? "" : "its last row is too many rows behind its first";
+}
+
+TensorView Readable::view() const {
+  auto const [sizes, strides] = Layout(tensor);
+  auto* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  int64_t const batch_stride = sizes[0] == 1 ? 0 : strides[0];
+  return {data + first * strides[2] * kElementBytes, batch_stride, strides[1], strides[2]};
+}
+
+Readable readable(char const* name, Tensor const& whole, bool ragged, int first) {
+  if (is_readable(whole, ragged)) return {whole, first};
+  Tensor const tensor =
+      first == 0 ? whole
+                 : torch::stable::narrow(const_cast<Tensor&>(whole), 2, first, whole.sizes()[2] - first);
+  auto const sizes = tensor.sizes();
+  size_t const dims = sizes.size();
+  int64_t const head_dim = sizes[dims - 1], padded = padded_head_dim(head_dim);
+  std::array<int64_t, 4> target{};
+  for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
+  Tensor copy = allocated(name, tensor.numel() / larger<int64_t>(1, head_dim) * padded, kElementBytes, [&] {
+    return padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), dims})
+                              : torch::stable::new_zeros(tensor, {target.data(), dims});
+  });
+  Tensor columns = torch::stable::narrow(copy, int64_t(dims) - 1, 0, head_dim);
+  torch::stable::copy_(columns, tensor);
+  return {copy, 0};
+}
+
+// torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
+Tensor allocate_like(char const* name, Tensor const& tensor) {
+  return allocated(name, tensor.numel(), kElementBytes, [&] {
+    if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    std::array<int64_t, 4> sizes{}, strides{};
+    int64_t const dims = tensor.dim();
+    for (int64_t dim = 0; dim < dims; ++dim) {
+      sizes[dim] = tensor.sizes()[dim];
+      strides[dim] = tensor.strides()[dim];
+    }
+    return empty_strided(tensor, dtype, sizes, strides, dims);
+  });
+}
+
+Tensor allocate_dense(char const* name, Tensor const& tensor) {
+  return allocated(name, tensor.numel(), kElementBytes,
+                   [&] { return torch::stable::new_empty(tensor, tensor.sizes()); });
+}
+
+Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
+                std::initializer_list<int64_t> sizes) {
+  std::array<int64_t, 4> dims{}, strides{};
+  std::copy(sizes.begin(), sizes.end(), dims.begin());
+  int64_t step = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = step;
+    step *= larger<int64_t>(1, dims[dim]);
+  }
+  return allocated(name, step, element_bytes,
+                   [&] { return empty_strided(like, dtype, dims, strides, int64_t(sizes.size())); });
+}
+
+}  // namespace flash_cute
+
+#endif

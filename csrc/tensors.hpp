@@ -1,0 +1,52 @@
+// Tensors as kernels see them, copies of those that they can't read, and what torch allocates for them.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <array>
+
+#include "flash_cute/params.hpp"
+#include "validate.hpp"
+
+namespace flash_cute {
+
+// A tensor as (batch, heads, rows, head_dim); a packed one, (rows, heads, head_dim), is one entry of a batch.
+struct Layout {
+  std::array<int64_t, 4> sizes, strides;
+
+  explicit Layout(Tensor const& tensor);
+};
+
+constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
+
+// head_dim with the columns of 0 that make rows a multiple of it.
+inline int padded_head_dim(int64_t head_dim) {
+  constexpr int kElements = kRowAlignment / kElementBytes;
+  return int(ceil_div(head_dim, int64_t(kElements)) * kElements);
+}
+
+// Why the kernels can't read a tensor where it lies; empty if they can. ragged: sequences differ in length,
+// and an entry of the batch has to begin whole rows after the one before.
+char const* reason_to_copy(Tensor const& tensor, bool ragged);
+inline bool is_readable(Tensor const& tensor, bool ragged) { return *reason_to_copy(tensor, ragged) == 0; }
+
+// An operand where a kernel can read it: the tensor itself, or a copy with rows padded to 16 bytes by zeros.
+struct Readable {
+  Tensor tensor;
+  int first;  // row that the kernel starts at
+
+  // Only outputs are written through it: a pointer for writing would make a copy of a copy-on-write input.
+  TensorView view() const;
+};
+
+// name: for errors. first: the rows before it are not needed; a copy does not have them.
+Readable readable(char const* name, Tensor const& whole, bool ragged, int first = 0);
+
+// Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
+// asked for, if there are not as many.
+Tensor allocate_like(char const* name, Tensor const& like);   // as torch.empty_like
+Tensor allocate_dense(char const* name, Tensor const& like);  // contiguous
+Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
+                std::initializer_list<int64_t> sizes);
+
+}  // namespace flash_cute

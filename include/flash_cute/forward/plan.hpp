@@ -1,0 +1,137 @@
+// What a call of the forward runs: decided here, before anything is launched, from shapes, the mask and facts
+// of the device. The launch executes it, explain prints it. Knows no CUDA.
+#pragma once
+
+#include <limits>
+#include <stdexcept>
+
+#include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/tiles.hpp"
+
+namespace flash_cute {
+
+constexpr int kWarpgroupRows = 64;  // of a WGMMA
+
+struct ForwardPlan {
+  ForwardTile tile;
+  PackedRows rows;              // of a tile
+  int blocks;                   // of the grid
+  bool ragged = false;          // sequences differ in length: a list of tiles is made on the device
+  TileOrder order = {};         // of sequences that are alike
+  int64_t workspace_bytes = 0;  // LengthParams::workspace, for the list of tiles
+};
+
+namespace plan {
+
+inline PackedRows rows_sm90(ForwardTile const& tile, int packed) {
+  return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
+}
+
+// What a multiprocessor has to do with these tiles: the pairs of queries and keys that a tile covers, visible
+// or not, times the rounds of tiles.
+inline int64_t work(ForwardParams const& params, ForwardTile const& tile, int packed) {
+  constexpr int kSamples = 16;  // tiles that are looked at
+  ProblemShape const& shape = params.shape;
+  int const queries = rows_sm90(tile, packed).tile_queries();
+  int const m_blocks = ceil_div(shape.seqlen_q, queries), step = ceil_div(2 * m_blocks, kSamples);
+  int64_t blocks = 0, samples = 0;
+  for (int from_end = 0; from_end < m_blocks; from_end += step) {
+    for (int m_block : {from_end, m_blocks - 1 - from_end}) {  // their mean is the mean of all
+      BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
+      blocks += larger(1, visited.end - visited.begin);  // see visited_blocks
+      ++samples;
+    }
+  }
+  int const packs = rows_sm90(tile, packed).packs(shape.heads_q / shape.heads_kv);
+  int64_t const tiles = int64_t(m_blocks) * packs * shape.heads_kv * shape.batch;
+  int64_t const rounds = ceil_div(tiles, int64_t(params.device.multiprocessors));
+  return rounds * blocks * tile.block_m * tile.block_n / samples;
+}
+
+// Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
+// often. A group of more heads than a warpgroup has rows is packed in equal parts.
+inline int packed_heads(ProblemShape const& shape, ForwardTile const& tile) {
+  int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
+  int const packed = ceil_div(group, packs);
+  if (shape.seqlen_q >= tile.block_m) return 1;
+  return packs * ceil_div(shape.seqlen_q, rows_sm90(tile, packed).tile_queries()) < group ? packed : 1;
+}
+
+// One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
+// block more than these need is started. Long tiles of unequal length that don't share out evenly are better
+// handed out one by one, as SMs become free: there the start of a block matters less than who is left with
+// the last long tile. Behind a narrow window the few short tiles of a section's heads come last in it and
+// even out what full rounds of long ones leave (docs/forward_sm90_experiments.md has the sweep).
+inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
+  constexpr int kLongTile = 64;  // blocks of keys
+  if (order.few_keys) return smaller(order.tiles(), params.device.multiprocessors);
+  int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
+  int const blocks = ceil_div(order.tiles(), rounds);
+  auto length = [&](int m_block) {
+    int const queries = order.rows.tile_queries();
+    BlockRange const visited = params.mask.visited(m_block * queries, queries, block_n);
+    return visited.end - visited.begin;
+  };
+  int const first = length(0), last = length(order.m_blocks - 1);
+  bool const even = first == last || blocks % order.m_blocks == 0 || order.m_blocks % blocks == 0;
+  return even || larger(first, last) < kLongTile ? blocks : order.tiles();
+}
+
+// Stands for a batch of unequal lengths where a tile is chosen: as many sequences of the mean length, as the
+// host knows no other.
+inline ForwardParams of_mean_length(ForwardParams const& params) {
+  ForwardParams mean = params;
+  auto per_sequence = [&](int rows, int const* offsets) {
+    return larger(1, offsets ? ceil_div(rows, larger(1, params.shape.batch)) : rows);
+  };
+  mean.shape.seqlen_q = per_sequence(params.shape.seqlen_q, params.lengths.cu_seqlens_q);
+  mean.shape.seqlen_k = per_sequence(params.shape.seqlen_k, params.lengths.cu_seqlens_k);
+  mean.mask = WindowMask::make(mean.shape.seqlen_q, mean.shape.seqlen_k, params.mask.left, params.mask.right);
+  return mean;
+}
+
+// The tile that serves the problem, without a grid.
+inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params) {
+  bool const ragged = params.lengths.given;
+  if (family == Family::sm80) {
+    ForwardTile const tile = ragged ? tiles.ragged() : tiles.main;
+    return {tile, PackedRows(tile.block_m, 1), 0, ragged};
+  }
+  ForwardParams const typical = ragged ? of_mean_length(params) : params;
+  auto packed = [&](ForwardTile const& tile) { return packed_heads(typical.shape, tile); };
+  auto work_with = [&](ForwardTile const& tile) { return double(work(typical, tile, packed(tile))); };
+  bool const take_small =
+      tiles.small.warps > 0 && work_with(tiles.small) < tiles.enough * work_with(tiles.main);
+  ForwardTile const tile = take_small ? tiles.small : tiles.main;
+  return {tile, rows_sm90(tile, packed(tile)), 0, ragged};
+}
+
+}  // namespace plan
+
+// bucket: the head dim of the kernel that serves the problem.
+inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& params) {
+  bool const persistent = family == Family::sm90;
+  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
+  if (result.ragged) {
+    int64_t const places = place_capacity(params, result.rows);
+    int64_t const tiles =
+        places * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
+    if (tiles > std::numeric_limits<int>::max()) {
+      throw std::runtime_error("flash_cute: there are more than 2**31 tiles of queries");
+    }
+    result.blocks = persistent ? smaller(int(tiles), params.device.multiprocessors) : int(tiles);
+    result.workspace_bytes = sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord));
+  } else {
+    // Tiles that share K and V come in sections of two rounds on sm80 (of blocks, one an SM), on sm90 in
+    // sections of one head of K and V. See TileOrder.
+    int const wanted_tiles = persistent ? 0 : 2 * params.device.multiprocessors;
+    result.order =
+        TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes, wanted_tiles);
+    result.blocks = persistent ? plan::persistent_blocks(params, result.order, result.tile.block_n)
+                               : result.order.tiles();
+  }
+  return result;
+}
+
+}  // namespace flash_cute
