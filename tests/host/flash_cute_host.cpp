@@ -87,11 +87,11 @@ struct RaggedTiles {
   RaggedOrder order;
 
   // entries: rows from one entry of q, k, v and out to the next.
-  RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, std::array<int, 4> entries,
-              std::vector<Record> const& records)
+  RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
+              std::array<int, 4> entries, std::vector<Record> const& records)
       : batch(batch_),
         list(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord)),
-        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed))) {
+        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles)) {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
     auto* const header = new (list.data()) TileListHeader{};
     header->places = int(records.size());
@@ -106,7 +106,7 @@ struct RaggedTiles {
 
   template <OperandName operand>
   std::pair<int, int> place(int index) const {
-    RaggedPlace const found = place_of<operand>(order(index));
+    RaggedPlace const found = place_of<operand>(order, order(index));
     return {found.shift, found.plane};
   }
 };
@@ -187,9 +187,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
       });
 
   py::class_<RaggedTiles>(module, "RaggedTiles")
-      .def(
-          py::init<RaggedBatch const&, int, int, int, std::array<int, 4>, std::vector<RaggedTiles::Record>>(),
-          py::keep_alive<1, 2>())
+      .def(py::init<RaggedBatch const&, int, int, int, int, std::array<int, 4>,
+                    std::vector<RaggedTiles::Record>>(),
+           py::keep_alive<1, 2>())
       .def("tiles", [](RaggedTiles const& tiles) { return tiles.order.tiles(); })
       .def("__call__",
            [](RaggedTiles const& tiles, int index) {

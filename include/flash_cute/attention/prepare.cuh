@@ -14,9 +14,11 @@ namespace flash_cute {
 constexpr int kPrepareThreads = 1024;
 constexpr int kLengthClasses = 256;
 
-// Of kernels that were launched early, which only GPUs from Hopper on do.
+// Of kernels that are launched early, which only GPUs from Hopper on do: from here on the kernel behind this
+// one may be, too, and wait in its turn.
 __device__ inline void wait_for_grid_before() {
 #if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 #endif
 }

@@ -35,67 +35,63 @@ struct RaggedEntries {
   }
 };
 
-struct RaggedOrder;
-
-// A tile. What is asked for once is read from its record then, and takes no registers in between.
-struct RaggedTile {
-  int m_begin, head, head_kv;
-  int seqlen_q, seqlen_k;
-  int place;  // one of its sequence's
-  RaggedOrder const* order;
-
-  FLASH_CUTE_HOST_DEVICE SequenceRecord const& record() const;
+// A tile, and what there is to know of its sequence: see SequenceRecord.
+struct alignas(16) RaggedTile {
+  int m_begin, head, head_kv, batch;
+  int q_begin, seqlen_q, k_begin, seqlen_k;
 };
 
-// Sequence by sequence, and of each one head of K and V after the other, as in TileOrder: tiles that share K
-// and V run side by side, so that L2 serves many multiprocessors by one read (tiles of several sequences in
-// turns lose a third at head dim 128, causal).
+// Sequence by sequence, as TileOrder goes through the entries of a batch: tiles that share K and V run side
+// by side, so that L2 serves many multiprocessors by one read (tiles of several sequences in turns lose a
+// third at head dim 128, causal). Heads of K and V form sections of about `wanted_tiles`, in which the
+// longest tiles come first: in sections of one head the short ones are spent too early to even out the end.
 struct RaggedOrder {
   static constexpr bool kListed = true;
   TileListHeader* header;
   PackedRows rows;
-  int heads_per_kv;
+  int heads_kv, heads_per_kv, wanted_tiles;
   Divisor packs, packs_of_all;  // of one head of K and V, and of all
   bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
 
-  static RaggedOrder make(ForwardParams const& params, PackedRows const& rows) {
-    int const heads_per_kv = params.shape.heads_q / params.shape.heads_kv, packs = rows.packs(heads_per_kv);
+  static RaggedOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles) {
+    int const heads_kv = params.shape.heads_kv, heads_per_kv = params.shape.heads_q / heads_kv;
     return {.header = static_cast<TileListHeader*>(params.lengths.workspace),
             .rows = rows,
+            .heads_kv = heads_kv,
             .heads_per_kv = heads_per_kv,
-            .packs = Divisor(packs),
-            .packs_of_all = Divisor(packs * params.shape.heads_kv),
+            .wanted_tiles = wanted_tiles,
+            .packs = Divisor(rows.packs(heads_per_kv)),
+            .packs_of_all = Divisor(rows.packs(heads_per_kv) * heads_kv),
             .descending = params.mask.left >= params.mask.right,
             .entries = RaggedEntries::of(params)};
   }
 
-  FLASH_CUTE_HOST_DEVICE SequenceRecord const& record(int place) const {
-    return reinterpret_cast<SequenceRecord const*>(header + 1)[place];
-  }
   FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
 
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
-    index = larger(0, smaller(index, tiles() - 1));  // the place after the last is asked for, too
     int const place = packs_of_all.quotient(index);
-    SequenceRecord const& found = record(place);
-    int const m_blocks = ceil_div(found.seqlen_q, rows.tile_queries());
+    SequenceRecord const found = reinterpret_cast<SequenceRecord const*>(header + 1)[place];
     int const of_sequence = index - found.first_place * int(packs_of_all.value);
-    int const section = m_blocks * int(packs.value), head_kv = of_sequence / section;
-    int const of_section = of_sequence - head_kv * section;
-    int const rank = packs.quotient(of_section), pack = of_section - rank * int(packs.value);
-    int const packed = int(rows.packed.value);
+
+    int const m_blocks = ceil_div(found.seqlen_q, rows.tile_queries());
+    int const tiles_of_head = m_blocks * int(packs.value);
+    int const heads = larger(1, smaller(heads_kv, wanted_tiles / tiles_of_head));  // of a section
+    int const first_head = of_sequence / (heads * tiles_of_head) * heads;
+    int const of_section = of_sequence - first_head * tiles_of_head;
+    int const width = smaller(heads, heads_kv - first_head) * int(packs.value);
+    int const rank = of_section / width, pack = of_section - rank * width;
+    int const head_kv = first_head + packs.quotient(pack), packed = int(rows.packed.value);
     return {.m_begin = (descending ? m_blocks - 1 - rank : rank) * rows.tile_queries(),
-            .head = head_kv * heads_per_kv + smaller(pack * packed, heads_per_kv - packed),
+            .head = head_kv * heads_per_kv + smaller(packs.remainder(pack) * packed, heads_per_kv - packed),
             .head_kv = head_kv,
+            .batch = found.batch,
+            .q_begin = found.q_begin,
             .seqlen_q = found.seqlen_q,
-            .seqlen_k = found.seqlen_k,
-            .place = place,
-            .order = this};
+            .k_begin = found.k_begin,
+            .seqlen_k = found.seqlen_k};
   }
 };
-
-FLASH_CUTE_HOST_DEVICE SequenceRecord const& RaggedTile::record() const { return order->record(place); }
 
 // Places that a list has room for: each sequence's last tile may be short.
 inline int64_t place_capacity(ForwardParams const& params, PackedRows const& rows) {
@@ -116,19 +112,18 @@ FLASH_CUTE_HOST_DEVICE WindowMask mask_of(ForwardParams const& params, RaggedTil
 
 // The batch entry, and the first query and key of the sequence among its rows.
 FLASH_CUTE_HOST_DEVICE int entry_of(TileCoord const& tile) { return tile.batch; }
-FLASH_CUTE_HOST_DEVICE int entry_of(RaggedTile const& tile) { return tile.record().batch; }
+FLASH_CUTE_HOST_DEVICE int entry_of(RaggedTile const& tile) { return tile.batch; }
 FLASH_CUTE_HOST_DEVICE int first_query_of(TileCoord const&) { return 0; }
-FLASH_CUTE_HOST_DEVICE int first_query_of(RaggedTile const& tile) { return tile.record().q_begin; }
+FLASH_CUTE_HOST_DEVICE int first_query_of(RaggedTile const& tile) { return tile.q_begin; }
 FLASH_CUTE_HOST_DEVICE int first_key_of(TileCoord const&) { return 0; }
-FLASH_CUTE_HOST_DEVICE int first_key_of(RaggedTile const& tile) { return tile.record().k_begin; }
+FLASH_CUTE_HOST_DEVICE int first_key_of(RaggedTile const& tile) { return tile.k_begin; }
 
 // Where the LSE of its head and its sequence's first query is.
 FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, TileCoord const& tile) {
   return (int64_t(tile.batch) * params.shape.heads_q + tile.head) * params.shape.seqlen_q;
 }
 FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, RaggedTile const& tile) {
-  SequenceRecord const& record = tile.record();
-  return record.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + record.q_begin;
+  return tile.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + tile.q_begin;
 }
 
 // How a tensor map names the rows of a sequence: (row, entry of the batch) where they are alike.
@@ -148,21 +143,19 @@ struct RaggedPlace {
 enum class OperandName { q, k, v, out };
 
 template <OperandName>
-FLASH_CUTE_HOST_DEVICE DensePlace place_of(TileCoord const& tile) {
+FLASH_CUTE_HOST_DEVICE DensePlace place_of(TileOrder const&, TileCoord const& tile) {
   return {tile.batch};
 }
 template <OperandName operand>
-FLASH_CUTE_HOST_DEVICE RaggedPlace place_of(RaggedTile const& tile) {
-  RaggedEntries const& entries = tile.order->entries;
-  SequenceRecord const& record = tile.record();
+FLASH_CUTE_HOST_DEVICE RaggedPlace place_of(RaggedOrder const& order, RaggedTile const& tile) {
+  RaggedEntries const& entries = order.entries;
   constexpr bool kKeys = operand == OperandName::k || operand == OperandName::v;
   int const length = kKeys ? tile.seqlen_k : tile.seqlen_q;
   int const entry = operand == OperandName::q   ? entries.q
                     : operand == OperandName::k ? entries.k
                     : operand == OperandName::v ? entries.v
                                                 : entries.out;
-  return {RaggedPlace::kBound - length,
-          record.batch * entry + (kKeys ? record.k_begin : record.q_begin) + length};
+  return {RaggedPlace::kBound - length, tile.batch * entry + (kKeys ? tile.k_begin : tile.q_begin) + length};
 }
 
 }  // namespace flash_cute

@@ -75,7 +75,7 @@ struct ForwardConsumerSm90 {
       } else {
         store_lse(params, tile, rows, softmax, cS);
       }
-      epilogue.store(acc_o, tile);
+      epilogue.store(acc_o, tile, place_of<OperandName::out>(tiles.order, tile));
     };
 
     auto tile = tiles.tile();
@@ -87,8 +87,6 @@ struct ForwardConsumerSm90 {
       WindowMask const& mask = mask_of(params, tile);
       BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
       BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
-      tiles.advance();
-      auto const upcoming = tiles.tile();  // after the last tile a place that nobody uses
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
@@ -118,6 +116,7 @@ struct ForwardConsumerSm90 {
       }
 
       release(ring_q, at_q);
+      tiles.advance();
 
       bool const one_block = visited.end - visited.begin == 1;
       if (tiles.through()) {  // nothing follows that would need a turn
@@ -131,6 +130,7 @@ struct ForwardConsumerSm90 {
       issue_output(one_block);
       if constexpr (kRunsAhead) issue_first_scores();
       turns.pass();
+      auto const upcoming = tiles.tile();
       wait_products<kRunsAhead>(acc_o);
       release(shared.ring_v, at_v);
       store_tile(tile);

@@ -20,9 +20,8 @@ struct ForwardEpilogueSm90 {
 
   // The warpgroup's rows of O, finished; tile.m_begin is its first query. Returns while they are on their
   // way.
-  template <class Output, class Tile>
-  CUTE_DEVICE void store(Output const& acc_o, Tile const& tile) const {
-    auto const place = place_of<OperandName::out>(tile);
+  template <class Output, class Tile, class Place>
+  CUTE_DEVICE void store(Output const& acc_o, Tile const& tile, Place const& place) const {
     typename Traits::MmaO const mma_o;
     auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
     auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);

@@ -17,9 +17,10 @@ struct ForwardPlan {
   ForwardTile tile;
   PackedRows rows;              // of a tile
   int blocks;                   // of the grid
-  bool ragged = false;          // sequences differ in length: a list of tiles is made on the device
+  bool ragged = false;          // sequences differ in length: a list of them is made on the device
+  int section_tiles = 0;        // of it, see RaggedOrder
   TileOrder order = {};         // of sequences that are alike
-  int64_t workspace_bytes = 0;  // LengthParams::workspace, for the list of tiles
+  int64_t workspace_bytes = 0;  // LengthParams::workspace, for the list
 };
 
 namespace plan {
@@ -112,7 +113,10 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
 // bucket: the head dim of the kernel that serves the problem.
 inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& params) {
   bool const persistent = family == Family::sm90;
+  int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
+  // Tiles that share K and V come in sections (see TileOrder, RaggedOrder): on sm80 of two rounds, of blocks
+  // one an SM; on sm90 of one head of K and V, or of one round where blocks claim their tiles.
   if (result.ragged) {
     int64_t const places = place_capacity(params, result.rows);
     int64_t const tiles =
@@ -120,14 +124,12 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     if (tiles > std::numeric_limits<int>::max()) {
       throw std::runtime_error("flash_cute: there are more than 2**31 tiles of queries");
     }
-    result.blocks = persistent ? smaller(int(tiles), params.device.multiprocessors) : int(tiles);
+    result.section_tiles = persistent ? multiprocessors : 2 * multiprocessors;
+    result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     result.workspace_bytes = sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord));
   } else {
-    // Tiles that share K and V come in sections of two rounds on sm80 (of blocks, one an SM), on sm90 in
-    // sections of one head of K and V. See TileOrder.
-    int const wanted_tiles = persistent ? 0 : 2 * params.device.multiprocessors;
-    result.order =
-        TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes, wanted_tiles);
+    result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
+                                   persistent ? 0 : 2 * multiprocessors);
     result.blocks = persistent ? plan::persistent_blocks(params, result.order, result.tile.block_n)
                                : result.order.tiles();
   }

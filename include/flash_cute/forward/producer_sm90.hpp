@@ -31,9 +31,7 @@ struct ForwardProducerSm90 {
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
     do {
-      auto const tile = tiles.tile();
-      tiles.advance();
-      load(tile, tiles);
+      load(tiles.tile(), tiles);
     } while (!tiles.through());
   }
 
@@ -43,7 +41,7 @@ struct ForwardProducerSm90 {
     PackedRows const& rows = tiles.order.rows;
     BlockRange const visited =
         visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
-    auto const place_q = place_of<OperandName::q>(tile);
+    auto const place_q = place_of<OperandName::q>(tiles.order, tile);
 
     auto load_kv = [&](CUtensorMap const& map, auto const& place, auto& ring, auto& at, auto* slots,
                        int block) {
@@ -53,10 +51,10 @@ struct ForwardProducerSm90 {
       at.advance();
     };
     auto load_k = [&](int block) {
-      load_kv(maps.k, place_of<OperandName::k>(tile), shared.ring_k, at_k, shared.k, block);
+      load_kv(maps.k, place_of<OperandName::k>(tiles.order, tile), shared.ring_k, at_k, shared.k, block);
     };
     auto load_v = [&](int block) {
-      load_kv(maps.v, place_of<OperandName::v>(tile), shared.ring_v, at_v, shared.v, block);
+      load_kv(maps.v, place_of<OperandName::v>(tiles.order, tile), shared.ring_v, at_v, shared.v, block);
     };
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
@@ -69,11 +67,13 @@ struct ForwardProducerSm90 {
           rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
-    tiles.announce();
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);
+      // Only now, near its end: the sooner a block claims another tile, the more unlike is what blocks get.
+      if (block == smaller(visited.begin + 1, visited.end - 1)) tiles.advance();
       load_v(block);
     }
+    tiles.announce();
   }
 };
 
