@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <new>
@@ -51,11 +52,15 @@ std::optional<std::pair<int, int>> row_of(Order const& order, int group, int row
 // The tiles of a block.
 std::vector<std::tuple<int, int, int>> stream_of(TileOrder const& order, int block, int blocks) {
   std::vector<std::tuple<int, int, int>> list;
-  for (TileStream tiles{order, block, blocks}; !tiles.through(); tiles.advance()) {
-    TileCoord const tile = tiles.tile();
+  TileStream tiles{order, block, blocks};
+  int left = tiles.count();
+  if (left == 0) return list;
+  for (TileCoord tile = tiles.first();;) {
     list.emplace_back(tile.m_begin, tile.head, tile.batch);
+    TileCoord const upcoming = tiles.next();
+    if (tiles.through(left)) return list;
+    tile = tiles.get(upcoming);
   }
-  return list;
 }
 
 // Params with tensors of lengths, which here are on the host.
@@ -81,26 +86,24 @@ struct RaggedBatch {
 
 // A list of sequences as attention/prepare.cuh writes it, and the order over it.
 struct RaggedTiles {
-  using Record = std::array<int, 6>;  // a SequenceRecord's numbers
   RaggedBatch const& batch;
   std::vector<std::byte> list;
   RaggedOrder order;
 
-  // entries: rows from one entry of q, k, v and out to the next.
+  // entries: rows from one entry of q, k, v and out to the next. listed: the sequences, in their order.
   RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
-              std::array<int, 4> entries, std::vector<Record> const& records)
+              std::array<int, 4> entries, std::vector<int> const& listed)
       : batch(batch_),
-        list(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord)),
         order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles)) {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
-    auto* const header = new (list.data()) TileListHeader{};
-    header->places = int(records.size());
-    std::byte* place = list.data() + sizeof(TileListHeader);
-    for (auto const& [entry, first_place, q_begin, seqlen_q, k_begin, seqlen_k] : records) {
-      new (place) SequenceRecord{entry, first_place, q_begin, seqlen_q, k_begin, seqlen_k, {}};
-      place += sizeof(SequenceRecord);
+    std::vector<SequenceRecord> records;
+    for (int const b : listed) {
+      SequenceRecord const record = order.record(b, sequence(batch.params, b), int(records.size()));
+      records.insert(records.end(), record.m_blocks, record);
     }
-    order.header = header;
+    list.resize(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord));
+    order.header = new (list.data()) TileListHeader{.places = int(records.size()), .claimed = 0};
+    std::ranges::copy(records, reinterpret_cast<SequenceRecord*>(order.header + 1));
   }
   RaggedTiles(RaggedTiles const&) = delete;
 
@@ -187,8 +190,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       });
 
   py::class_<RaggedTiles>(module, "RaggedTiles")
-      .def(py::init<RaggedBatch const&, int, int, int, int, std::array<int, 4>,
-                    std::vector<RaggedTiles::Record>>(),
+      .def(py::init<RaggedBatch const&, int, int, int, int, std::array<int, 4>, std::vector<int>>(),
            py::keep_alive<1, 2>())
       .def("tiles", [](RaggedTiles const& tiles) { return tiles.order.tiles(); })
       .def("__call__",

@@ -335,17 +335,15 @@ def ragged_tiles(draw, host):
     group = sizes[1] // sizes[2]
     packed = -(-group // -(-group // (block_m // groups))) if draw(st.booleans()) else 1
     queries = block_m // groups // packed * groups
-    records = []
-    for index in draw(st.permutations(range(sizes[0]))):
-        begin, _, used, first_key, mask = batch.sequence(index)
-        records += [(index, len(records), begin, used, first_key, mask.seqlen_k)] * -(-used // queries)
-    assert len(records) <= batch.place_capacity(block_m, groups, packed)
+    used = [batch.sequence(index)[2] for index in range(sizes[0])]
+    assert sum(-(-count // queries) for count in used) <= batch.place_capacity(block_m, groups, packed)
+    listed = draw(st.permutations([index for index in range(sizes[0]) if used[index]]))
     # q and out lie alike or not, and between two entries may be more than their rows
     sizes_of = sizes[3], sizes[4], sizes[4], sizes[3]
     entries = [0 if lengths[0] else size + draw(st.integers(0, 20)) for size in sizes_of]
     tile = block_m, groups, packed
     section_tiles = draw(st.sampled_from([1, 2, 7, 132]))
-    return sizes, batch, tile, entries, host.RaggedTiles(batch, *tile, section_tiles, entries, records)
+    return sizes, batch, tile, entries, host.RaggedTiles(batch, *tile, section_tiles, entries, listed)
 
 
 @given(st.data())

@@ -15,7 +15,8 @@ struct alignas(16) SequenceRecord {
   int batch, first_place;
   int q_begin, seqlen_q;
   int k_begin, seqlen_k;  // its first key that some query reaches
-  int unused[2];
+  int m_blocks;           // of queries
+  int section_heads;      // see RaggedOrder
 };
 
 struct alignas(16) TileListHeader {
@@ -67,6 +68,20 @@ struct RaggedOrder {
             .entries = RaggedEntries::of(params)};
   }
 
+  // What the list has of sequence b, whose places begin at first_place.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
+    int const m_blocks = ceil_div(s.used, rows.tile_queries());
+    int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
+    return {.batch = b,
+            .first_place = first_place,
+            .q_begin = s.queries.begin,
+            .seqlen_q = s.used,
+            .k_begin = s.k_begin,
+            .seqlen_k = s.mask.seqlen_k,
+            .m_blocks = m_blocks,
+            .section_heads = larger(1, smaller(heads_kv, section))};
+  }
+
   FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
 
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
@@ -74,15 +89,14 @@ struct RaggedOrder {
     SequenceRecord const found = reinterpret_cast<SequenceRecord const*>(header + 1)[place];
     int const of_sequence = index - found.first_place * int(packs_of_all.value);
 
-    int const m_blocks = ceil_div(found.seqlen_q, rows.tile_queries());
-    int const tiles_of_head = m_blocks * int(packs.value);
-    int const heads = larger(1, smaller(heads_kv, wanted_tiles / tiles_of_head));  // of a section
-    int const first_head = of_sequence / (heads * tiles_of_head) * heads;
+    auto divided = [](int n, int by) { return int(unsigned(n) / unsigned(by)); };  // signed takes longer
+    int const tiles_of_head = found.m_blocks * int(packs.value), heads = found.section_heads;
+    int const first_head = divided(of_sequence, heads * tiles_of_head) * heads;
     int const of_section = of_sequence - first_head * tiles_of_head;
     int const width = smaller(heads, heads_kv - first_head) * int(packs.value);
-    int const rank = of_section / width, pack = of_section - rank * width;
+    int const rank = divided(of_section, width), pack = of_section - rank * width;
     int const head_kv = first_head + packs.quotient(pack), packed = int(rows.packed.value);
-    return {.m_begin = (descending ? m_blocks - 1 - rank : rank) * rows.tile_queries(),
+    return {.m_begin = (descending ? found.m_blocks - 1 - rank : rank) * rows.tile_queries(),
             .head = head_kv * heads_per_kv + smaller(packs.remainder(pack) * packed, heads_per_kv - packed),
             .head_kv = head_kv,
             .batch = found.batch,

@@ -114,15 +114,25 @@ struct TileOrder {
 struct TileStream {
   TileOrder const& order;
   int block, blocks;
-  int round = 0, place = block;
+  int round = 0;
 
-  FLASH_CUTE_HOST_DEVICE TileCoord tile() const { return order(place); }
-  FLASH_CUTE_HOST_DEVICE void advance() {
-    ++round;
-    place = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+  FLASH_CUTE_HOST_DEVICE int count() const {
+    int const rounds = order.tiles() / blocks;
+    return rounds + (place(rounds) < order.tiles());
   }
+  FLASH_CUTE_HOST_DEVICE TileCoord first() const { return order(block); }
+  FLASH_CUTE_HOST_DEVICE TileCoord next() { return order(place(++round)); }  // after the last one any
+  FLASH_CUTE_HOST_DEVICE bool through(int& left) const { return --left == 0; }
+  FLASH_CUTE_HOST_DEVICE TileCoord const& get(TileCoord const& upcoming) const { return upcoming; }
+
+  // See ClaimedTiles.
+  FLASH_CUTE_HOST_DEVICE void claim() const {}
   FLASH_CUTE_HOST_DEVICE void announce() const {}
-  FLASH_CUTE_HOST_DEVICE bool through() const { return place >= order.tiles(); }
+
+ private:
+  FLASH_CUTE_HOST_DEVICE int place(int in_round) const {
+    return in_round * blocks + (in_round % 2 == 0 ? block : blocks - 1 - block);
+  }
 };
 
 }  // namespace flash_cute

@@ -78,15 +78,16 @@ struct ForwardConsumerSm90 {
       epilogue.store(acc_o, tile, place_of<OperandName::out>(tiles.order, tile));
     };
 
-    auto tile = tiles.tile();
+    auto tile = tiles.first();
     turns.wait();
     issue_first_scores();
     turns.pass();
     wait_products<0>(acc_first);
-    while (true) {
+    for (int left = tiles.count();;) {
       WindowMask const& mask = mask_of(params, tile);
       BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
       BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
+      auto const upcoming = tiles.next();
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
@@ -116,10 +117,9 @@ struct ForwardConsumerSm90 {
       }
 
       release(ring_q, at_q);
-      tiles.advance();
 
       bool const one_block = visited.end - visited.begin == 1;
-      if (tiles.through()) {  // nothing follows that would need a turn
+      if (tiles.through(left)) {  // nothing follows that would need a turn
         issue_output(one_block);
         wait_products<0>(acc_o);
         store_tile(tile);
@@ -130,11 +130,10 @@ struct ForwardConsumerSm90 {
       issue_output(one_block);
       if constexpr (kRunsAhead) issue_first_scores();
       turns.pass();
-      auto const upcoming = tiles.tile();
       wait_products<kRunsAhead>(acc_o);
       release(shared.ring_v, at_v);
       store_tile(tile);
-      tile = upcoming;
+      tile = tiles.get(upcoming);
       if constexpr (!kRunsAhead) {
         ring_q.wait(at_q);  // outside of the turn, which would hold the other warpgroup up
         turns.wait();

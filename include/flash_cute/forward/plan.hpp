@@ -116,7 +116,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
   // Tiles that share K and V come in sections (see TileOrder, RaggedOrder): on sm80 of two rounds, of blocks
-  // one an SM; on sm90 of one head of K and V, or of one round where blocks claim their tiles.
+  // one an SM; on sm90 of one head of K and V, or of one round where claimed tiles differ in length.
   if (result.ragged) {
     int64_t const places = place_capacity(params, result.rows);
     int64_t const tiles =
@@ -124,7 +124,8 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     if (tiles > std::numeric_limits<int>::max()) {
       throw std::runtime_error("flash_cute: there are more than 2**31 tiles of queries");
     }
-    result.section_tiles = persistent ? multiprocessors : 2 * multiprocessors;
+    bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
+    result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     result.workspace_bytes = sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord));
   } else {

@@ -30,9 +30,13 @@ struct ForwardProducerSm90 {
 
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
-    do {
-      load(tiles.tile(), tiles);
-    } while (!tiles.through());
+    auto tile = tiles.first();
+    for (int left = tiles.count();;) {
+      auto const upcoming = tiles.next();
+      load(tile, tiles);
+      if (tiles.through(left)) return;
+      tile = tiles.get(upcoming);
+    }
   }
 
  private:
@@ -67,13 +71,13 @@ struct ForwardProducerSm90 {
           rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
+    int const claimed_at = smaller(visited.begin + ClaimedTiles::kAhead, visited.end - 1);
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);
-      // Only now, near its end: the sooner a block claims another tile, the more unlike is what blocks get.
-      if (block == smaller(visited.begin + 1, visited.end - 1)) tiles.advance();
+      if (block == claimed_at) tiles.claim();
       load_v(block);
+      if (block == larger(claimed_at - 1, visited.begin)) tiles.announce();
     }
-    tiles.announce();
   }
 };
 
