@@ -51,10 +51,16 @@ def latency_us(function: Callable, calls: int, device: torch.device) -> float:
 
 
 def functions(problem: Problem, device: torch.device) -> dict[str, Callable]:
-    """Our face, our bare operator, the peers' bare operators, SDPA's face, and one allocation for scale."""
+    """Our face (also of packed sequences), our bare operator, the peers' bare operators, SDPA's face, and one
+    allocation for scale."""
     q, k, v = problem.inputs(device)
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    offsets = torch.arange(problem.batch + 1, dtype=torch.int32, device=device) * problem.seqlen_q
     found = {
         "flash_cute.forward": partial(flash_cute.forward, q, k, v, problem.causal),
+        "flash_cute.forward_varlen": partial(
+            flash_cute.forward_varlen, *packed, offsets, causal=problem.causal
+        ),
         "torch.ops.flash_cute.forward": partial(torch.ops.flash_cute.forward, q, k, v, problem.causal),
     }
     ours = contenders.families(device)

@@ -91,15 +91,16 @@ bool copy_lse(Tensor const& source, Tensor& target) {
 // The result in q's own type; nullopt where that is not possible, or not exact enough.
 std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& arguments,
                                                  AttentionProblem const& problem) {
-  auto const& [q, k, v, options, lengths] = arguments;
-  if (problem.ragged || q.numel() == 0 || k.numel() == 0) return std::nullopt;
+  if (problem.ragged || arguments.q.numel() == 0 || arguments.k.numel() == 0) return std::nullopt;
   WindowMask const mask = problem.mask();
   bool const full_to_the_left = mask.left >= mask.seqlen_k - 1;
   bool const full = full_to_the_left && mask.right >= mask.seqlen_q - 1;
   // PyTorch's causal mask is aligned top left, which is ours in a square.
   bool const causal = full_to_the_left && mask.right == 0 && mask.shift() == 0;
-  bool const readable = q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1;
-  if (!(full || causal) || !readable) return std::nullopt;
+  if (!(full || causal)) return std::nullopt;
+  // PyTorch's kernel wants rows without gaps.
+  auto without_gaps = [](Tensor const& x) { return x.stride(3) == 1 ? x : torch::stable::contiguous(x); };
+  Tensor const q = without_gaps(arguments.q), k = without_gaps(arguments.k), v = without_gaps(arguments.v);
   double const scale = problem.softmax_scale;
   bool const rounded = problem.element == ElementType::bf16
                            ? are_scores_rounded<torch::headeronly::BFloat16>(q, k, scale)
@@ -111,7 +112,7 @@ std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& argum
                                      from(std::optional<Tensor>()), from(std::optional<double>(scale))});
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
   if (!copy_lse(strided_lse, lse)) return std::nullopt;
-  Tensor like_q = torch::stable::empty_like(q);
+  Tensor like_q = torch::stable::empty_like(arguments.q);
   if (std::ranges::equal(out.strides(), like_q.strides())) return {{out, lse}};
   torch::stable::copy_(like_q, out);
   return {{like_q, lse}};

@@ -136,3 +136,30 @@ def test_sm80_errs_no_more_than_flash_attention_2(head_dim, mask, dtype):
     for name, oracle, *results in zip(("out", "lse"), exact, ours, theirs, strict=True):
         error, limit = ((result.double() - oracle).square().mean().sqrt().item() for result in results)
         assert error <= 1.01 * limit, f"RMS of {name}'s error: {error:.3e}, FlashAttention-2's {limit:.3e}"
+
+
+def small_integers(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=generator).float()
+
+
+def halves(shape: torch.Size, generator: torch.Generator, of_k: bool) -> torch.Tensor:
+    """Rows of q and of k in spaces that are orthogonal to each other."""
+    x = torch.randn(shape, generator=generator)
+    x[..., : shape[-1] // 2] *= of_k
+    x[..., shape[-1] // 2 :] *= not of_k
+    return x
+
+
+@kernel_dtypes
+@full_and_causal
+@pytest.mark.parametrize("scores", ["small integers", "zeros"])
+def test_scores_that_nobody_rounds(kernel, scores, mask, dtype):
+    """Plain PyTorch has no error in these scores that would excuse one in the LSE."""
+    generator = torch.Generator().manual_seed(5)
+    shape = torch.Size((2, 3, 300, 64))
+    if scores == "zeros":
+        q, k = (halves(shape, generator, of_k) for of_k in (False, True))
+    else:
+        q, k = (small_integers(shape, generator) for _ in range(2))
+    inputs = [x.to(kernel.device, dtype) for x in (q, k, torch.randn(shape, generator=generator))]
+    assert_attention(kernel.forward(*inputs, **mask.options), *inputs, mask)
