@@ -33,18 +33,15 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
       // Three blocks an SM; two lose 5% at 512, 3% at 1k. 48 keys lose 3-7%.
-      // A sequence's own lengths take registers that a third block would need.
+      // With a sequence's own lengths, 64 keys would leave registers for two blocks, or spill.
       case 64:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 3},
-                .other_ragged = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 2}};
+                .other_ragged = {.block_m = 128, .block_n = 48, .stages = 2, .warps = 4, .blocks_per_sm = 3}};
       // 96 keys with one stage lose 5-7% at 512 and win 4-8% from 2k on. 32 keys, or 64 rows, lose 6-14%.
       case 96: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 32 rows a warp: K and V are read from shared memory half as often as with 16, which loses 20%. 32 or
       // 48 keys lose 5-8% to 64.
-      // With a sequence's own lengths, more keys spill.
-      case 128:
-        return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4},
-                .other_ragged = {.block_m = 128, .block_n = 32, .stages = 2, .warps = 4}};
+      case 128: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 48 keys lose 7-9%, 32 with two stages 13-18%. 80 lose 4% at 512 causal and win 4-8% from 2k on, but
       // leave an A100 room for one block only.
       case 192: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};

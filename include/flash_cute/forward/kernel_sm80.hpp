@@ -15,6 +15,28 @@ CUTE_DEVICE int read_block_index() {
   return index;
 }
 
+// The tile of this block, found anew whenever it is asked for.
+template <class Order>
+struct TileOfBlock {
+  CUTE_DEVICE TileOfBlock(Order const&, int) {}
+  CUTE_DEVICE auto get(Order const& order) const { return order(read_block_index()); }
+};
+// One that is listed is found once, and lies in shared memory, where it takes no registers either.
+template <>
+struct TileOfBlock<RaggedOrder> {
+  CUTE_DEVICE TileOfBlock(RaggedOrder const& order, int thread) {
+    if (thread == 0) listed() = order(blockIdx.x);
+    __syncthreads();
+  }
+  CUTE_DEVICE RaggedTile const& get(RaggedOrder const&) const { return listed(); }
+
+ private:
+  CUTE_DEVICE static RaggedTile& listed() {
+    __shared__ RaggedTile tile;
+    return tile;
+  }
+};
+
 template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
@@ -31,9 +53,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  ForwardMainloopSm80<Traits>::run(params, order(read_block_index()), shared, thread, softmax, acc_o);
+  TileOfBlock<Order> const tile_of_block(order, thread);
+  ForwardMainloopSm80<Traits>::run(params, tile_of_block.get(order), shared, thread, softmax, acc_o);
 
-  auto const tile = order(read_block_index());
+  auto const& tile = tile_of_block.get(order);
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);
