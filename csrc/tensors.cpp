@@ -62,6 +62,8 @@ Layout::Layout(Tensor const& tensor) {
     sizes = {size[0], size[1], size[2], size[3]};
     strides = {stride[0], stride[1], stride[2], stride[3]};
   }
+  // A single row's stride says nothing; this one has entries begin whole rows after each other.
+  if (sizes[2] == 1) strides[2] = sizes[0] > 1 && strides[0] > 0 ? strides[0] : sizes[3];
 }
 
 char const* reason_to_copy(Tensor const& tensor, bool ragged) {
@@ -70,8 +72,7 @@ char const* reason_to_copy(Tensor const& tensor, bool ragged) {
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kRowAlignment == 0;
   for (int dim = 0; dim < 3; ++dim) {
-    bool const unused = sizes[dim] == 1 && !(ragged && dim == 2);
-    aligned = aligned && (unused || strides[dim] * kElementBytes % kRowAlignment == 0);
+    aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
   }
   if (!aligned) return "its rows do not start at multiples of 16 bytes";
   if (!ragged || sizes[0] == 1 || strides[0] == 0) return "";

@@ -80,7 +80,6 @@ void require_limit(char const* name, std::optional<int64_t> limit) {
 // Returns how many sequences there are: the offsets of packed ones say so, else q's batch.
 int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = lengths;
-  require(cu_seqlens_q || !cu_seqlens_k, "cu_seqlens_k is given without cu_seqlens_q");
   for (auto const& length : lengths) {
     if (!length) continue;
     require(length->type == ScalarType::Int, length->name, " has dtype ", DtypeOf{length->type},
@@ -146,6 +145,7 @@ AttentionProblem validate(AttentionArguments const& arguments) {
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths) {
+  require(lengths[0] || !lengths[1], "cu_seqlens_k is given without cu_seqlens_q");
   bool const packed = lengths[0].has_value();
   size_t const dims = packed ? 3 : 4;
   for (Operand const* operand : {&q, &k, &v}) {

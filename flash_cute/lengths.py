@@ -10,7 +10,7 @@ import torch
 from flash_cute import cpu, ops
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
-CHECKED = os.environ.get("FLASH_CUTE_CHECK", "0") != "0"
+CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
 Lengths = dict[str, torch.Tensor]  # those of ops.LENGTHS that are given
 
@@ -32,7 +32,8 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
             )
     if given:
         raise _error(f"{next(iter(given))} is given with nested tensors, which have lengths of their own")
-    if v.shape[2] != k.shape[2]:
+    # Tensors with lengths have the same symbolic size where these are the same, whatever the offsets.
+    if v.shape[2] != k.shape[2] or (k.lengths() is not None and v.offsets() is not k.offsets()):
         raise _error("k and v are nested with different offsets; make both from the same offsets tensor")
     given = {
         "cu_seqlens_q": q.offsets(),
@@ -57,15 +58,19 @@ def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torc
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> None:
     """Raises ValueError if a sequence leaves its tensor, or more of its rows are to count than it has.
 
-    Values that nobody knows yet, as while a compiler traces or a CUDA graph is captured, are not looked at.
+    Values that nobody knows yet, as while a compiler traces or a CUDA graph is captured, are not looked at,
+    nor those of subclasses of torch.Tensor.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
-    if any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in given.values()):
+    if torch._C._are_functorch_transforms_active():
+        return
+    plain = torch.Tensor, torch.nn.Parameter
+    if any(type(tensor) not in plain or tensor.is_meta for tensor in given.values()):
         return
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    ops.check(q, k, v, **given)
+    ops.check(*ops.as_cast(q, k, v), **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
 

@@ -80,9 +80,14 @@ def forward_varlen(
 
 def plan(q, k, v, *args, **options) -> str:
     """The operator flash_cute::plan, of what forward would run under autocast."""
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = (torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in (q, k, v))
-    return torch.ops.flash_cute.plan.default(q, k, v, *args, **options)
+    return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), *args, **options)
+
+
+def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What stands for the tensors as autocast gives them to forward; without autocast they themselves."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    return tuple(torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in tensors)
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -197,13 +202,16 @@ def _hints(sizes: torch.Size) -> list[int | None]:
 def _vmap(info, in_dims, tensors, options):
     """The mapped dimension becomes a part of the batch."""
 
-    def folded(tensor: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+    def folded(name: str, dim: int | None) -> torch.Tensor | None:
+        tensor = tensors[name]
         if tensor is None:
             return None
         mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        return mapped.flatten(0, 1)
+        if mapped.dim() == 1:
+            raise ValueError(f"flash_cute.forward: {name} has shape (); (batch,) is accepted")
+        return mapped.flatten(0, 1).contiguous() if name in LENGTHS else mapped.flatten(0, 1)
 
-    folds = {name: folded(tensor, in_dims[0][name]) for name, tensor in tensors.items()}
+    folds = {name: folded(name, in_dims[0][name]) for name in tensors}
     results = _forward(**folds, **options)
     q, dim = tensors["q"], in_dims[0]["q"]
     sizes = q.shape if dim is None else q.movedim(dim, 0).shape[1:]

@@ -68,7 +68,7 @@ class Explanation(dict):
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
-    smem_bytes, grid in blocks, seqlen_k_used.
+    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths), seqlen_k_used.
     """
 
     @classmethod

@@ -317,10 +317,19 @@ def test_checked_values(kernel, checked, change, words, packed):
 def test_checks_are_asked_for_by_the_environment():
     script = "from flash_cute import lengths; print(lengths.CHECKED)"
     path = os.pathsep.join(sys.path)
-    for value, expected in (("1", "True"), ("0", "False")):
+    for value, expected in (("1", "True"), ("0", "False"), ("", "False"), ("off", "False")):
         environment = os.environ | {"PYTHONPATH": path, "FLASH_CUTE_CHECK": value}
         ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert ran.stdout.strip() == expected, ran.stderr
+
+
+def test_checks_under_autocast(kernel, checked):
+    x = torch.randn(10, 4, 64, device=kernel.device)
+    offsets = int32([0, 3, 10], kernel.device)
+    with torch.autocast(kernel.device.type, torch.bfloat16):
+        out, _ = kernel.forward(x, x, x, cu_seqlens_q=offsets)
+    same, _ = kernel.forward(*[x.bfloat16()] * 3, cu_seqlens_q=offsets)
+    assert torch.equal(out, same)
 
 
 def test_checks_leave_other_errors_and_tracing_alone(kernel, checked):
@@ -436,3 +445,37 @@ def test_nested(kernel, name, mask, lse):
     assert out._ragged_idx == q._ragged_idx
     assert torch.equal(out.values().transpose(0, 1), plain[0])
     assert (out + q).shape == q.shape
+
+
+def test_nested_keys_and_values_of_other_places(device):
+    """As many rows of each sequence, which PyTorch takes for the same shape."""
+    offsets, others = (torch.tensor(x, device=device) for x in ([0, 4, 8], [2, 6, 8]))
+    counts = torch.tensor([2, 2], device=device)
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            torch.randn(8, 2, 16, device=device).bfloat16(), where, counts
+        ).transpose(1, 2)
+        for where in (offsets, offsets, others)
+    )
+    with pytest.raises(ValueError, match="k and v are nested with different offsets"):
+        flash_cute.attention(q, k, v)
+
+
+@pytest.mark.parametrize("behind", [0, 3000])
+def test_rows_of_one_sequence_among_many(kernel, behind):
+    """A buffer that few rows of are used is cleared by all blocks; a single row may have any stride."""
+    total, used = 4000, 1 if behind == 0 else 128
+    storage = torch.randn(total + 1, 4, 64, device=kernel.device).bfloat16()
+    offsets = int32([0, used], kernel.device)
+    packed = storage[: used + behind]
+    out, lse = kernel.forward(packed, packed, packed, cu_seqlens_q=offsets)
+    dense = packed[:used].transpose(0, 1).unsqueeze(0)
+    assert_attention(
+        (out[:used].transpose(0, 1).unsqueeze(0), lse[:, :used].unsqueeze(0).contiguous()), *[dense] * 3
+    )
+    assert not out[used:].any()
+    assert lse[:, used:].isneginf().all()
+    if behind == 0:
+        odd = torch.as_strided(storage, (1, 4, 64), (2**40, 64, 1))
+        for result, same in zip(kernel.forward(odd, odd, odd, cu_seqlens_q=offsets), (out, lse), strict=True):
+            assert torch.equal(result, same)

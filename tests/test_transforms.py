@@ -137,7 +137,9 @@ def test_vmap_of_lengths(kernel, mapped):
     dim = 0 if mapped else None
     for function in (
         attend,
-        lambda *x: torch.ops.flash_cute._forward(*x[:3], True, seqused_q=x[3], leftpad_k=x[4]),
+        lambda *x: torch.ops.flash_cute._forward(
+            *x[:3], True, seqused_q=x[3], leftpad_k=x[4], family=kernel.family
+        ),
     ):
         results = torch.vmap(function, in_dims=(0, 0, 0, dim, dim))(*inputs, *lengths)
         for index in range(3):
@@ -145,6 +147,27 @@ def test_vmap_of_lengths(kernel, mapped):
             expected = attend(*(x[index] for x in inputs), *entry)
             for result, same in zip(results, expected, strict=True):
                 torch.testing.assert_close(result[index], same)
+
+
+def test_vmap_of_lengths_of_one_sequence(kernel):
+    """Folding leaves a stride that only a tensor of one entry may have."""
+    q, k, v = (x[:, :1] for x in stacked(3, kernel.device))
+    used = torch.tensor([70, 3, 40], dtype=torch.int32, device=kernel.device)
+
+    def attend(q, k, v, used):
+        return flash_cute.forward(q, k, v, seqused_k=used, family=kernel.family)
+
+    wide = used.unsqueeze(1).repeat(1, 3)[:, :1]
+    for lengths, dim in ((wide, 0), (used[:1], None)):
+        results = torch.vmap(attend, in_dims=(0, 0, 0, dim))(q, k, v, lengths)
+        for index in range(3):
+            expected = attend(
+                q[index], k[index], v[index], lengths if dim is None else lengths[index].clone()
+            )
+            for result, same in zip(results, expected, strict=True):
+                torch.testing.assert_close(result[index], same)
+    with pytest.raises(ValueError, match=r"seqused_k has shape \(\); \(batch,\) is accepted"):
+        torch.vmap(attend)(q, k, v, used)
 
 
 def test_vmap_of_packed_sequences_is_refused(kernel):

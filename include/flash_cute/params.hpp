@@ -47,7 +47,7 @@ struct LengthParams {
   int const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // (batch + 1,) offsets of packed rows
   int const *seqused_q = nullptr, *seqused_k = nullptr;        // (batch,) how many rows count, from the first
   int const* leftpad_k = nullptr;                              // (batch,) how many of these keys do not count
-  void* workspace = nullptr;  // LaunchPlan::workspace_bytes, for the list of tiles
+  void* workspace = nullptr;  // ForwardPlan::workspace_bytes, for the list of tiles
   bool given = false;         // else all sequences are alike, as the shape says
 };
 

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "flash_cute/attention/ragged.hpp"
@@ -12,6 +13,7 @@
 namespace flash_cute {
 
 constexpr int kLengthClasses = 256;
+constexpr int64_t kUncountable = int64_t(1) << 32;  // blocks of queries, of offsets that overlap
 
 // Of kernels that are launched early, which only GPUs from Hopper on do: from here on the kernel behind this
 // one may be, too, and wait in its turn.
@@ -50,6 +52,18 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
       if (m_blocks > 0) visit(b, s, m_blocks, length_class(longest));
     }
   };
+  if (int64_t(params.shape.batch) * capacity >= kUncountable) {  // else no offsets can make as many
+    int64_t blocks = 0;
+    for_each_sequence([&](int, Sequence const&, int m_blocks, int) { blocks += m_blocks; });
+    using Total = cub::BlockReduce<int64_t, kThreads>;
+    __shared__ typename Total::TempStorage total_storage;
+    int64_t const total = Total(total_storage).Sum(blocks);  // thread 0 has it
+    if (__syncthreads_or(threadIdx.x == 0 && total >= kUncountable)) {
+      if (threadIdx.x == 0) *order.header = {.places = 0, .claimed = 0};
+      return;
+    }
+  }
+
   for_each_sequence(
       [&](int, Sequence const&, int m_blocks, int length) { atomicAdd(&next[length], unsigned(m_blocks)); });
   __syncthreads();
@@ -74,8 +88,11 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
   });
 }
 
-// Rows [begin, end) of an entry become 0 and -inf.
-__device__ inline void clear_rows(ForwardParams const& params, int entry, int begin, int end) {
+// Part `part` of `parts` of the rows [first, last) of an entry becomes 0 and -inf.
+__device__ inline void clear_rows(ForwardParams const& params, int entry, int first, int last, int part,
+                                  int parts) {
+  int64_t const count = larger(0, last - first);
+  int const begin = first + int(count * part / parts), end = first + int(count * (part + 1) / parts);
   constexpr int kChunk = 8;  // elements of 16 bytes
   ProblemShape const& shape = params.shape;
   int const chunks = shape.head_dim / kChunk;
@@ -102,23 +119,24 @@ __global__ void __launch_bounds__(kThreads)
     list_sequences<kThreads>(params, order, capacity);
     return;
   }
-  int const* const offsets = params.lengths.cu_seqlens_q;
   int const batch = params.shape.batch, rows = params.shape.seqlen_q;
-  for (int b = blockIdx.x - 1; b <= batch; b += gridDim.x - 1) {
-    if (b < batch) {
-      Sequence const s = sequence(params, b);
-      clear_rows(params, offsets ? 0 : b, s.queries.begin + s.used, s.queries.end);
-    } else if (offsets) {
-      clear_rows(params, 0, 0, smaller(larger(offsets[0], 0), rows));
-      clear_rows(params, 0, larger(0, smaller(offsets[batch], rows)), rows);
-    }
+  int const block = blockIdx.x - 1, blocks = gridDim.x - 1;
+  int const* const offsets = params.lengths.cu_seqlens_q;
+  int const parts = larger(1, blocks / batch);  // of a sequence
+  for (int64_t i = block; i < int64_t(batch) * parts; i += blocks) {
+    int const b = int(i / parts);
+    Sequence const s = sequence(params, b);
+    clear_rows(params, offsets ? 0 : b, s.queries.begin + s.used, s.queries.end, int(i % parts), parts);
   }
+  if (!offsets) return;
+  clear_rows(params, 0, 0, smaller(offsets[0], rows), block, blocks);
+  clear_rows(params, 0, larger(0, offsets[batch]), rows, block, blocks);
 }
 
 // kStartsEarly: as of the kernel after it.
 template <bool kStartsEarly>
 void launch_prepare(ForwardParams const& params, RaggedOrder const& order, cudaStream_t stream) {
-  int const clearing = smaller(params.shape.batch + 1, 2 * params.device.multiprocessors);
+  int const clearing = params.device.multiprocessors;  // blocks
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
     launch_kernel<prepare_kernel<kThreads>, kStartsEarly>(params.device, 1 + clearing, kThreads, 0, stream,
                                                           params, order,

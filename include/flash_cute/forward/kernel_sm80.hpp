@@ -18,21 +18,30 @@ CUTE_DEVICE int read_block_index() {
 // The tile of this block, found anew whenever it is asked for.
 template <class Order>
 struct TileOfBlock {
-  CUTE_DEVICE TileOfBlock(Order const&, int) {}
+  CUTE_DEVICE TileOfBlock(ForwardParams const&, Order const&, int) {}
   CUTE_DEVICE auto get(Order const& order) const { return order(read_block_index()); }
 };
-// One that is listed is found once, and lies in shared memory, where it takes no registers either.
+// One that is listed is found once, and lies in shared memory with its mask, where it takes no registers
+// either.
+struct ListedTile : RaggedTile {
+  WindowMask mask;
+};
+CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, ListedTile const& tile) { return tile.mask; }
+
 template <>
 struct TileOfBlock<RaggedOrder> {
-  CUTE_DEVICE TileOfBlock(RaggedOrder const& order, int thread) {
-    if (thread == 0) listed() = order(blockIdx.x);
+  CUTE_DEVICE TileOfBlock(ForwardParams const& params, RaggedOrder const& order, int thread) {
+    if (thread == 0) {
+      RaggedTile const tile = order(blockIdx.x);
+      listed() = {tile, mask_of(params, tile)};
+    }
     __syncthreads();
   }
-  CUTE_DEVICE RaggedTile const& get(RaggedOrder const&) const { return listed(); }
+  CUTE_DEVICE ListedTile const& get(RaggedOrder const&) const { return listed(); }
 
  private:
-  CUTE_DEVICE static RaggedTile& listed() {
-    __shared__ RaggedTile tile;
+  CUTE_DEVICE static ListedTile& listed() {
+    __shared__ ListedTile tile;
     return tile;
   }
 };
@@ -53,7 +62,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  TileOfBlock<Order> const tile_of_block(order, thread);
+  TileOfBlock<Order> const tile_of_block(params, order, thread);
   ForwardMainloopSm80<Traits>::run(params, tile_of_block.get(order), shared, thread, softmax, acc_o);
 
   auto const& tile = tile_of_block.get(order);

@@ -29,9 +29,9 @@ struct ForwardMainloopSm80 {
   CUTE_DEVICE static void run(ForwardParams const& params, Tile const& tile, SharedStorage& shared,
                               int thread, Softmax& softmax, Output& acc_o) {
     ProblemShape const& shape = params.shape;
-    auto mask = [&]() -> decltype(auto) { return mask_of(params, tile); };  // not kept in registers
-    BlockRange const visited = mask().visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
-    BlockRange const unmasked = mask().unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+    WindowMask const& mask = mask_of(params, tile);
+    BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+    BlockRange const unmasked = mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
     if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
@@ -50,8 +50,8 @@ struct ForwardMainloopSm80 {
                  TileBounds{rows - begin, shape.head_dim});
     };
     auto load_kv = [&](TensorView const& view, int block, auto&& target) {
-      load_tile(TileShapeKV{}, view, tile.head_kv, first_key_of(tile), block * Traits::kBlockN,
-                mask().seqlen_k, target);
+      load_tile(TileShapeKV{}, view, tile.head_kv, first_key_of(tile), block * Traits::kBlockN, mask.seqlen_k,
+                target);
     };
     auto load_k = [&](int block) { load_kv(params.k, block, sK(_, _, block % kStages)); };
     auto load_v = [&](int block) { load_kv(params.v, block, sV(_, _, block % kStages)); };
@@ -71,7 +71,7 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    load_tile(TileShapeQ{}, params.q, tile.head, first_query_of(tile), tile.m_begin, mask().seqlen_q, sQ);
+    load_tile(TileShapeQ{}, params.q, tile.head, first_query_of(tile), tile.m_begin, mask.seqlen_q, sQ);
     load_k(visited.end - 1);
     cp_async_fence();
     load_v(visited.end - 1);
@@ -98,7 +98,7 @@ struct ForwardMainloopSm80 {
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
       if (!unmasked.contains(block)) {
-        hide_invisible<ComparedKeys>(mask(), PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
+        hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);

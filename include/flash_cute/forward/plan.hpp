@@ -121,8 +121,8 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     int64_t const places = place_capacity(params, result.rows);
     int64_t const tiles =
         places * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
-    if (tiles > std::numeric_limits<int>::max()) {
-      throw std::runtime_error("flash_cute: there are more than 2**31 tiles of queries");
+    if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for claims past the end
+      throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
     }
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
     result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
