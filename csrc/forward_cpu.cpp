@@ -36,13 +36,14 @@ bool are_scores_rounded(Tensor const& q, Tensor const& k, double softmax_scale) 
   constexpr int64_t kHeads = 16, kRows = 4;  // that are sampled
   constexpr int64_t kMaxHeadDim = 256;
   using Rows = std::array<std::array<float, kMaxHeadDim>, kRows>;
-  auto read = [](Tensor const& x, int64_t batch, int64_t head, Rows& rows) {
+  int64_t const head_dim = q.size(3);  // asking a tensor is a call, too slow for inner loops
+  auto read = [head_dim](Tensor const& x, int64_t batch, int64_t head, Rows& rows) {
     auto const* const data = static_cast<Element const*>(x.const_data_ptr());
     int64_t const count = smaller(kRows, x.size(2));
     for (int64_t i = 0; i < count; ++i) {
       int64_t const row = (2 * i + 1) * x.size(2) / (2 * count);
       auto const* const source = data + batch * x.stride(0) + head * x.stride(1) + row * x.stride(2);
-      for (int64_t d = 0; d < x.size(3); ++d) rows[i][d] = source[d];
+      for (int64_t d = 0; d < head_dim; ++d) rows[i][d] = source[d];
     }
     return count;
   };
@@ -58,7 +59,7 @@ bool are_scores_rounded(Tensor const& q, Tensor const& k, double softmax_scale) 
     for (int64_t row = 0; row < count_q; ++row) {
       for (int64_t key = 0; key < count_k; ++key) {
         float score = 0;
-        for (int64_t d = 0; d < q.size(3); ++d) score += rows_q[row][d] * rows_k[key][d];
+        for (int64_t d = 0; d < head_dim; ++d) score += rows_q[row][d] * rows_k[key][d];
         exact = exact && float(Element(score)) == score;
         squares += double(score) * score;
         ++scores;
