@@ -30,6 +30,8 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
                 f"{name} is nested with {tensor.dim()} dimensions, ragged in dimension {tensor._ragged_idx}; "
                 "(batch, heads, ragged, head_dim), as x.transpose(1, 2) gives it, is accepted"
             )
+    if k.shape[0] != q.shape[0]:
+        raise _error(f"k has batch {k.shape[0]} and q {q.shape[0]}; they must be the same")
     if given:
         raise _error(f"{next(iter(given))} is given with nested tensors, which have lengths of their own")
     # Tensors with lengths have the same symbolic size where these are the same, whatever the offsets.

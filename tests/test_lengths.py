@@ -461,6 +461,18 @@ def test_nested_keys_and_values_of_other_places(device):
         flash_cute.attention(q, k, v)
 
 
+def test_nested_tensors_of_other_batches(device):
+    x = torch.randn(8, 2, 16, device=device).bfloat16()
+    q, k = (
+        torch.nested.nested_tensor_from_jagged(x, torch.tensor(offsets, device=device)).transpose(1, 2)
+        for offsets in ([0, 4, 8], [0, 2, 4, 8])
+    )
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.attention: k has batch 3 and q 2; they must be the same$"
+    ):
+        flash_cute.attention(q, k, k)
+
+
 @pytest.mark.parametrize("behind", [0, 3000])
 def test_rows_of_one_sequence_among_many(kernel, behind):
     """A buffer that few rows of are used is cleared by all blocks; a single row may have any stride."""
