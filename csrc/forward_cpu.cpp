@@ -34,7 +34,6 @@ constexpr double kLargeScores = 0.3;
 template <class Element>
 bool are_scores_rounded(Tensor const& q, Tensor const& k, double softmax_scale) {
   constexpr int64_t kHeads = 16, kRows = 4;  // that are sampled
-  constexpr int64_t kMaxHeadDim = 256;
   using Rows = std::array<std::array<float, kMaxHeadDim>, kRows>;
   int64_t const head_dim = q.size(3);  // asking a tensor is a call, too slow for inner loops
   auto read = [head_dim](Tensor const& x, int64_t batch, int64_t head, Rows& rows) {

@@ -175,9 +175,8 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   std::vector<std::string> copies;
   for (auto const& [name, tensor] :
        {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    if (!is_readable(*tensor, problem.ragged)) {
-      copies.push_back(std::string(name) + ": " + reason_to_copy(*tensor, problem.ragged));
-    }
+    std::string const reason = reason_to_copy(*tensor, problem.ragged);
+    if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
   }
   JsonObject plan;
   plan.add("family", name_of(kernel.family))

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "flash_cute/core/check.hpp"

@@ -10,7 +10,6 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-constexpr int64_t kMaxHeadDim = 256;
 // Sums of sequence lengths and window limits, and tile counts, stay within int.
 constexpr int64_t kMaxLength = int64_t(1) << 28;
 

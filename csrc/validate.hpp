@@ -56,6 +56,8 @@ struct Operand {
   int64_t step = 1;  // stride of a tensor of lengths
 };
 
+constexpr int64_t kMaxHeadDim = 256;
+
 // Those of Lengths, in its order.
 using LengthOperands = std::array<std::optional<Operand>, 5>;
 inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",

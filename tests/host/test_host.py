@@ -46,18 +46,23 @@ def test_visible_is_the_definition(host, case):
     assert [[mask.visible(row, key) for key in range(keys)] for row in range(rows)] == expected.tolist()
 
 
+def assert_tight(visible, tile, block, visited, unmasked) -> None:
+    """visited: the blocks with a visible pair. unmasked: exactly the blocks without a hidden one.
+
+    Both are asked for the begin of each tile of `tile` rows of visible, and count blocks of its columns.
+    """
+    for begin in range(0, len(visible), tile):
+        columns = visible[begin : begin + tile].split(block, dim=1)
+        seen = [index for index, pairs in enumerate(columns) if pairs.any()]
+        whole = [index for index, pairs in enumerate(columns) if pairs.all() and pairs.shape[1] == block]
+        assert list(range(*visited(begin, tile, block))) == seen
+        assert list(range(*unmasked(begin, tile, block))) == whole
+
+
 @given(masks, blocks, blocks)
 def test_block_ranges_are_tight(host, case, block_m, block_n):
-    """visited: the blocks with a visible pair. unmasked: exactly the blocks without a hidden one."""
-    mask, expected = make_mask(host, *case), visible_pairs(*case)
-    for m_begin in range(0, len(expected), block_m):
-        columns = expected[m_begin : m_begin + block_m].split(block_n, dim=1)
-        seen = [block for block, pairs in enumerate(columns) if pairs.any()]
-        whole = [block for block, pairs in enumerate(columns) if pairs.all() and pairs.shape[1] == block_n]
-        begin, end = mask.visited(m_begin, block_m, block_n)
-        assert list(range(begin, end)) == seen
-        begin, end = mask.unmasked(m_begin, block_m, block_n)
-        assert list(range(begin, end)) == whole
+    mask = make_mask(host, *case)
+    assert_tight(visible_pairs(*case), block_m, block_n, mask.visited, mask.unmasked)
 
 
 @given(masks)
@@ -77,16 +82,8 @@ def test_the_mask_looks_both_ways(host, case):
 
 @given(masks, blocks, blocks)
 def test_block_ranges_of_keys_are_tight(host, case, block_m, block_n):
-    """visited_rows: the blocks of queries with a visible pair. unmasked_rows: those without a hidden one."""
-    mask, expected = make_mask(host, *case), visible_pairs(*case).T
-    for n_begin in range(0, len(expected), block_n):
-        columns = expected[n_begin : n_begin + block_n].split(block_m, dim=1)
-        seen = [block for block, pairs in enumerate(columns) if pairs.any()]
-        whole = [block for block, pairs in enumerate(columns) if pairs.all() and pairs.shape[1] == block_m]
-        begin, end = mask.visited_rows(n_begin, block_n, block_m)
-        assert list(range(begin, end)) == seen
-        begin, end = mask.unmasked_rows(n_begin, block_n, block_m)
-        assert list(range(begin, end)) == whole
+    mask = make_mask(host, *case)
+    assert_tight(visible_pairs(*case).T, block_n, block_m, mask.visited_rows, mask.unmasked_rows)
 
 
 @given(masks, blocks, blocks)
