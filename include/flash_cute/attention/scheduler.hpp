@@ -52,8 +52,8 @@ struct PlainRows {
 struct TileOrder {
   static constexpr bool kListed = false;
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
-  int heads_per_kv;         // query heads that share K and V
   PackedRows rows;          // of every tile
+  int shared_heads;         // that the last pack of a head of K and V has in common with the one before
   bool descending;          // is the last block of queries the longest?
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
   bool few_keys;            // does no tile see a quarter of the keys?
@@ -82,8 +82,8 @@ struct TileOrder {
     int const rest = int(sequences % section);
     return {.m_blocks = m_blocks,
             .sequences = int(sequences),
-            .heads_per_kv = heads_per_kv,
             .rows = rows,
+            .shared_heads = int(packs) * int(rows.packed.value) - heads_per_kv,
             .descending = length(m_blocks - 1) >= length(0),
             .side_by_side = side_by_side,
             .few_keys = 4 * int64_t(longest) < shape.seqlen_k,
@@ -103,10 +103,10 @@ struct TileOrder {
     int const rank = width.quotient(place);
     int const sequence = first + width.remainder(place);
     int const batch = heads.quotient(sequence), pack = sequence - batch * int(heads.value);
-    int const head_kv = packs.quotient(pack), packed = int(rows.packed.value);
-    int const head_of_kv = smaller((pack - head_kv * int(packs.value)) * packed, heads_per_kv - packed);
+    int const in_common = packs.quotient(pack + 1) * shared_heads;  // of all the last packs so far
     int const m_block = descending ? m_blocks - 1 - rank : rank;
-    return {m_block * rows.tile_queries(), head_kv * heads_per_kv + head_of_kv, head_kv, batch};
+    return {m_block * rows.tile_queries(), pack * int(rows.packed.value) - in_common, packs.quotient(pack),
+            batch};
   }
 };
 

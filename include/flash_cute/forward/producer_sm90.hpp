@@ -32,8 +32,7 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE void run(Tiles tiles) {
     auto tile = tiles.first();
     for (int left = tiles.count();;) {
-      auto const upcoming = tiles.next();
-      load(tile, tiles);
+      auto const upcoming = load(tile, tiles);
       if (tiles.through(left)) return;
       tile = tiles.get(upcoming);
     }
@@ -41,7 +40,7 @@ struct ForwardProducerSm90 {
 
  private:
   template <class Tile, class Tiles>
-  CUTE_DEVICE void load(Tile const& tile, Tiles& tiles) {
+  CUTE_DEVICE auto load(Tile const& tile, Tiles& tiles) {
     PackedRows const& rows = tiles.order.rows;
     BlockRange const visited =
         visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
@@ -71,6 +70,7 @@ struct ForwardProducerSm90 {
           rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
     }
     at_q.advance();
+    auto const upcoming = tiles.next();
     int const claimed_at = smaller(visited.begin + ClaimedTiles::kAhead, visited.end - 1);
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);
@@ -78,6 +78,7 @@ struct ForwardProducerSm90 {
       load_v(block);
       if (block == larger(claimed_at - 1, visited.begin)) tiles.announce();
     }
+    return upcoming;
   }
 };
 
