@@ -62,4 +62,23 @@ struct ForwardParams {
   LengthParams lengths;
 };
 
+// What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see QueryBlocks).
+struct BackwardWorkspace {
+  float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
+  float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
+  float* dq = nullptr;     // sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie
+};
+
+struct BackwardParams {
+  ProblemShape shape;
+  TensorView q, k, v, out, dout, dq, dk, dv;  // dout.data null: no gradient of out
+  float const *lse, *dlse;                    // as ForwardParams::lse; dlse null: no gradient of lse
+  int64_t lse_batch_stride;
+  float softmax_scale;
+  WindowMask mask;
+  DeviceInfo device;
+  LengthParams lengths;
+  BackwardWorkspace workspace;
+};
+
 }  // namespace flash_cute

@@ -37,6 +37,10 @@ struct WindowMask {
   }
 
   FLASH_CUTE_HOST_DEVICE bool sees_nothing(int row) const { return end_key(row) <= first_key(row); }
+  // The rows before this one see nothing, those from it on do (with no keys, none does).
+  FLASH_CUTE_HOST_DEVICE int first_seeing_row() const {
+    return seqlen_k == 0 ? seqlen_q : smaller(seqlen_q, larger(0, -shift() - right));
+  }
 
   // Blocks with at least one visible pair in the tile of rows [m_begin, m_begin + block_m).
   FLASH_CUTE_HOST_DEVICE BlockRange visited(int m_begin, int block_m, int block_n) const {

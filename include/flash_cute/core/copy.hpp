@@ -17,10 +17,21 @@ struct TileBounds {
   }
 };
 
+// Likewise, of a tile whose first rows are not valid either.
+struct TileInterior {
+  int first_row;
+  TileBounds bounds;
+
+  template <class Coord>
+  CUTE_DEVICE bool contains(Coord const& coord) const {
+    return first_row <= get<0>(coord) && bounds.contains(coord);
+  }
+};
+
 // Issues cp.async for this thread's part of a tile, all (COPY, COPY_M, COPY_K); zero fill outside of bounds.
-template <class Atom, class Source, class Target, class Coords>
+template <class Atom, class Source, class Target, class Coords, class Bounds>
 CUTE_DEVICE void copy_async(Atom const& atom, Source const& source, Target&& target, Coords const& coords,
-                            TileBounds bounds) {
+                            Bounds const& bounds) {
   CUTE_UNROLL
   for (int m = 0; m < size<1>(source); ++m) {
     CUTE_UNROLL

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/forward/epilogue.hpp"
-#include "flash_cute/forward/epilogue_sm80.hpp"
 #include "flash_cute/forward/mainloop_sm80.hpp"
 
 namespace flash_cute {
@@ -70,7 +70,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);
   store_lse(params, tile, PlainRows{}, softmax, cO);
-  store_output<typename Traits::Element>(params, tile, acc_o, cO);
+  Tensor out = local_tensor<typename Traits::Element>(params.out, entry_of(tile), tile.head,
+                                                      int64_t(first_query_of(tile)) + tile.m_begin,
+                                                      Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+  store_rows(out.data().get(), params.out.row_stride, mask_of(params, tile).seqlen_q - tile.m_begin,
+             params.shape.head_dim, acc_o, cO);
 }
 
 }  // namespace flash_cute

@@ -5,6 +5,7 @@
 
 #include "flash_cute/attention/tiles.hpp"
 #include "flash_cute/core/element.hpp"
+#include "flash_cute/core/tensor_core_sm80.hpp"
 
 namespace flash_cute {
 
@@ -23,15 +24,10 @@ struct ForwardTraitsSm80 {
   static constexpr int kSlack = 0;  // see OnlineSoftmax
 
   // Every warp owns whole rows, so that the softmax never leaves a warp.
-  using MmaAtom = MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
-                                              SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
-  using TiledMma =
-      TiledMMA<MmaAtom, Layout<Shape<Int<kTile.warps>, _1, _1>>, Tile<Int<16 * kTile.warps>, _16, _16>>;
+  using TensorCore = TensorCoreSm80<Element, kHeadDim>;
+  using TiledMma = typename TensorCore::template TiledMma<kTile.warps, 1>;
 
-  // Rows are cut into panels of 128 (or 64) bytes whose 16-byte chunks are permuted against bank conflicts.
-  static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
-  using LayoutAtom = decltype(composition(Swizzle<kPanel == 64 ? 3 : 2, 3, 3>{},
-                                          Layout<Shape<_8, Int<kPanel>>, Stride<Int<kPanel>, _1>>{}));
+  using LayoutAtom = typename TensorCore::LayoutAtom;
   using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
   using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutVt =
@@ -44,20 +40,13 @@ struct ForwardTraitsSm80 {
     alignas(128) Element v[cosize_v<LayoutKV>];
   };
 
-  // Global to shared memory in chunks of 16 bytes, neighbouring threads along a row.
-  static constexpr int kChunk = 16 / sizeof(Element);
-  static constexpr int kChunksPerPanel = kPanel / kChunk;
-  using ThreadLayout =
-      Layout<Shape<Int<kThreads / kChunksPerPanel>, Int<kChunksPerPanel>>, Stride<Int<kChunksPerPanel>, _1>>;
-  static_assert(kBlockM % size<0>(ThreadLayout{}) == 0 && kBlockN % size<0>(ThreadLayout{}) == 0,
+  using LoadThreads = typename TensorCore::template LoadThreads<kThreads>;
+  static_assert(kBlockM % size<0>(LoadThreads{}) == 0 && kBlockN % size<0>(LoadThreads{}) == 0,
                 "every thread loads the same number of rows");
-  using ValueLayout = Layout<Shape<_1, Int<kChunk>>>;
-  using LoadAtom = Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>;
-  using TiledLoad = decltype(make_tiled_copy(LoadAtom{}, ThreadLayout{}, ValueLayout{}));
-
-  // Shared memory -> registers.
-  using FragmentAtom = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
-  using FragmentAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
+  using LoadAtom = typename TensorCore::LoadAtom;
+  using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;
+  using FragmentAtom = typename TensorCore::FragmentAtom;
+  using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;
 };
 
 }  // namespace flash_cute

@@ -1,0 +1,47 @@
+// How rows of a result leave straight from the registers of the warps that computed them.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/core/layout.hpp"
+#include "flash_cute/params.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// Writes the first `rows` rows and `head_dim` columns of an accumulator of mma.sync, in chunks of 16 bytes.
+// The four lanes of a quad own two neighbouring columns each of every eight; after a transpose among them
+// each lane owns eight neighbouring columns. Shared memory and its barriers stay out of it.
+// target: of the accumulator's first row; coords: (row, column) of the accumulator.
+template <class Element, class Accumulator, class Coords>
+CUTE_DEVICE void store_rows(Element* target, int64_t row_stride, int rows, int head_dim,
+                            Accumulator const& acc, Coords const& accumulator_coords) {
+  constexpr int kWords = 4, kColumns = 2 * kWords;  // that a lane owns of 32 columns
+  auto const values = row_col_view(acc);
+  auto const coords = row_col_view(accumulator_coords);
+  static_assert(decltype(size<1>(values))::value % kColumns == 0, "head dims come in multiples of 32");
+  int const lane = threadIdx.x % kWords;
+  int const step = get<1>(coords(0, 2)) - get<1>(coords(0, 0));  // from one group of eight to the next
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(values); ++i) {
+    int const row = get<0>(coords(i, 0));
+    CUTE_UNROLL
+    for (int group = 0; group < size<1>(values) / kColumns; ++group) {
+      uint32_t words[kWords];
+      CUTE_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        int const column = group * kColumns + 2 * word;
+        words[word] = pack<Element>(values(i, column), values(i, column + 1));
+      }
+      transpose_quad(words, lane);
+      int const column = get<1>(coords(i, group * kColumns)) - 2 * lane + lane * step;
+      if (row < rows && column < head_dim) {
+        *reinterpret_cast<uint4*>(target + row * row_stride + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
+}  // namespace flash_cute

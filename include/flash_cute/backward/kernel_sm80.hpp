@@ -1,0 +1,49 @@
+// The Ampere family's backward kernel: one thread block per block of keys and head of K and V.
+#pragma once
+
+#include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/backward/mainloop_sm80.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel_sm80(__grid_constant__ BackwardParams const params) {
+  using Element = typename Traits::Element;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  int const thread = threadIdx.x;
+  ProblemShape const& shape = params.shape;
+  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, Traits::kBlockN};
+  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+  int const batch = keys.sequence(blockIdx.x);
+  KeyTile const tile{.sequence = sequence(params, batch),
+                     .batch = params.lengths.cu_seqlens_q ? 0 : batch,
+                     .head_kv = int(blockIdx.y),
+                     .n_begin = (int(blockIdx.x) - keys.first(batch)) * Traits::kBlockN,
+                     .first_place = queries.first(batch),
+                     .places = queries.count()};
+  int const rows = tile.sequence.mask.seqlen_k - tile.n_begin;
+  if (rows <= 0) return;
+
+  using TileKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
+  typename Traits::MmaKeys const mma;
+  Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
+  Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
+  clear(acc_dk);
+  clear(acc_dv);
+  BackwardMainloopSm80<Traits>::run(params, tile, shared, thread, acc_dk, acc_dv);
+
+  Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileKV{}));
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc_dk); ++i) acc_dk(i) *= params.softmax_scale;
+  auto store = [&](TensorView const& view, auto const& acc) {
+    Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
+                                          int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
+    store_rows(target.data().get(), view.row_stride, rows, shape.head_dim, acc, coords);
+  };
+  store(params.dk, acc_dk);
+  store(params.dv, acc_dv);
+}
+
+}  // namespace flash_cute

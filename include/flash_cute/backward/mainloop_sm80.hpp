@@ -1,0 +1,215 @@
+// The Ampere family's backward maths: dK and dV of one block of keys, and its part of dQ, over the blocks of
+// queries that see it.
+#pragma once
+
+#include "flash_cute/attention/block_places.hpp"
+#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/traits_sm80.hpp"
+#include "flash_cute/core/copy.hpp"
+#include "flash_cute/core/gemm.hpp"
+#include "flash_cute/core/layout.hpp"
+
+namespace flash_cute {
+
+// A block of keys of one head, and the blocks of queries of its sequence.
+struct KeyTile {
+  Sequence sequence;
+  int batch, head_kv, n_begin;
+  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
+};
+
+// The mask seen from the keys, which are rows here; those past the end see nobody.
+struct MaskOfKeys {
+  WindowMask transposed;
+
+  CUTE_DEVICE int first_key(int key) const { return transposed.first_key(key); }
+  CUTE_DEVICE int end_key(int key) const { return key < transposed.seqlen_q ? transposed.end_key(key) : 0; }
+};
+
+template <class Traits>
+struct BackwardMainloopSm80 {
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  static constexpr int kStages = Traits::kStages;
+  using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
+  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+
+  // P^T and dS^T have keys as rows, so that dV += P^T dO and dK += dS^T Q take them as they are; dS goes
+  // through shared memory to dQ += dS K, whose rows are queries. A step has two barriers: Q and dO are there
+  // and the step before is over; dS is there. acc_dk and acc_dv: (MMA, MMA_N, MMA_D).
+  template <class Gradient>
+  CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
+                              int thread, Gradient& acc_dk, Gradient& acc_dv) {
+    ProblemShape const& shape = params.shape;
+    WindowMask const& mask = tile.sequence.mask;
+    MaskOfKeys const mask_of_keys{mask.transposed()};
+    BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
+    BlockRange const unmasked = tile.n_begin + kBlockN <= mask.seqlen_k
+                                    ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
+                                    : BlockRange{0, 0};
+    if (visited.empty()) return;
+    int const m_blocks = visited.end - visited.begin, heads = shape.heads_q / shape.heads_kv;
+    int const steps = heads * m_blocks;
+
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
+    Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKVt{})(_, _, 0);  // (D, N)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});             // (M, D, STAGE)
+    Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});           // (D, M, STAGE)
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});         // (M, D, STAGE)
+    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQt{});       // (D, M, STAGE)
+    Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::LayoutS{})(_, _, 0);    // (N, M)
+    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
+    Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
+
+    // Global memory to shared memory.
+    auto load = [&](auto tile_shape, TensorView const& view, int head, int first, int begin,
+                    TileInterior const& interior, auto&& target) {
+      auto const loader = typename Traits::TiledLoad{}.get_slice(thread);
+      Tensor source = local_tensor<Element>(view, tile.batch, head, int64_t(first) + begin, tile_shape);
+      copy_async(typename Traits::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
+                 loader.partition_S(make_identity_tensor(tile_shape)), interior);
+    };
+    auto load_keys = [&](TensorView const& view, auto&& target) {
+      load(TileKV{}, view, tile.head_kv, tile.sequence.k_begin, tile.n_begin,
+           {0, {mask.seqlen_k - tile.n_begin, shape.head_dim}}, target);
+    };
+    // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
+    int const first_row = mask.first_seeing_row();
+    auto load_step = [&](int step) {
+      int const head = tile.head_kv * heads + step / m_blocks, block = visited.begin + step % m_blocks;
+      int const begin = block * kBlockM, stage = step % kStages;
+      TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
+      int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
+      TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
+      load(TileQ{}, params.q, head, tile.sequence.queries.begin, begin, interior, sQ(_, _, stage));
+      load(TileQ{}, params.dout, head, tile.sequence.queries.begin, begin, interior_dout, sdO(_, _, stage));
+      constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
+      if (thread < 2 * kChunks) {
+        int const chunk = thread % kChunks * kChunk;
+        float const* const source = thread < kChunks ? params.workspace.lse : params.workspace.delta;
+        float* const target = thread < kChunks ? shared.lse : shared.delta;
+        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
+        SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
+            *reinterpret_cast<uint128_t const*>(source + place * kBlockM + chunk),
+            *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
+      }
+    };
+
+    // Shared memory to registers.
+    typename Traits::MmaKeys const mma;
+    typename Traits::MmaQueries const mma_dq;
+    auto const thread_mma = mma.get_slice(thread);
+    auto const thread_mma_dq = mma_dq.get_slice(thread);
+    auto const copy_a = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma).get_slice(thread);
+    auto const copy_b = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma).get_slice(thread);
+    auto const copy_bt = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma).get_slice(thread);
+    auto const copy_dq_a =
+        make_tiled_copy_A(typename Traits::FragmentAtomTransposed{}, mma_dq).get_slice(thread);
+    auto const copy_dq_b =
+        make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma_dq).get_slice(thread);
+    Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
+
+    // acc += A B^T, both from shared memory.
+    auto product = [](auto const& mma, auto const& thread_mma, auto const& copy_a, auto const& copy_b,
+                      auto const& sA, auto const& sB, auto& acc) {
+      Tensor rA = thread_mma.partition_fragment_A(plain_like(sA));
+      Tensor rB = thread_mma.partition_fragment_B(plain_like(sB));
+      Tensor rA_copy = copy_a.retile_D(rA), rB_copy = copy_b.retile_D(rB);
+      Tensor tA = copy_a.partition_S(sA), tB = copy_b.partition_S(sB);
+      gemm_from_shared(
+          mma, acc, rA, rB, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); },
+          [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
+    };
+    // acc += X B^T, with X = P or dS where this warp has all its columns in registers, else sX.
+    auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
+      if constexpr (Traits::kSharesScores) {
+        product(mma, thread_mma, copy_a, copy_bt, sX, sB, acc);
+      } else {
+        Tensor rB = thread_mma.partition_fragment_B(plain_like(sB));
+        Tensor rB_copy = copy_bt.retile_D(rB), tB = copy_bt.partition_S(sB);
+        gemm_from_shared(
+            mma, acc, operand_a_view(rX), rB, [](int) {},
+            [&](int n, int k) { copy(copy_bt, tB(_, n, k), rB_copy(_, n, k)); });
+      }
+    };
+    auto store_scores = [&](auto const& rX, auto&& sX) {
+      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
+    };
+
+    load_keys(params.k, sK);
+    load_keys(params.v, sV);
+    load_step(0);
+    cp_async_fence();
+    for (int step = 0; step < steps; ++step) {
+      int const stage = step % kStages, m_begin = (visited.begin + step % m_blocks) * kBlockM;
+      cp_async_wait<0>();
+      __syncthreads();
+      if constexpr (kStages == 2) {
+        if (step + 1 < steps) load_step(step + 1);
+        cp_async_fence();
+      }
+
+      Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
+      clear(acc_s);
+      product(mma, thread_mma, copy_a, copy_b, sK, sQ(_, _, stage), acc_s);
+      if (!unmasked.contains(m_begin / kBlockM)) {
+        hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, m_begin, cS, acc_s);
+      }
+      auto scores = row_col_view(acc_s);
+      auto const coords = row_col_view(cS);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        float const lse = shared.lse[stage * kBlockM + get<1>(coords(0, col))];
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(scores); ++row) {
+          scores(row, col) = fast_exp2(fmaf(scores(row, col), params.softmax_scale * float(M_LOG2E), -lse));
+        }
+      }
+      Tensor rP = convert<Element>(acc_s);
+      if constexpr (Traits::kSharesScores) store_scores(rP, sP);
+
+      Tensor acc_ds = partition_fragment_C(mma, TileS{});  // dP - rowsum(dO O), then dS
+      auto gradients = row_col_view(acc_ds);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(gradients); ++col) {
+        float const delta = shared.delta[stage * kBlockM + get<1>(coords(0, col))];
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(gradients); ++row) gradients(row, col) = delta;
+      }
+      product(mma, thread_mma, copy_a, copy_b, sV, sdO(_, _, stage), acc_ds);
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
+      Tensor rdS = convert<Element>(acc_ds);
+      if constexpr (Traits::kSharesScores) {
+        store_scores(rdS, sdS);
+        __syncthreads();
+      }
+      product_of_scores(rP, sP, sdOt(_, _, stage), acc_dv);
+      if constexpr (!Traits::kSharesScores && Traits::kWithDq) store_scores(rdS, sdS);
+      product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
+      if constexpr (kStages == 1 || (!Traits::kSharesScores && Traits::kWithDq)) __syncthreads();
+      if constexpr (kStages == 1) {
+        if (step + 1 < steps) load_step(step + 1);
+        cp_async_fence();
+      }
+      if constexpr (Traits::kWithDq) {
+        Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
+        clear(acc_dq);
+        product(mma_dq, thread_mma_dq, copy_dq_a, copy_dq_b, sdSt, sKt, acc_dq);
+        int const head = tile.head_kv * heads + step / m_blocks;
+        int64_t const place = int64_t(head) * tile.places + tile.first_place + m_begin / kBlockM;
+        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
+      }
+    }
+  }
+};
+
+}  // namespace flash_cute

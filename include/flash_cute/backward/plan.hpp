@@ -1,0 +1,44 @@
+// What a call of the backward runs: decided here, before anything is launched. The launch executes it,
+// explain prints it. Knows no CUDA.
+#pragma once
+
+#include "flash_cute/attention/block_places.hpp"
+#include "flash_cute/backward/tiles.hpp"
+
+namespace flash_cute {
+
+struct BackwardPlan {
+  BackwardTiles tiles;
+  bool runs_keys;                // the kernel for dK and dV
+  bool runs_queries;             // the kernel for dQ alone
+  bool sums_dq;                  // dQ comes from the first: adds to sums that a kernel after it converts
+  int key_blocks, query_blocks;  // of a head
+  int64_t rows;                  // of the workspace, over all heads
+  int64_t workspace_bytes;
+
+  // Where each part of a workspace begins.
+  BackwardWorkspace parts(void* workspace) const {
+    auto* const floats = static_cast<float*>(workspace);
+    return {floats, floats + rows, floats + 2 * rows};
+  }
+};
+
+// bucket: the head dim of the kernel that serves the problem.
+inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
+                                  bool needs_dkv, bool deterministic) {
+  BackwardPlan plan{.tiles = backward_tiles(family, bucket)};
+  ProblemShape const& shape = params.shape;
+  plan.runs_keys = needs_dkv;
+  plan.sums_dq = needs_dq && needs_dkv && !deterministic;
+  plan.runs_queries = needs_dq && !plan.sums_dq;
+  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tiles.keys.block_n};
+  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch,
+                            plan.tiles.keys.block_m};
+  plan.key_blocks = keys.count();
+  plan.query_blocks = queries.count();
+  plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tiles.keys.block_m;
+  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + (plan.sums_dq ? bucket : 0));
+  return plan;
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,35 @@
+// The kernel after the Ampere family's backward: sums of dQ become rows of dQ.
+#pragma once
+
+#include "flash_cute/attention/block_places.hpp"
+#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/traits_sm80.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_postprocess_sm80(__grid_constant__ BackwardParams const params) {
+  using TileQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
+  ProblemShape const& shape = params.shape;
+  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+  int const b = queries.sequence(blockIdx.x), head = blockIdx.y, thread = threadIdx.x;
+  Sequence const s = sequence(params, b);
+  int const m_begin = (int(blockIdx.x) - queries.first(b)) * Traits::kBlockM;
+  if (m_begin >= s.used) return;
+
+  typename Traits::MmaQueries const mma;
+  Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
+  int64_t const place = int64_t(head) * queries.count() + blockIdx.x;
+  float const* const sums = params.workspace.dq + place * (Traits::kBlockM * Traits::kHeadDim) + thread;
+  CUTE_UNROLL
+  for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
+  Tensor target = local_tensor<typename Traits::Element>(params.dq, params.lengths.cu_seqlens_q ? 0 : b, head,
+                                                         int64_t(s.queries.begin) + m_begin, TileQ{});
+  store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, dq,
+             mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{})));
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,68 @@
+// Types of the Ampere family's backward: products, shared-memory layouts, copies.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/backward/tiles.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/tensor_core_sm80.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+template <class Instance_, bool with_dq>
+struct BackwardTraitsSm80 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+
+  static constexpr BackwardTile kTile = backward_tiles(Instance::family, Instance::head_dim).keys;
+  static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kThreads = kTile.warps() * 32;
+  static constexpr bool kWithDq = with_dq;  // else a kernel of its own computes dQ, or nobody asked for it
+
+  // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
+  // its registers; where several share them, they do so through shared memory.
+  using TensorCore = TensorCoreSm80<Element, kHeadDim>;
+  static constexpr bool kSharesScores = kTile.warps_across > 1;
+  using MmaKeys = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
+  static constexpr int kWarpsQueries = kTile.warps_queries;
+  static_assert(kTile.warps() % kWarpsQueries == 0);
+  using MmaQueries = typename TensorCore::template TiledMma<kWarpsQueries, kTile.warps() / kWarpsQueries>;
+
+  template <class Layout, int rows, int columns, int stages>
+  using Transposed =
+      decltype(composition(Layout{}, make_layout(Shape<Int<columns>, Int<rows>, Int<stages>>{},
+                                                 Stride<Int<rows>, _1, Int<rows * columns>>{})));
+  using LayoutAtom = typename TensorCore::LayoutAtom;
+  using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
+  using LayoutKVt = Transposed<LayoutKV, kBlockN, kHeadDim, 1>;
+  using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutQt = Transposed<LayoutQ, kBlockM, kHeadDim, kStages>;
+  using ScoreAtom = typename TensorCoreSm80<Element, kBlockM>::LayoutAtom;
+  using LayoutS = decltype(tile_to_shape(ScoreAtom{}, Shape<Int<kBlockN>, Int<kBlockM>, _1>{}));
+  using LayoutSt = Transposed<LayoutS, kBlockN, kBlockM, 1>;
+
+  struct SharedStorage {
+    alignas(128) Element k[cosize_v<LayoutKV>];
+    alignas(128) Element v[cosize_v<LayoutKV>];
+    alignas(128) Element q[cosize_v<LayoutQ>];
+    alignas(128) Element dout[cosize_v<LayoutQ>];
+    alignas(128) Element ds[cosize_v<LayoutS>];
+    alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 1];
+    alignas(128) float lse[kStages * kBlockM];
+    alignas(128) float delta[kStages * kBlockM];
+  };
+
+  using LoadAtom = typename TensorCore::LoadAtom;
+  using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;
+  static_assert(kBlockM % size<0>(typename TensorCore::template LoadThreads<kThreads>{}) == 0 &&
+                    kBlockN % size<0>(typename TensorCore::template LoadThreads<kThreads>{}) == 0,
+                "every thread loads the same number of rows");
+  using FragmentAtom = typename TensorCore::FragmentAtom;
+  using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;
+};
+
+}  // namespace flash_cute
