@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -240,10 +239,15 @@ def _gradients(
     dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
     if not (q.numel() and k.numel()):
         return dq, dk, dv
+
+    def widened(x: torch.Tensor, column: float | torch.Tensor = 0.0) -> torch.Tensor:
+        wide = torch.empty(*x.shape[:3], x.shape[3] + 1)
+        wide[..., :-1], wide[..., -1] = x, column
+        return wide
+
     # PyTorch's kernel knows no dlse, but takes rowsum(dout * out) from the gradients of the weights: one more
     # column makes that the sum less dlse, and changes nothing else.
-    q, k, v = (pad(x.float(), (0, 1)) for x in (q, k, v))
-    dout, out = pad(dout.float(), (0, 1), value=1.0), torch.cat((out.float(), -dlse.unsqueeze(-1)), -1)
+    q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
     lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
     for rows, keys, added in mask.flash_blocks():
         of_rows = (x[:, :, rows] for x in (out, lse))
