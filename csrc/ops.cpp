@@ -1,6 +1,7 @@
 // The operators: one schema each, and which function serves it on which device.
 #include <torch/csrc/stable/library.h>
 
+#include "backward.hpp"
 #include "forward.hpp"
 
 namespace flash_cute {
@@ -32,91 +33,166 @@ auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_se
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}});
 }
 
+// Errors of a backward under its own name.
+template <class Function>
+auto in_backward(Function&& function) {
+  try {
+    return function();
+  } catch (std::runtime_error const& error) {
+    std::string const message = error.what();
+    if (!message.starts_with(kErrorPrefix)) throw;
+    throw std::runtime_error("flash_cute.backward: " + message.substr(sizeof(kErrorPrefix) - 1));
+  }
+}
+
 template <auto function>
-auto either(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
-            std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
-            MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
-            std::optional<std::string> family) {
-  return function({q,
-                   k,
-                   v,
-                   {causal, softmax_scale, window_left, window_right, family},
-                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}});
+auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                     bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
+                     std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
+                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, bool deterministic,
+                     std::optional<std::string> family) {
+  AttentionArguments const attention{q,
+                                     k,
+                                     v,
+                                     {causal, softmax_scale, window_left, window_right, family},
+                                     {{}, {}, seqused_q, seqused_k, leftpad_k}};
+  return in_backward(
+      [&] { return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic}); });
+}
+
+template <auto function>
+auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                     Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
+                     std::optional<double> softmax_scale, std::optional<int64_t> window_left,
+                     std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
+                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, bool deterministic,
+                     std::optional<std::string> family) {
+  AttentionArguments const attention{q,
+                                     k,
+                                     v,
+                                     {causal, softmax_scale, window_left, window_right, family},
+                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}};
+  return in_backward(
+      [&] { return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic}); });
+}
+
+template <auto forward_plan, auto backward_plan>
+std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
+                 std::optional<int64_t> window_left, std::optional<int64_t> window_right,
+                 MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
+                 MaybeTensor seqused_k, MaybeTensor leftpad_k, bool backward, bool deterministic,
+                 std::optional<std::string> family) {
+  AttentionArguments const attention{q,
+                                     k,
+                                     v,
+                                     {causal, softmax_scale, window_left, window_right, family},
+                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}};
+  if (!backward) return forward_plan(attention);
+  return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
 
 using MaybeSizes = std::optional<std::vector<int64_t>>;
 
-// The checks of the forward for tensors of which only this is known; dtypes, devices and steps (strides) of
-// the tensors of lengths are those of the ones given, in this order.
+// The checks of a call, of the backward if it has an out, for tensors of which only this is known; dtypes and
+// devices are those of the tensors that are given, in this order, steps the strides of those of lengths.
 void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<int64_t> v,
                   std::vector<ScalarType> dtypes, std::vector<Device> devices, std::vector<int64_t> steps,
                   bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                   std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
-                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k,
-                  std::optional<std::string> family) {
-  LengthOperands lengths;
-  size_t index = 0, given = 0;
-  for (MaybeSizes const* sizes : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
-    if (sizes->has_value()) {
-      lengths[index].emplace(Operand{kLengthNames[index], **sizes, dtypes.at(3 + given),
-                                     devices.at(3 + given), steps.at(given)});
-      ++given;
+                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes out,
+                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family) {
+  size_t next = 0;
+  auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
+    Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
+    ++next;
+    return found;
+  };
+  auto const check = [&] {
+    Operand const operand_q = operand("q", q), operand_k = operand("k", k), operand_v = operand("v", v);
+    LengthOperands lengths;
+    size_t index = 0, given = 0;
+    for (MaybeSizes const* sizes : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
+      if (sizes->has_value()) {
+        lengths[index].emplace(operand(kLengthNames[index], **sizes)).step = steps.at(given++);
+      }
+      ++index;
     }
-    ++index;
-  }
-  validate({"q", q, dtypes.at(0), devices.at(0)}, {"k", k, dtypes.at(1), devices.at(1)},
-           {"v", v, dtypes.at(2), devices.at(2)}, {causal, softmax_scale, window_left, window_right, family},
-           lengths);
+    AttentionProblem const problem = validate(
+        operand_q, operand_k, operand_v, {causal, softmax_scale, window_left, window_right, family}, lengths);
+    if (!out) return;
+    BackwardOperands operands;
+    index = 0;
+    for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
+      if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
+      ++index;
+    }
+    validate_backward(operand_q, problem.packed, operands);
+  };
+  return out ? in_backward(check) : check();
 }
 
 }  // namespace
 }  // namespace flash_cute
 
 #define FLASH_CUTE_TENSORS "Tensor q, Tensor k, Tensor v, "
+#define FLASH_CUTE_GRADIENTS "Tensor? dout, Tensor? dlse, " FLASH_CUTE_TENSORS "Tensor out, Tensor lse, "
 #define FLASH_CUTE_OFFSETS "Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, "
 #define FLASH_CUTE_OPTIONS                                                              \
   "bool causal=False, *, float? softmax_scale=None, SymInt? window_left=None, SymInt? " \
   "window_right=None, "
 #define FLASH_CUTE_LENGTHS(type) type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, "
 #define FLASH_CUTE_MAYBE_OFFSETS(type) type "? cu_seqlens_q=None, " type "? cu_seqlens_k=None, "
+#define FLASH_CUTE_MAYBE_RESULTS(type) \
+  type "? out=None, " type "? lse=None, " type "? dout=None, " type "? dlse=None, "
+#define FLASH_CUTE_DETERMINISTIC "bool deterministic=False, "
 #define FLASH_CUTE_FAMILY "str? family=None) "
-#define FLASH_CUTE_RESULTS "-> (Tensor out, Tensor lse)"
-#define FLASH_CUTE_PADDED \
-  FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_FAMILY FLASH_CUTE_RESULTS
-#define FLASH_CUTE_PACKED                                                               \
-  FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") \
-      FLASH_CUTE_FAMILY FLASH_CUTE_RESULTS
+#define FLASH_CUTE_RESULTS FLASH_CUTE_FAMILY "-> (Tensor out, Tensor lse)"
+#define FLASH_CUTE_PADDED FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
+#define FLASH_CUTE_PACKED \
+  FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
+#define FLASH_CUTE_BACKWARD                                                                            \
+  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS(                                                               \
+      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY \
+                "-> (Tensor dq, Tensor dk, Tensor dv)"
+#define FLASH_CUTE_CPU                                                                  \
+  "float softmax_scale, int window_left, int window_right, Tensor? cu_seqlens_q=None, " \
+  "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? leftpad_k=None) "
 
 // forward and forward_varlen are what Python calls and differentiates (flash_cute/ops.py); those with an
 // underscore are what they run, and what is left of them in compiled and exported graphs.
 STABLE_TORCH_LIBRARY(flash_cute, library) {
-  library.def("forward(" FLASH_CUTE_PADDED);
-  library.def("_forward(" FLASH_CUTE_PADDED);
-  library.def("forward_varlen(" FLASH_CUTE_PACKED);
-  library.def("_forward_varlen(" FLASH_CUTE_PACKED);
+  library.def("forward(" FLASH_CUTE_PADDED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
+  library.def("_forward(" FLASH_CUTE_PADDED FLASH_CUTE_RESULTS);
+  library.def("_backward(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD);
+  library.def("forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
+  library.def("_forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_RESULTS);
+  library.def("_backward_varlen(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD);
   library.def("plan(" FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor")
-                  FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_FAMILY "-> str");
+                  FLASH_CUTE_LENGTHS(
+                      "Tensor") "bool backward=False, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY "-> str");
   library.def("compiled() -> str");
   library.def(
       "_check(int[] q, int[] k, int[] v, ScalarType[] dtypes, Device[] devices, int[] "
       "steps, " FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("int[]") FLASH_CUTE_LENGTHS("int[]")
-          FLASH_CUTE_FAMILY "-> ()");
-  library.def(
-      "_forward_cpu(Tensor q, Tensor k, Tensor v, float softmax_scale, int window_left, int window_right, "
-      "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
-      "Tensor? leftpad_k=None) " FLASH_CUTE_RESULTS);
+          FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
+  library.def("_forward_cpu(" FLASH_CUTE_TENSORS FLASH_CUTE_CPU "-> (Tensor out, Tensor lse)");
+  library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_CPU "-> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
   library.impl("_forward", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cuda>));
   library.impl("_forward_varlen", TORCH_BOX(&flash_cute::packed<flash_cute::forward_cuda>));
-  library.impl("plan", TORCH_BOX(&flash_cute::either<flash_cute::plan_cuda>));
+  library.impl("_backward", TORCH_BOX(&flash_cute::backward_padded<flash_cute::backward_cuda>));
+  library.impl("_backward_varlen", TORCH_BOX(&flash_cute::backward_packed<flash_cute::backward_cuda>));
+  library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cuda, flash_cute::backward_plan_cuda>)));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
   library.impl("_forward", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cpu>));
   library.impl("_forward_varlen", TORCH_BOX(&flash_cute::packed<flash_cute::forward_cpu>));
-  library.impl("plan", TORCH_BOX(&flash_cute::either<flash_cute::plan_cpu>));
+  library.impl("_backward", TORCH_BOX(&flash_cute::backward_padded<flash_cute::backward_cpu>));
+  library.impl("_backward_varlen", TORCH_BOX(&flash_cute::backward_packed<flash_cute::backward_cpu>));
+  library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cpu, flash_cute::backward_plan_cpu>)));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, library) {

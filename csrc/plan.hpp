@@ -38,19 +38,30 @@ class JsonObject {
   std::string body_;
 };
 
-// What any device has to do for this problem: 4 FLOPs a head_dim element of every visible pair; every input
-// read once and every output written once.
-inline JsonObject& add_problem(JsonObject& plan, AttentionProblem const& problem) {
+// What any device has to do for this problem: FLOPs for every visible pair and element of head_dim; rows of
+// q's size and of k's that are read and written once, and the LSE.
+inline JsonObject& add_work(JsonObject& plan, AttentionProblem const& problem, int flops, int rows_q,
+                            int rows_k) {
   ProblemShape const& shape = problem.shape;
   int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
   int64_t const rows =
-      2 * sequences * shape.seqlen_q + 2 * int64_t(shape.batch) * shape.heads_kv * shape.seqlen_k;
+      rows_q * sequences * shape.seqlen_q + rows_k * int64_t(shape.batch) * shape.heads_kv * shape.seqlen_k;
   return plan.add("head_dim", shape.head_dim)
-      .add("flops", 4 * sequences * shape.head_dim * problem.mask().visible_pairs())
+      .add("flops", flops * sequences * shape.head_dim * problem.mask().visible_pairs())
       .add("bytes", rows * shape.head_dim * 2 + sequences * shape.seqlen_q * int64_t(sizeof(float)))
       .add("softmax_scale", problem.softmax_scale)
       .add("window_left", problem.window_left)
       .add("window_right", problem.window_right);
+}
+
+// Two products; q and out, k and v.
+inline JsonObject& add_problem(JsonObject& plan, AttentionProblem const& problem) {
+  return add_work(plan, problem, 4, 2, 2);
+}
+
+// Five products; q, out, dout and dq, k, v, dk and dv.
+inline JsonObject& add_backward_problem(JsonObject& plan, AttentionProblem const& problem) {
+  return add_work(plan, problem, 10, 4, 4);
 }
 
 }  // namespace flash_cute

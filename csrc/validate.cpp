@@ -5,6 +5,8 @@
 #include <cmath>
 #include <iterator>
 
+#include "backward.hpp"
+
 namespace flash_cute {
 namespace {
 
@@ -107,6 +109,10 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   return batch;
 }
 
+Operand operand(char const* name, Tensor const& tensor) {
+  return {name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
+}
+
 }  // namespace
 
 char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
@@ -125,9 +131,6 @@ std::string name_of(Device const& device) {
 }
 
 AttentionProblem validate(AttentionArguments const& arguments) {
-  auto operand = [](char const* name, Tensor const& tensor) {
-    return Operand{name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
-  };
   auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = arguments.lengths;
   LengthOperands lengths;
   int index = 0;
@@ -205,6 +208,38 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .packed = packed,
       .ragged = std::any_of(lengths.begin(), lengths.end(), [](auto const& l) { return l.has_value(); }),
   };
+}
+
+AttentionProblem validate(BackwardArguments const& arguments) {
+  AttentionProblem const problem = validate(arguments.attention);
+  BackwardOperands operands{operand("out", arguments.out), operand("lse", arguments.lse)};
+  if (arguments.dout) operands[2].emplace(operand("dout", *arguments.dout));
+  if (arguments.dlse) operands[3].emplace(operand("dlse", *arguments.dlse));
+  validate_backward(operand("q", arguments.attention.q), problem.packed, operands);
+  return problem;
+}
+
+void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands) {
+  require(operands[2] || operands[3], "neither dout nor dlse is given; at least one of them is needed");
+  auto const& sizes = q.sizes;
+  std::array<int64_t, 3> rows{sizes[0], sizes[1], sizes[2]};
+  if (packed) rows = {sizes[1], sizes[0]};
+  IntHeaderOnlyArrayRef const sizes_of_lse(rows.data(), packed ? 2 : 3);
+  for (size_t index = 0; index < operands.size(); ++index) {
+    if (!operands[index]) continue;
+    Operand const& operand = *operands[index];
+    bool const is_lse = index % 2 == 1;
+    auto const expected = is_lse ? sizes_of_lse : sizes;
+    ScalarType const type = is_lse ? ScalarType::Float : q.type;
+    require(std::ranges::equal(operand.sizes, expected), operand.name, " has shape ", ShapeOf{operand.sizes},
+            "; ", ShapeOf{expected}, ", as q has shape ", ShapeOf{sizes}, ", is accepted");
+    require(operand.type == type, operand.name, " has dtype ", DtypeOf{operand.type}, "; ", DtypeOf{type},
+            " is accepted");
+    if (operand.device != q.device) {
+      require(false, operand.name, " is on device ", name_of(operand.device), " and q on ", name_of(q.device),
+              "; they must be the same");
+    }
+  }
 }
 
 }  // namespace flash_cute

@@ -1,4 +1,4 @@
-// The one place where the arguments of the forward are checked and their defaults filled in.
+// The one place where the arguments of both passes are checked and their defaults filled in.
 #pragma once
 
 #include <torch/csrc/stable/device.h>
@@ -81,12 +81,15 @@ struct AttentionProblem {
   }
 };
 
-// Every error of the library is one sentence; torch turns it into a Python exception.
+// Every error of the library is one sentence; torch turns it into a Python exception. The backward's
+// operators put their name in place of this one (csrc/ops.cpp).
+inline constexpr char kErrorPrefix[] = "flash_cute.forward: ";
+
 template <class... Parts>
 void require(bool condition, Parts const&... parts) {
   if (condition) return;
   std::ostringstream message;
-  message << "flash_cute.forward: ";
+  message << kErrorPrefix;
   (message << ... << parts);
   throw std::runtime_error(message.str());
 }
@@ -96,6 +99,14 @@ void require(bool condition, Parts const&... parts) {
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths);
 AttentionProblem validate(AttentionArguments const& arguments);
+
+// Those that a backward has besides: out and lse of its forward, and their gradients, of which one may be
+// missing.
+using BackwardOperands = std::array<std::optional<Operand>, 4>;
+inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
+
+// Throws if these do not belong to q, packed or not.
+void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
 
 char const* name_of(Family family);
 char const* name_of(ElementType element);

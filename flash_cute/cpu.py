@@ -1,15 +1,18 @@
-"""Attention for CPU tensors in float32, by PyTorch's own CPU flash attention.
+"""Attention for CPU tensors in float32, and its gradients, by PyTorch's own CPU flash attention.
 
-csrc/forward_cpu.cpp comes here where it cannot let that compute in the inputs' own type.
+csrc/forward_cpu.cpp comes here where it cannot let that compute in the inputs' own type,
+csrc/backward_cpu.cpp always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # Queries per call with a mask: bounds its memory, and a call gets only the keys that its queries can see.
 _MASKED_ROWS = 512
@@ -40,18 +43,66 @@ def forward(
 
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf)
+    q, k, v, outs, lses = _entries(packed, q, k, v, out, lse)
+    for queries, keys in _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
+        outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask)
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    *lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """flash_cute::_backward_cpu: dq, dk and dv like q, k and v, of a checked forward and its results."""
+    mask = softmax_scale, window_left, window_right
+    gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    packed = len(lengths) > 0 and lengths[0] is not None
+    dout, dlse, q, k, v, out, lse, dq, dk, dv = _entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
+    dense = all(tensor is None for tensor in lengths)
+    for queries, keys in [(..., ...)] if dense else _places(q, k, *lengths):
+        of_queries = (x[queries] for x in (dout, dlse, q, out, lse))
+        dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask)
+    return gradients
+
+
+def _entries(packed: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors as batches, of packed sequences with one entry: all have heads, then rows."""
+    if not packed:
+        return list(tensors)
+    return [(x.transpose(0, 1) if x.dim() == 3 else x).unsqueeze(0) for x in tensors]
+
+
+def _places(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where each sequence's queries that count are in _entries, and its keys.
+
+    Keys that don't count at the begin leave the mask where it is, as it is aligned at the end.
+    """
+    packed = cu_seqlens_q is not None
     batch = cu_seqlens_q.numel() - 1 if packed else q.shape[0]
-    # Packed sequences as ranges of rows of the one entry of a batch.
-    q, k, v, outs = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k, v, out))
-    lses = lse.unsqueeze(0) if packed else lse
     rows = ranges(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
     keys = ranges(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
     for sequence in range(batch):
         entry = slice(0, 1) if packed else slice(sequence, sequence + 1)
-        # Keys that don't count at the begin leave the mask where it is, as it is aligned at the end.
-        queries, reachable = (entry, slice(None), rows[sequence]), (entry, slice(None), keys[sequence])
-        outs[queries], lses[queries] = _part(q[queries], k[reachable], v[reachable], *mask)
-    return out, lse
+        yield (entry, slice(None), rows[sequence]), (entry, slice(None), keys[sequence])
 
 
 def ranges(
@@ -77,6 +128,61 @@ def ranges(
     return ranges
 
 
+class _Mask(NamedTuple):
+    """Query i sees key j iff i + shift - left <= j <= i + shift + right."""
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, window_left: int, window_right: int) -> _Mask:
+        unlimited = q.shape[2] + k.shape[2]
+        limits = (unlimited if limit < 0 else limit for limit in (window_left, window_right))
+        return cls(q.shape[2], k.shape[2], *limits)
+
+    @property
+    def shift(self) -> int:
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def blind(self) -> int:
+        """How many queries, the first ones, see no key."""
+        return min(max(0, -self.shift - self.right), self.seqlen_q)
+
+    @property
+    def causal(self) -> bool:
+        """Is it PyTorch's causal mask, which is aligned top left?"""
+        return self.left >= self.seqlen_k - 1 and self.right == 0 and self.shift == 0
+
+    @property
+    def full(self) -> bool:
+        return self.left >= self.seqlen_k - 1 and self.right >= self.seqlen_q - 1
+
+    def blocks(self, step: int = _MASKED_ROWS) -> Iterator[tuple[slice, slice]]:
+        """Rows that are not blind, `step` at a time, and the keys that they see."""
+        for begin in range(self.blind, self.seqlen_q, step):
+            rows = slice(begin, min(begin + step, self.seqlen_q))
+            first, last = begin + self.shift - self.left, rows.stop + self.shift + self.right
+            yield rows, slice(max(0, first), min(self.seqlen_k, last))
+
+    def flash_blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+        """Likewise for PyTorch's kernel, with a mask to add where that doesn't know it."""
+        if self.full or self.causal:
+            yield slice(0, self.seqlen_q), slice(0, self.seqlen_k), None
+            return
+        for rows, keys in self.blocks():
+            yield rows, keys, self.tensor(rows, keys)
+
+    def tensor(self, rows: slice, keys: slice) -> torch.Tensor:
+        """float32 (rows, keys): 0 where a query sees a key, else -inf."""
+        own = torch.arange(rows.start, rows.stop).unsqueeze(1) + self.shift
+        distance = torch.arange(keys.start, keys.stop) - own
+        hidden = (distance < -self.left) | (distance > self.right)
+        return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+
 def _dense(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,43 +192,74 @@ def _dense(
     window_right: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward where all the rows count."""
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    shift, unlimited = seqlen_k - seqlen_q, seqlen_q + seqlen_k
-    left, right = (unlimited if limit < 0 else limit for limit in (window_left, window_right))
-    blind = max(0, -shift - right)  # the first rows, which see no key
-    if blind or not (q.numel() and k.numel()):
+    mask = _Mask.of(q, k, window_left, window_right)
+    if mask.blind or not (q.numel() and k.numel()):
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-        if q.numel() and k.numel() and blind < seqlen_q:
-            seeing = (slice(None), slice(None), slice(blind, None))
+        if q.numel() and k.numel() and mask.blind < mask.seqlen_q:
+            seeing = (slice(None), slice(None), slice(mask.blind, None))
             out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
         return out, lse
 
-    full_to_the_left = left >= seqlen_k - 1
-    full = full_to_the_left and right >= seqlen_q - 1
-    causal = full_to_the_left and right == 0 and shift == 0  # PyTorch's causal mask is aligned top left
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-    def blocks(step: int) -> Iterator[tuple[slice, slice]]:
-        """Rows, `step` at a time, and the keys that they see."""
-        for begin in range(0, seqlen_q, step):
-            rows = slice(begin, min(begin + step, seqlen_q))
-            yield rows, slice(max(0, begin + shift - left), min(seqlen_k, rows.stop + shift + right))
-
-    for rows, keys in blocks(seqlen_q if full or causal else _MASKED_ROWS):
-        mask = None if full or causal else _mask(rows, keys, shift, left, right)
+    for rows, keys, added in mask.flash_blocks():
         out[:, :, rows], lse[:, :, rows] = _flash(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=softmax_scale
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            0.0,
+            mask.causal,
+            attn_mask=added,
+            scale=softmax_scale,
         )
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
     lowest, highest = (bound.item() for bound in lse.abs().aminmax())
     if not (lowest > 0 and highest < torch.inf):
-        for rows, keys in blocks(_MASKED_ROWS):
-            mask = _mask(rows, keys, shift, left, right)
+        for rows, keys in mask.blocks():
             out[:, :, rows], lse[:, :, rows] = _plain(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, softmax_scale
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], mask.tensor(rows, keys), softmax_scale
             )
     return out, lse
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """backward where all the rows count, in float32."""
+    mask = _Mask.of(q, k, window_left, window_right)
+    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
+    if not (q.numel() and k.numel()):
+        return dq, dk, dv
+
+    def widened(x: torch.Tensor, column: float | torch.Tensor = 0.0) -> torch.Tensor:
+        wide = torch.empty(*x.shape[:3], x.shape[3] + 1)
+        wide[..., :-1], wide[..., -1] = x, column
+        return wide
+
+    # PyTorch's kernel knows no dlse, but takes rowsum(dout * out) from the gradients of the weights: one more
+    # column makes that the sum less dlse, and changes nothing else.
+    q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
+    lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
+    for rows, keys, added in mask.flash_blocks():
+        of_rows = (x[:, :, rows] for x in (out, lse))
+        parts = _flash_backward(
+            *(dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows),
+            *(0.0, mask.causal),
+            attn_mask=added,
+            scale=softmax_scale,
+        )
+        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            whole[:, :, where] += part[..., :-1]
+    return dq, dk, dv
 
 
 def _part(q, k, v, softmax_scale, window_left, window_right) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,13 +269,6 @@ def _part(q, k, v, softmax_scale, window_left, window_right) -> tuple[torch.Tens
         for name, limit in (("window_left", window_left), ("window_right", window_right))
     }
     return torch.ops.flash_cute._forward.default(q, k, v, softmax_scale=softmax_scale, **window)
-
-
-def _mask(rows: slice, keys: slice, shift: int, left: int, right: int) -> torch.Tensor:
-    """float32 (rows, keys): 0 where a query sees a key, else -inf."""
-    distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop).unsqueeze(1) - shift
-    hidden = (distance < -left) | (distance > right)
-    return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
 def _plain(q, k, v, mask, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,7 @@ def forward(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +51,8 @@ def forward(
             them hold, NaN too, is never used.
         leftpad_k: int32 (batch,), on q's device: how many keys at each sequence's begin don't count, though
             j counts them: keys leftpad_k <= j < seqused_k do. Default none.
+        deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
+            where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
 
     Returns:
@@ -58,17 +61,22 @@ def forward(
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
             a query that sees no key or doesn't count.
 
+        Both are differentiable, once. Gradients are as torch.empty_like of q, k and v; 0 for queries that see
+        no key or don't count, and keys that no query sees, whatever the gradients of out and lse hold there.
+
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted. What
             tensors of lengths hold is not looked at, but with FLASH_CUTE_CHECK=1 in the environment, which
             waits for the device.
-        NotImplementedError: autograd wants a gradient, and there is no backward yet.
+        NotImplementedError: a second derivative or forward-mode differentiation is asked for.
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691. docs/numerics.md says what is rounded when.
     """
     dense = seqused_q is seqused_k is leftpad_k is None
     given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
-    return _call("forward", ops.forward, q, k, v, causal, softmax_scale, window, given, family, misnamed)
+    return _call(
+        "forward", ops.forward, q, k, v, causal, softmax_scale, window, given, family, deterministic, misnamed
+    )
 
 
 def attention(
@@ -82,13 +90,27 @@ def attention(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
     dense = seqused_q is seqused_k is leftpad_k is None
     given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
-    return _call("attention", ops.forward, q, k, v, causal, softmax_scale, window, given, family, misnamed)[0]
+    return _call(
+        "attention",
+        ops.forward,
+        q,
+        k,
+        v,
+        causal,
+        softmax_scale,
+        window,
+        given,
+        family,
+        deterministic,
+        misnamed,
+    )[0]
 
 
 def forward_varlen(
@@ -104,6 +126,7 @@ def forward_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,13 +143,15 @@ def forward_varlen(
         seqused_q, seqused_k: int32 (batch,), on q's device: how many of a sequence's rows count, from its
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
-        causal, softmax_scale, window, family: as in forward. The mask is that of each sequence alone, by its
-            own lengths.
+        causal, softmax_scale, window, deterministic, family: as in forward. The mask is that of each sequence
+            alone, by its own lengths.
 
     Returns:
         out: as torch.empty_like(q) in shape, dtype and strides. 0 for rows that see no key, don't count or
             belong to no sequence.
         lse: float32 (heads_q, total_q), as in forward. -inf where out is 0 for these reasons.
+
+        Both are differentiable, as in forward.
 
     Raises:
         As forward. Offsets that decrease or leave the totals give out and lse of no meaning; with
@@ -136,7 +161,18 @@ def forward_varlen(
     if not (cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None):
         given |= _given(seqused_q, seqused_k, leftpad_k, None, cu_seqlens_k)
     return _call(
-        "forward_varlen", ops.forward_varlen, q, k, v, causal, softmax_scale, window, given, family, misnamed
+        "forward_varlen",
+        ops.forward_varlen,
+        q,
+        k,
+        v,
+        causal,
+        softmax_scale,
+        window,
+        given,
+        family,
+        deterministic,
+        misnamed,
     )
 
 
@@ -153,6 +189,7 @@ def attention_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
@@ -171,6 +208,7 @@ def attention_varlen(
         window,
         given,
         family,
+        deterministic,
         misnamed,
     )[0]
 
@@ -188,22 +226,28 @@ def explain(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    deterministic: bool = False,
     family: str | None = None,
+    backward: bool = False,
     **misnamed: NoReturn,
 ) -> Explanation:
     """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
 
-    Launches nothing, but reads the lengths from the device to count the work; print() shows it.
+    With backward=True it is what the backward of that call would run, for all three gradients. Launches
+    nothing, but reads the lengths from the device to count the work; print() shows it.
     """
+    if not isinstance(backward, bool):
+        raise TypeError(f"flash_cute.explain: backward is {backward!r}; True or False is accepted")
     given = _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q, cu_seqlens_k)
+    op = ops.plan_backward if backward else ops.plan
     plan = json.loads(
-        _call("explain", ops.plan, q, k, v, causal, softmax_scale, window, given, family, misnamed)
+        _call("explain", op, q, k, v, causal, softmax_scale, window, given, family, deterministic, misnamed)
     )
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
     if given:
-        plan |= lengths.work(q, k, plan["window_left"], plan["window_right"], given)
-    return Explanation.of(plan, q.device)
+        plan |= lengths.work(q, k, plan["window_left"], plan["window_right"], given, backward)
+    return Explanation.of(plan | {"backward": backward}, q.device)
 
 
 def supported() -> dict[str, Any]:
@@ -228,8 +272,8 @@ def _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q=None, cu_seqlens_k=None
     return {name: value for name, value in zip(ops.LENGTHS, values, strict=True) if value is not None}
 
 
-def _call(name, op, q, k, v, causal, scale, window, given, family, misnamed):
-    """Calls forward, forward_varlen or plan of ops for the function so named, and raises what it throws.
+def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic, misnamed):
+    """Calls forward, forward_varlen or a plan of ops for the function so named, and raises what it throws.
 
     given: those of ops.LENGTHS that there are.
     """
@@ -237,29 +281,39 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, misnamed):
         raise TypeError(f"flash_cute.{name}: {_meant(name, *misnamed)}")
     if not isinstance(causal, _BOOLS):
         raise TypeError(f"flash_cute.{name}: causal is {causal!r}; True or False is accepted")
+    if deterministic is not False and not isinstance(deterministic, bool):
+        raise TypeError(f"flash_cute.{name}: deterministic is {deterministic!r}; True or False is accepted")
     if not (scale is None or type(scale) is float or _is_number(scale)):
         raise TypeError(f"flash_cute.{name}: softmax_scale is {scale!r}; a number or None is accepted")
     left, right = (None, None) if window is None else _limits(name, window)
     try:
         if q.is_nested and op is not ops.forward_varlen:
-            return _call_nested(name, op, q, k, v, causal, scale, window, given, family)
+            return _call_nested(name, op, q, k, v, causal, scale, window, given, family, deterministic)
         if not given:  # by itself: passing on an empty dictionary takes 0.3 us
             return op(
-                q, k, v, causal, softmax_scale=scale, window_left=left, window_right=right, family=family
+                q,
+                k,
+                v,
+                causal,
+                softmax_scale=scale,
+                window_left=left,
+                window_right=right,
+                family=family,
+                deterministic=deterministic,
             )
         if lengths.CHECKED:
             lengths.check(q, k, v, given)
         options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
-        return op(q, k, v, causal=causal, **options, **given)
+        return op(q, k, v, causal=causal, deterministic=deterministic, **options, **given)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise _in_python_terms(name, error, left, right, q=q, k=k, v=v, **given) from None
 
 
-def _call_nested(name, op, q, k, v, causal, scale, window, given, family):
+def _call_nested(name, op, q, k, v, causal, scale, window, given, family, deterministic):
     *tensors, given = lengths.unwrapped(q, k, v, given)
-    op = ops.plan if op is ops.plan else ops.forward_varlen
-    results = _call(name, op, *tensors, causal, scale, window, given, family, misnamed=None)
-    return results if op is ops.plan else lengths.wrapped(*results, q)
+    op = ops.forward_varlen if op is ops.forward else op
+    results = _call(name, op, *tensors, causal, scale, window, given, family, deterministic, misnamed=None)
+    return lengths.wrapped(*results, q) if op is ops.forward_varlen else results
 
 
 def _is_number(scale: object) -> bool:

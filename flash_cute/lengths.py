@@ -102,9 +102,16 @@ def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
 
 
 def work(
-    q: torch.Tensor, k: torch.Tensor, window_left: int | None, window_right: int | None, given: Lengths
+    q: torch.Tensor,
+    k: torch.Tensor,
+    window_left: int | None,
+    window_right: int | None,
+    given: Lengths,
+    backward: bool = False,
 ) -> dict[str, int]:
-    """What a call has to do: FLOPs of the pairs that see each other, bytes read and written at least once."""
+    """What a call, or its backward, has to do: FLOPs of the pairs that see each other, bytes read and written
+    at least once.
+    """
     packed = "cu_seqlens_q" in given
     offsets_q = given.get("cu_seqlens_q")
     offsets_k = given.get("cu_seqlens_k", offsets_q)
@@ -116,10 +123,14 @@ def work(
     counts = [(r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True)]
     pairs = sum(_visible_pairs(*count, window_left, window_right) for count in counts)
     rows_read, keys_read = (sum(side) for side in zip((0, 0), *counts, strict=True))
-    written = q.numel() + 2 * q.numel() // head_dim
+    lse_row = 2  # as many 16-bit elements as a float
+    if backward:  # reads q, out, dout and lse; writes dq, dk and dv
+        row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
+    else:
+        row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
     return {
-        "flops": 4 * head_dim * heads_q * pairs,
-        "bytes": 2 * (head_dim * (heads_q * rows_read + 2 * heads_kv * keys_read) + written),
+        "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
+        "bytes": 2 * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
     }
 
 

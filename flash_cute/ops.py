@@ -1,17 +1,21 @@
-"""The native library's operators, completed: shapes for the compiler, vmap, FLOPs, and the CPU.
+"""The native library's operators, completed: gradients, shapes for the compiler, vmap, FLOPs, and the CPU.
 
 Schemas, defaults and validation live in C++ (csrc/). What is here is what only Python can register. No kernel
-of _forward and _forward_varlen is in Python but on the CPU: calls without gradients, compiled graphs too,
-stay in C++.
+of _forward, _backward and their likes for packed sequences is in Python but on the CPU: calls without
+gradients, and compiled graphs with or without them, stay in C++.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -19,14 +23,28 @@ from flash_cute import _C, cpu  # noqa: F401  importing _C registers the operato
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
+_backward = torch.ops.flash_cute._backward.default
+_backward_varlen = torch.ops.flash_cute._backward_varlen.default
 compiled = torch.ops.flash_cute.compiled.default
 _check = torch.ops.flash_cute._check.default
 
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
+_RESULTS = "out", "lse", "dout", "dlse"
+_TENSORS = "q", "k", "v", *LENGTHS, *_RESULTS
 
 
 def forward(
-    q, k, v, causal=False, *, softmax_scale=None, window_left=None, window_right=None, family=None, **lengths
+    q,
+    k,
+    v,
+    causal=False,
+    *,
+    softmax_scale=None,
+    window_left=None,
+    window_right=None,
+    family=None,
+    deterministic=False,
+    **lengths,
 ):
     """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
     if not lengths and _is_plain(q, k, v):  # written out, as a dictionary of options takes 0.5 us
@@ -41,8 +59,8 @@ def forward(
             family=family,
         )
     window = {"window_left": window_left, "window_right": window_right}
-    options = {"softmax_scale": softmax_scale, **window, "family": family, **lengths}
-    return _in_context(_forward, q, k, v, (causal,), options)
+    options = {"causal": causal, "softmax_scale": softmax_scale, **window, "family": family}
+    return _in_context(q, k, v, lengths, options, deterministic)
 
 
 def forward_varlen(
@@ -57,6 +75,7 @@ def forward_varlen(
     window_left=None,
     window_right=None,
     family=None,
+    deterministic=False,
     **lengths,
 ):
     """The operator flash_cute::forward_varlen, likewise."""
@@ -74,13 +93,19 @@ def forward_varlen(
             family=family,
         )
     window = {"window_left": window_left, "window_right": window_right}
-    options = {"softmax_scale": softmax_scale, **window, "family": family, **lengths}
-    return _in_context(_forward_varlen, q, k, v, (cu_seqlens_q, cu_seqlens_k, causal), options)
+    options = {"causal": causal, "softmax_scale": softmax_scale, **window, "family": family}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **lengths}
+    return _in_context(q, k, v, lengths, options, deterministic)
 
 
-def plan(q, k, v, *args, **options) -> str:
-    """The operator flash_cute::plan, of what forward would run under autocast."""
+def plan(q, k, v, *args, backward=False, deterministic=False, **options) -> str:
+    """The operator flash_cute::plan, of what forward, or its backward, would run under autocast."""
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options |= {"backward": backward, "deterministic": deterministic}
     return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), *args, **options)
+
+
+plan_backward = partial(plan, backward=True)
 
 
 def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,19 +124,139 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def _in_context(op, q, k, v, arguments, options):
-    """(out, lse) of an inner operator under autocast and transforms, or a refusal of their gradient."""
+def _in_context(q, k, v, lengths, options, deterministic, composite=False):
+    """(out, lse) under autocast, transforms and autograd; composite: as the kernel of a public operator."""
     if torch._C._is_any_autocast_enabled():
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    if torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling():
-        # dynamo cannot look below the wrappers of a transform
-        packed = op is _forward_varlen
-        op = (torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward).default
-    elif _needs_gradient(q, k, v):
+    packed = "cu_seqlens_q" in lengths
+    # dynamo cannot look below the wrappers of a transform.
+    hidden = torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling()
+    if not (hidden or _needs_gradient(q, k, v)):
+        return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
+    if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
+        op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
+        return op.default(q, k, v, **lengths, **options, deterministic=deterministic)
+    call = _Call(packed, options, deterministic or torch.are_deterministic_algorithms_enabled())
+    # The dispatcher calls composites for one level of transforms at a time.
+    levels = torch._C._are_functorch_transforms_active() and not composite
+    apply = _Attention.apply if levels else _Attention.apply_here
+    return apply(call, q, k, v, *(lengths.get(name) for name in LENGTHS))
+
+
+def _composite(op):
+    """The kernel of a public operator, which autograd sees through."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def kernel(*args, deterministic=False, **options):
+        named = dict(zip(names, args, strict=False)) | options
+        lengths = {name: named.pop(name) for name in LENGTHS if name in named}
+        q, k, v = (named.pop(name) for name in "qkv")
+        return _in_context(q, k, v, lengths, named, deterministic, composite=True)
+
+    return kernel
+
+
+class _Function(torch.autograd.Function):
+    @classmethod
+    def apply_here(cls, *args):
+        """apply for the one level of transforms that is being run. It takes 10 us less."""
+        apply, args = super(torch.autograd.Function, cls).apply, unwrap_dead_wrappers(args)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args)
+        with enable_single_level_autograd_function():
+            return apply(*args)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is no tensor among the arguments of a call. Transforms look into no object of such a type."""
+
+    packed: bool
+    options: dict[str, Any]
+    deterministic: bool
+
+    def named(self, lengths: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
+        """The keywords for an inner operator; lengths are those of LENGTHS."""
+        names = LENGTHS if self.packed else LENGTHS[2:]
+        return dict(zip(names, lengths[-len(names) :], strict=True)) | self.options
+
+
+class _Attention(_Function):
+    """out and lse. Keeps q, k, v and these for the backward, which computes the weights again."""
+
+    @staticmethod
+    def forward(call, q, k, v, *lengths):
+        return (_forward_varlen if call.packed else _forward)(q, k, v, **call.named(lengths))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        _, *needed = ctx.needs_input_grad[:4]
+        if dout is None and dlse is None:
+            return (None,) * 9
+        out, lse, q, k, v, *lengths = ctx.saved_tensors
+        arguments = ctx.call, needed[0], needed[1] or needed[2], dout, dlse, q, k, v, out, lse, *lengths
+        # Only then may somebody differentiate the gradients.
+        observed = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        gradients = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
+        asked = (x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True))
+        return None, *asked, *(None,) * 5
+
+    @staticmethod
+    def vmap(info, in_dims, call, *tensors):
+        def apply(q, k, v, **lengths):
+            return _Attention.apply(call, q, k, v, *lengths.values())
+
+        names = "q", "k", "v", *LENGTHS
+        named, dims = (dict(zip(names, values, strict=True)) for values in (tensors, in_dims[1:]))
+        return (_vmap_varlen if call.packed else _vmap)(apply, info, (dims,), named, {})
+
+    @staticmethod
+    def jvp(ctx, *tangents):
         raise NotImplementedError(
-            "flash_cute.forward: there is no backward yet; use torch.no_grad() or detach q, k and v"
+            "flash_cute.forward: there is no forward-mode differentiation; use a gradient"
         )
-    return op(q, k, v, *arguments, **options)
+
+
+class _Gradients(torch.autograd.Function):
+    """dq, dk and dv, which refuse to be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call, needs_dq, needs_dkv, dout, dlse, q, k, v, out, lse, *lengths):
+        return (_backward_varlen if call.packed else _backward)(
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            needs_dq=needs_dq,
+            needs_dkv=needs_dkv,
+            deterministic=call.deterministic,
+            **call.named(lengths),
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            "flash_cute.backward: there are no second derivatives; detach the gradients"
+        )
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _Gradients.backward(ctx)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,19 +295,27 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def check(q, k, v, causal=False, *, window_left=None, window_right=None, **options):
-    """The checks of a call, by what is known while it is traced; options may have all of LENGTHS."""
-    lengths = {name: options.pop(name, None) for name in LENGTHS}
-    given = [tensor for tensor in lengths.values() if tensor is not None]
-    sizes = {name: _hints(tensor.shape) for name, tensor in lengths.items() if tensor is not None}
+    """The checks of a call, by what is known while it is traced; options may have tensors of _TENSORS.
+
+    With out and lse the call is of the backward.
+    """
+    given = {name: options.pop(name, None) for name in (*LENGTHS, *_RESULTS)}
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    sizes = {name: _hints(tensor.shape) for name, tensor in given.items()}
     shapes = [_hints(tensor.shape) for tensor in (q, k, v)]
-    steps = [_hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    steps = [
+        _hint(tensor.stride(0)) if tensor.dim() == 1 else 1
+        for name, tensor in given.items()
+        if name in LENGTHS
+    ]
     if any(None in known for known in (*shapes, *sizes.values(), steps)):
         return
+    tensors = q, k, v, *given.values()
     with torch.utils._python_dispatch._disable_current_modes():
         _check(
             *shapes,
-            [tensor.dtype for tensor in (q, k, v, *given)],
-            [tensor.device for tensor in (q, k, v, *given)],
+            [tensor.dtype for tensor in tensors],
+            [tensor.device for tensor in tensors],
             steps,
             causal,
             window_left=_hint(window_left),
@@ -183,6 +336,37 @@ def _traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, causal=False, **opt
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
+def _traced_backward(
+    dout,
+    dlse,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    causal=False,
+    *,
+    needs_dq=True,
+    needs_dkv=True,
+    deterministic=False,
+    **options,
+):
+    check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, **options)
+    needed = (q, needs_dq), (k, needs_dkv), (v, needs_dkv)
+    return tuple(torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
+
+
+def _traced_backward_varlen(
+    dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options
+):
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _traced_backward(dout, dlse, q, k, v, out, lse, causal, **offsets, **options)
+
+
+def _traced_backward_cpu(dout, dlse, q, k, v, *args):
+    return tuple(torch.empty_like(x) for x in (q, k, v))
+
+
 def _traced_cpu(q, k, v, scale, window_left, window_right, cu_seqlens_q=None, *lengths):
     shape = q.shape[:3] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
@@ -199,7 +383,7 @@ def _hints(sizes: torch.Size) -> list[int | None]:
     return [_hint(size) for size in sizes]
 
 
-def _vmap(info, in_dims, tensors, options):
+def _vmap(op, info, in_dims, tensors, options):
     """The mapped dimension becomes a part of the batch."""
 
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
@@ -214,13 +398,20 @@ def _vmap(info, in_dims, tensors, options):
         return mapped.flatten(0, 1).contiguous()
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}
-    results = _forward(**folds, **options)
     q, dim = tensors["q"], in_dims[0]["q"]
-    sizes = q.shape if dim is None else q.movedim(dim, 0).shape[1:]
-    return tuple(result.unflatten(0, (info.batch_size, sizes[0])) for result in results), (0, 0)
+    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
+    results = op(**folds, **options)
+    is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
+    return (
+        tuple(
+            result if empty else result.unflatten(0, (info.batch_size, batch))
+            for result, empty in zip(results, is_empty, strict=True)
+        ),
+        tuple(None if empty else 0 for empty in is_empty),
+    )
 
 
-def _vmap_varlen(*args):
+def _vmap_varlen(op, *args):
     raise NotImplementedError(
         "flash_cute.forward: vmap can't map packed sequences; pack those of all its entries into one call"
     )
@@ -228,13 +419,14 @@ def _vmap_varlen(*args):
 
 def _vmapped(op, rule):
     """op's kernel under vmap. torch.library.register_vmap has none for tensors that only have a keyword."""
+    names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keyset, *args, **kwargs):
-        named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-        tensors = {name: named.pop(name) for name in ("q", "k", "v", *LENGTHS) if name in named}
+        named = dict(zip(names, args, strict=False)) | kwargs
+        tensors = {name: named.pop(name) for name in _TENSORS if name in named}
         interpreter = retrieve_current_functorch_interpreter()
         unmapped = lambda tensors, options: op(**tensors, **options)  # noqa: E731
-        return custom_function_call_vmap_helper(interpreter, rule, unmapped, tensors, named)
+        return custom_function_call_vmap_helper(interpreter, partial(rule, op), unmapped, tensors, named)
 
     return kernel
 
@@ -251,16 +443,32 @@ def _flops_varlen(q: tuple[int, ...], k: tuple[int, ...], v, cu_seqlens_q, *args
     return 4 * heads * head_dim * total_q * mean_k
 
 
+def _flops_backward(dout, dlse, q, k, v, *args, **kwargs) -> int:
+    """Five products in place of two."""
+    return _flops(q, k, v) * 5 // 2
+
+
+def _flops_backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, *args, **kwargs) -> int:
+    return _flops_varlen(q, k, v, cu_seqlens_q) * 5 // 2
+
+
 _library = torch.library.Library("flash_cute", "IMPL")
-_library.impl("forward", forward, "CompositeImplicitAutograd")
-_library.impl("forward_varlen", forward_varlen, "CompositeImplicitAutograd")
 _library.impl("_forward_cpu", cpu.forward, "CPU")
-_library.impl("_forward", _vmapped(_forward, _vmap), "FuncTorchBatched", with_keyset=True)
-_library.impl(
-    "_forward_varlen", _vmapped(_forward_varlen, _vmap_varlen), "FuncTorchBatched", with_keyset=True
-)
-torch.library.register_fake("flash_cute::_forward", _traced, lib=_library)
-torch.library.register_fake("flash_cute::_forward_varlen", _traced_varlen, lib=_library)
+_library.impl("_backward_cpu", cpu.backward, "CPU")
 torch.library.register_fake("flash_cute::_forward_cpu", _traced_cpu, lib=_library)
-register_flop_formula(torch.ops.flash_cute._forward)(_flops)
-register_flop_formula(torch.ops.flash_cute._forward_varlen)(_flops_varlen)
+torch.library.register_fake("flash_cute::_backward_cpu", _traced_backward_cpu, lib=_library)
+for _op, _inner, _rule in (
+    (torch.ops.flash_cute.forward.default, _forward, _vmap),
+    (torch.ops.flash_cute.forward_varlen.default, _forward_varlen, _vmap_varlen),
+):
+    _library.impl(_op._schema.name, _composite(_inner), "CompositeImplicitAutograd")
+    _library.impl(_op._schema.name, _vmapped(_op, _rule), "FuncTorchBatched", with_keyset=True)
+for _op, _fake, _rule, _formula in (
+    (_forward, _traced, _vmap, _flops),
+    (_forward_varlen, _traced_varlen, _vmap_varlen, _flops_varlen),
+    (_backward, _traced_backward, _vmap, _flops_backward),
+    (_backward_varlen, _traced_backward_varlen, _vmap_varlen, _flops_backward_varlen),
+):
+    torch.library.register_fake(_op._schema.name, _fake, lib=_library)
+    _library.impl(_op._schema.name, _vmapped(_op, _rule), "FuncTorchBatched", with_keyset=True)
+    register_flop_formula(_op.overloadpacket)(_formula)

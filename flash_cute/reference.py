@@ -64,6 +64,39 @@ def forward(
     return out, scores.to(torch.promote_types(dtype, torch.float32)).logsumexp(-1)
 
 
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: Window = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients dq, dk and dv by autograd through forward in dtype; dout and dlse belong to its results.
+
+    What queries hold that see no key, and keys that no query sees, does not matter: their gradients are 0.
+    """
+    seen = visible(q.shape[2], k.shape[2], causal, window, q.device)
+    sees_nothing, unreachable = ~seen.any(1), ~seen.any(0).unsqueeze(1)
+    with torch.enable_grad():
+        q, k, v = (
+            x.detach().to(dtype).masked_fill(hidden, 0).requires_grad_()
+            for x, hidden in ((q, sees_nothing.unsqueeze(1)), (k, unreachable), (v, unreachable))
+        )
+        out, lse = forward(q, k, v, causal, softmax_scale, window, dtype)
+    gradients = [
+        torch.zeros_like(result) if gradient is None else gradient.to(result.dtype).masked_fill(hidden, 0)
+        for result, gradient, hidden in (
+            (out, dout, sees_nothing.unsqueeze(1)),
+            (lse, dlse, sees_nothing),
+        )
+    ]
+    return torch.autograd.grad((out, lse), (q, k, v), gradients)
+
+
 def error(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, float]:
     """Maximum and root mean square of result - oracle, both inf where only one of the two is finite."""
     if not torch.equal(result.isfinite(), oracle.isfinite()):

@@ -61,10 +61,11 @@ def scaled(value: float, unit: str) -> str:
 class Explanation(dict):
     """The plan of a call: a dict that prints as a table.
 
-    Keys: device, family ("cpu" where there is no kernel), head_dim, softmax_scale, window_left and
-    window_right (None is unlimited), copies (inputs that are copied first, and why), flops (4 for each
-    visible pair and element of head_dim), bytes (each input read and each output written once), roofline
-    (None where the device's rates are unknown, else seconds, bound_by "compute" or "memory", and the rates).
+    Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim,
+    softmax_scale, window_left and window_right (None is unlimited), copies (inputs that are copied first, and
+    why), flops (for each visible pair and element of head_dim 4, in the backward 10), bytes (each input read
+    and each output written once), roofline (None where the device's rates are unknown, else seconds, bound_by
+    "compute" or "memory", and the rates).
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
@@ -95,6 +96,8 @@ class Explanation(dict):
         return "\n".join(f"{title:<9} {text}" for title, text in rows.items())
 
     def _kernel_rows(self) -> dict[str, str]:
+        if self["family"] == "cpu" and self["backward"]:
+            return {"kernel": "PyTorch's CPU flash attention backward in float32"}
         if self["family"] == "cpu":
             types = "full and causal in the inputs' type, other masks and tiny scores in float32"
             return {"kernel": f"PyTorch's CPU flash attention; {types}"}

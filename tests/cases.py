@@ -185,6 +185,15 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed",
     )
 
 
+def make_gradients(q: torch.Tensor, layout: Layout = TRANSPOSED) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fresh random (dout, dlse) for a dense q."""
+    seed = torch.seed() % 2**31
+    print(f"{layout} gradients' seed={seed}")
+    generator = torch.Generator(q.device).manual_seed(seed)
+    dlse = torch.randn(q.shape[:3], generator=generator, device=q.device)
+    return layout.make(q.shape, q.dtype, q.device, generator), dlse
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One of a batch: how many rows of q, and of k and v, it has, and which of them count (None: all)."""
@@ -261,8 +270,11 @@ class Ragged:
     @property
     def entries(self) -> list[torch.Tensor]:
         """q, k and v as (entries, heads, rows, head_dim): one entry if packed."""
-        tensors = self.q, self.k, self.v
-        return [x.transpose(0, 1).unsqueeze(0) for x in tensors] if self.packed else list(tensors)
+        return [as_entries(self, tensor) for tensor in (self.q, self.k, self.v)]
+
+
+def as_entries(batch: Ragged, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, 1).unsqueeze(0) if batch.packed else tensor
 
 
 def shifted(rows: slice, offset: int) -> slice:
@@ -316,3 +328,15 @@ def make_ragged(
     if packed:
         tensors = [tensor[0].transpose(0, 1) for tensor in tensors]
     return Ragged(*tensors, lengths, tuple(places))
+
+
+def make_ragged_gradients(batch: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fresh random (dout, dlse) for a batch of unequal lengths, NaN in every row that doesn't count."""
+    entries = batch.entries[0]
+    dout, dlse = make_gradients(entries)
+    counts = torch.zeros(entries.shape[0], entries.shape[2], dtype=torch.bool, device=entries.device)
+    for entry, rows, _ in batch.places:
+        counts[entry, rows] = True
+    dout.transpose(1, 2)[~counts] = torch.nan
+    dlse.transpose(1, 2)[~counts] = torch.nan
+    return (dout[0].transpose(0, 1), dlse[0]) if batch.packed else (dout, dlse)

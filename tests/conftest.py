@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +35,38 @@ class Kernel:
         Its outputs and workspaces are poisoned with NaN when allocated. Deterministic mode fills torch.empty
         so: what the kernel then leaves out shows in the result.
         """
-        function = flash_cute.forward_varlen if "cu_seqlens_q" in options else flash_cute.forward
-        torch.use_deterministic_algorithms(True)
-        try:
-            return function(q, k, v, family=self.family, **options)
-        except ValueError as error:
-            if "this build has no" in str(error):  # one for development, with a part of the kernels
-                pytest.skip(str(error))
-            raise
-        finally:
-            torch.use_deterministic_algorithms(False)
+        with poisoned():
+            return self.function(options)(q, k, v, family=self.family, **options)
+
+    def backward(self, q, k, v, dout, dlse, **options) -> tuple[torch.Tensor | None, ...]:
+        """dq, dk and dv by this kernel, likewise poisoned; dout or dlse may be None.
+
+        The forward's time decides whether the backward is deterministic: here its own option alone.
+        """
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        results = self.function(options)(*inputs, family=self.family, **options)
+        given = [pair for pair in zip(results, (dout, dlse), strict=True) if pair[1] is not None]
+        results, gradients = zip(*given, strict=True)
+        with poisoned():
+            return torch.autograd.grad(results, inputs, gradients)
+
+    @staticmethod
+    def function(options: dict):
+        return flash_cute.forward_varlen if "cu_seqlens_q" in options else flash_cute.forward
+
+
+@contextmanager
+def poisoned():
+    """Deterministic mode, in which torch.empty is NaN; skips what this build has no kernel for."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if "this build has no" in str(error):  # one for development, with a part of the kernels
+            pytest.skip(str(error))
+        raise
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def kernels(device: torch.device) -> list[Kernel]:

@@ -2,13 +2,13 @@
 
     err(ours, fp64) <= 2 * err(same-dtype PyTorch math, fp64) + 1e-5
 
-by element maximum and by root mean square, for out and LSE; and -inf and NaN in the same places.
+by element maximum and by root mean square, for out, LSE and gradients; and -inf and NaN in the same places.
 """
 
 from __future__ import annotations
 
 import torch
-from cases import MASKS, Mask, Ragged
+from cases import MASKS, Mask, Ragged, as_entries
 
 from flash_cute import reference
 
@@ -73,3 +73,48 @@ def assert_ragged(
     assert (out[oracle[1].isneginf()] == 0).all()
     assert_within_rule("out", out, yardstick[0], oracle[0])
     assert_within_rule("lse", lse, yardstick[1], oracle[1])
+
+
+def assert_gradients(
+    gradients, q, k, v, dout, dlse, mask: Mask = MASKS["full"], softmax_scale: float | None = None
+) -> None:
+    """Check our backward's (dq, dk, dv) against float64; dout or dlse may be None."""
+    options = {"softmax_scale": softmax_scale, **mask.options}
+    oracle = reference.backward(q, k, v, dout, dlse, **options)
+    yardstick = reference.backward(q, k, v, dout, dlse, dtype=q.dtype, **options)
+    for name, tensor, *results in zip("qkv", (q, k, v), gradients, yardstick, oracle, strict=True):
+        ours = results[0]
+        assert (ours.dtype, ours.device) == (tensor.dtype, tensor.device)
+        assert ours.stride() == torch.empty_like(tensor).stride()
+        assert_within_rule(f"d{name}", *results)
+
+
+def assert_ragged_gradients(
+    gradients, batch: Ragged, dout, dlse, mask: Mask = MASKS["full"], softmax_scale: float | None = None
+) -> None:
+    """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0."""
+    tensors = batch.q, batch.k, batch.v
+    for ours, tensor in zip(gradients, tensors, strict=True):
+        assert (ours.shape, ours.dtype, ours.device) == (tensor.shape, tensor.dtype, tensor.device)
+        assert ours.stride() == torch.empty_like(tensor).stride()
+    gradients, dout = ([as_entries(batch, x) for x in tensors] for tensors in (gradients, [dout]))
+    dlse = dlse.unsqueeze(0) if batch.packed else dlse
+    options = {"softmax_scale": softmax_scale, **mask.options}
+    types = torch.float64, batch.q.dtype
+    oracle, yardstick = ([torch.zeros_like(x, dtype=dtype) for x in batch.entries] for dtype in types)
+    for entry, rows, keys in batch.places:
+        q, k, v, of_out, of_lse = (
+            x[entry, :, part].unsqueeze(0)
+            for x, part in zip((*batch.entries, *dout, dlse), (rows, keys, keys, rows, rows), strict=True)
+        )
+        for results, dtype in zip((oracle, yardstick), types, strict=True):
+            parts = reference.backward(q, k, v, of_out, of_lse, dtype=dtype, **options)
+            for whole, place, part in zip(results, (rows, keys, keys), parts, strict=True):
+                whole[entry, :, place] = part[0]
+    counts = [torch.zeros(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device) for x in batch.entries]
+    for entry, rows, keys in batch.places:
+        for count, place in zip(counts, (rows, keys, keys), strict=True):
+            count[entry, place] = True
+    for name, count, *results in zip("qkv", counts, gradients, yardstick, oracle, strict=True):
+        assert (results[0].transpose(1, 2)[~count] == 0).all()
+        assert_within_rule(f"d{name}", *results)

@@ -1,0 +1,31 @@
+// The backward on each kind of device, behind one set of arguments.
+#pragma once
+
+#include <tuple>
+
+#include "validate.hpp"
+
+namespace flash_cute {
+
+struct BackwardArguments {
+  AttentionArguments attention;      // those of the forward
+  Tensor out, lse;                   // what it returned; undefined where only a plan is asked for
+  std::optional<Tensor> dout, dlse;  // null: that result had no gradient; at least one of them is there
+  bool needs_dq, needs_dkv;          // gradients nobody asked for come back empty
+  bool deterministic;                // the same bits each time
+};
+
+// dq, dk, dv as torch.empty_like of q, k, v; of those not needed (0,).
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
+
+BackwardResult backward_cuda(BackwardArguments const& arguments);
+BackwardResult backward_cpu(BackwardArguments const& arguments);
+
+// JSON: what backward would run with these arguments. Nothing is launched.
+std::string backward_plan_cuda(BackwardArguments const& arguments);
+std::string backward_plan_cpu(BackwardArguments const& arguments);
+
+// As validate of the forward's arguments, and then of the others.
+AttentionProblem validate(BackwardArguments const& arguments);
+
+}  // namespace flash_cute

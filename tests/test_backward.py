@@ -1,0 +1,439 @@
+"""The gradients of flash_cute.forward against float64, and what they promise beside their values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import (
+    BATCHES,
+    BUCKETS,
+    CONTIGUOUS,
+    DTYPES,
+    HEAD_DIMS,
+    LAYOUTS,
+    MASKS,
+    ODD_HEAD_DIMS,
+    SHAPES,
+    Layout,
+    Mask,
+    Sequence,
+    Shape,
+    make_gradients,
+    make_inputs,
+    make_ragged,
+    make_ragged_gradients,
+    with_head_dim,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import EMPTY
+from tolerance import assert_gradients, assert_ragged_gradients, assert_within_rule
+
+import flash_cute
+from flash_cute import reference
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# The CPU computes in float32, whatever the type.
+kernel_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.gpu)], ids=["bf16", "fp16"]
+)
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+full_and_causal = pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"]], ids=["full", "causal"])
+both = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+repeats = pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+# Those that take the CPU long are for kernels, whose grids they fill.
+LARGE = "long_one_head", "many_short", "more_tiles_than_multiprocessors", "rows_that_fit_192"
+shapes = pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, id=name, marks=[pytest.mark.gpu] * (name in LARGE))
+        for name, shape in SHAPES.items()
+    ],
+)
+
+
+def check(kernel, shape, dtype, mask, layout="mixed", softmax_scale=None, **options):
+    q, k, v = make_inputs(shape, dtype, kernel.device, layout)
+    gradients = make_gradients(q)
+    results = kernel.backward(q, k, v, *gradients, softmax_scale=softmax_scale, **mask.options, **options)
+    assert_gradients(results, q, k, v, *gradients, mask, softmax_scale)
+
+
+@kernel_dtypes
+@masks
+@shapes
+def test_shapes_and_masks(kernel, shape, mask, dtype):
+    check(kernel, shape, dtype, mask)
+
+
+@pytest.mark.gpu  # where head dims choose kernels
+@dtypes
+@repeats
+@full_and_causal
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@shapes
+def test_shapes_in_every_bucket(kernel, shape, head_dim, mask, deterministic, dtype):
+    check(kernel, with_head_dim(shape, head_dim), dtype, mask, deterministic=deterministic)
+
+
+@kernel_dtypes
+@full_and_causal
+@pytest.mark.parametrize("head_dim", HEAD_DIMS + ODD_HEAD_DIMS)
+def test_head_dims(kernel, head_dim, mask, dtype):
+    check(kernel, Shape(1, 4, 2, 90, 131, head_dim), dtype, mask)
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kernel, layout, head_dim, mask, dtype):
+    check(kernel, Shape(2, 4, 2, 70, 101, head_dim), dtype, mask, layout)
+
+
+GRADIENT_LAYOUTS = {
+    "one number, as from sum()": Layout(expand="bhsd"),
+    "expanded rows": Layout(expand="s"),
+    "columns of rows": Layout("bhds"),
+    "every second element": Layout(step=2),
+    "rows not of 16 bytes": Layout(columns=1),
+    "misaligned start": Layout(offset=1),
+}
+
+
+@repeats
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS.values(), ids=GRADIENT_LAYOUTS)
+def test_layouts_of_gradients(kernel, layout, head_dim, deterministic):
+    q, k, v = make_inputs(Shape(2, 4, 2, 70, 101, head_dim), torch.bfloat16, kernel.device)
+    dout, dlse = make_gradients(q, layout)
+    wide = torch.full((*dlse.shape, 3), torch.nan, device=kernel.device)
+    wide[..., 1] = dlse
+    for of_lse in (dlse.mT.contiguous().mT, wide[..., 1], dlse[:1, :1, :1].expand_as(dlse)):
+        results = kernel.backward(q, k, v, dout, of_lse, causal=True, deterministic=deterministic)
+        assert_gradients(results, q, k, v, dout, of_lse, MASKS["causal"])
+
+
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("softmax_scale", [1e-3, 0.3, 1.0, 2.0])
+def test_softmax_scale(kernel, softmax_scale, mask, dtype):
+    check(kernel, Shape(2, 4, 4, 75, 101, 64), dtype, mask, softmax_scale=softmax_scale)
+
+
+@dtypes
+@pytest.mark.gpu
+@repeats
+@pytest.mark.parametrize("seqlen", [2048, 4000])
+def test_long_sequences(kernel, seqlen, deterministic, dtype):
+    shape = Shape(1, 2, 1, seqlen, seqlen, 128)
+    check(kernel, shape, dtype, MASKS["causal"], deterministic=deterministic)
+
+
+@dtypes
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
+@pytest.mark.parametrize("shape", ["no_tile_divides", "grouped_heads", "more_queries"])
+@pytest.mark.parametrize("missing", ["dout", "dlse"])
+def test_one_result_has_a_gradient(kernel, missing, shape, mask, dtype):
+    q, k, v = make_inputs(SHAPES[shape], dtype, kernel.device)
+    dout, dlse = make_gradients(q)
+    gradients = (None, dlse) if missing == "dout" else (dout, None)
+    assert_gradients(kernel.backward(q, k, v, *gradients, **mask.options), q, k, v, *gradients, mask)
+
+
+@both
+@pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "kv"])
+def test_gradients_that_are_asked_for(kernel, asked, packed):
+    """They are as if all were; nothing is computed of the others."""
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    tensors = dict(zip("qkv", (batch.q, batch.k, batch.v), strict=True))
+    dout, dlse = make_ragged_gradients(batch)
+    options = dict(batch.lengths, deterministic=True)
+    expected = kernel.backward(*tensors.values(), dout, dlse, **options)
+    leaves = {name: x.detach().requires_grad_(name in asked) for name, x in tensors.items()}
+    function = flash_cute.forward_varlen if packed else flash_cute.forward
+    results = function(*leaves.values(), family=kernel.family, **options)
+    found = torch.autograd.grad(results, [leaves[name] for name in asked], (dout, dlse))
+    for name, gradient in zip(asked, found, strict=True):
+        assert torch.equal(gradient, expected["qkv".index(name)])
+
+
+@pytest.mark.parametrize(("needs_dq", "needs_dkv"), [(True, False), (False, True), (False, False)])
+def test_gradients_not_needed_come_back_empty(kernel, needs_dq, needs_dkv):
+    q, k, v = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, kernel.device)
+    results = kernel.forward(q, k, v)
+    options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "family": kernel.family}
+    gradients = torch.ops.flash_cute._backward(*make_gradients(q), q, k, v, *results, **options)
+    for gradient, tensor, needed in zip(gradients, (q, k, v), (needs_dq, needs_dkv, needs_dkv), strict=True):
+        assert gradient.shape == (tensor.shape if needed else (0,))
+
+
+# What lies where nobody looks
+
+
+garbage = pytest.mark.parametrize("garbage", [torch.nan, torch.inf], ids=str)
+
+
+@garbage
+@repeats
+@pytest.mark.parametrize(
+    "mask", [Mask(window=(5, 5)), Mask(causal=True, window=(60, None)), MASKS["window_diagonal"]]
+)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 300), (70, 333), (130, 700)])
+def test_unreachable_keys_may_hold_anything(kernel, seqlen_q, seqlen_k, mask, deterministic, garbage):
+    q, k, v = make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, 64), torch.bfloat16, kernel.device)
+    unreachable = ~mask.visible(seqlen_q, seqlen_k, kernel.device).any(0)
+    k[:, :, unreachable] = v[:, :, unreachable] = garbage
+    gradients = make_gradients(q)
+    dq, dk, dv = kernel.backward(q, k, v, *gradients, deterministic=deterministic, **mask.options)
+    assert (dk[:, :, unreachable] == 0).all()
+    assert (dv[:, :, unreachable] == 0).all()
+    assert_gradients((dq, dk, dv), q, k, v, *gradients, mask)
+
+
+@garbage
+@repeats
+@pytest.mark.parametrize("head_dim", [*BUCKETS, 100])
+@pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["window_symmetric"]])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(100, 30), (300, 70), (400, 1)])
+def test_blind_queries_may_hold_anything(kernel, seqlen_q, seqlen_k, mask, head_dim, deterministic, garbage):
+    """Those that see no key, and what comes back to them."""
+    q, k, v = make_inputs(Shape(1, 4, 2, seqlen_q, seqlen_k, head_dim), torch.bfloat16, kernel.device)
+    blind = ~mask.visible(seqlen_q, seqlen_k, kernel.device).any(1)
+    assert blind.any()
+    dout, dlse = make_gradients(q)
+    for tensor in (q, dout, dlse):
+        tensor[:, :, blind] = garbage
+    results = kernel.backward(q, k, v, dout, dlse, deterministic=deterministic, **mask.options)
+    assert (results[0][:, :, blind] == 0).all()
+    assert_gradients(results, q, k, v, dout, dlse, mask)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", ["padded_rows", "padded_columns"])
+@pytest.mark.parametrize("head_dim", [8, 72, 136, 256])
+def test_nothing_past_the_end_is_used(kernel, head_dim, layout, dtype):
+    check(kernel, Shape(2, 2, 1, 77, 99, head_dim), dtype, MASKS["causal"], layout)
+
+
+def test_heads_and_batches_are_apart(kernel):
+    """NaN in one head of K and V, or of dout, reaches the gradients of its group and no other."""
+    q, k, v = make_inputs(Shape(3, 4, 2, 130, 150, 64), torch.bfloat16, kernel.device)
+    dout, dlse = make_gradients(q)
+    clean = kernel.backward(q, k, v, dout, dlse, deterministic=True)
+    dout[1, 3] = torch.nan
+    v[2, 0] = torch.nan
+    dirty = kernel.backward(q, k, v, dout, dlse, deterministic=True)
+    for ours, expected, heads in zip(dirty, clean, (([3], [0, 1]), ([1], [0]), ([1], [0])), strict=True):
+        touched = torch.zeros(ours.shape[:2], dtype=torch.bool, device=kernel.device)
+        touched[1, heads[0]] = touched[2, heads[1]] = True
+        assert torch.equal(ours[~touched], expected[~touched])
+    assert dirty[0][1, 3].isnan().all()
+    assert dirty[2][1, 1].isnan().all()
+    assert dirty[0][2, :2].isnan().all()
+
+
+@dtypes
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["window_causal"]])
+@pytest.mark.parametrize("infinity", [torch.inf, -torch.inf], ids=str)
+def test_queries_of_infinite_scores(kernel, infinity, mask, dtype):
+    """NaN in their own gradients, as from PyTorch, and in those of the keys that they see."""
+    q, k, v = make_inputs(Shape(1, 4, 2, 70, 200, 64), dtype, kernel.device)
+    k.abs_().clamp_(min=1e-3)
+    q[:, :2, 60:] = infinity  # the first group; of its queries those before them see other keys, too
+    gradients = make_gradients(q)
+    results = kernel.backward(q, k, v, *gradients, **mask.options)
+    oracle = reference.backward(q, k, v, *gradients, **mask.options)
+    yardstick = reference.backward(q, k, v, *gradients, dtype=dtype, **mask.options)
+    assert results[0][:, :2, 60:].isnan().all()
+    seen = mask.visible(70, 200, kernel.device)[60:].any(0)
+    for gradient in results[1:]:
+        assert gradient[:, 0, seen].isnan().all()
+    assert_within_rule("dq", *(dq[0][:, :2, :60] for dq in (results, yardstick, oracle)))
+    for name, *parts in zip(("dq", "dk", "dv"), results, yardstick, oracle, strict=True):
+        assert_within_rule(name, *(x[:, x.shape[1] // 2 :] for x in parts))
+
+
+# Empty inputs, repeatability, and inputs that stay as they are
+
+
+@dtypes
+@repeats
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_symmetric"]])
+@pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
+def test_empty_inputs(kernel, shape, mask, layout, deterministic, dtype):
+    inputs = make_inputs(shape, dtype, kernel.device, layout)
+    gradients = kernel.backward(
+        *inputs, *make_gradients(inputs[0]), deterministic=deterministic, **mask.options
+    )
+    for gradient, tensor in zip(gradients, inputs, strict=True):
+        assert (gradient.shape, gradient.dtype) == (tensor.shape, dtype)
+        assert (gradient == 0).all()
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_left"]])
+def test_deterministic_gradients_repeat(kernel, mask, head_dim, heads, dtype):
+    shape = Shape(2, *heads, 333, 444, head_dim) if kernel.family else Shape(1, *heads, 70, 80, head_dim)
+    inputs = make_inputs(shape, dtype, kernel.device)
+    gradients = make_gradients(inputs[0])
+    first = kernel.backward(*inputs, *gradients, deterministic=True, **mask.options)
+    for _ in range(10 if kernel.family else 1):
+        results = kernel.backward(*inputs, *gradients, deterministic=True, **mask.options)
+        assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
+
+
+@both
+@pytest.mark.parametrize("name", ["unequal", "used and left padding"])
+@pytest.mark.parametrize("head_dim", [64, 100])
+def test_deterministic_gradients_of_unequal_lengths_repeat(kernel, head_dim, name, packed):
+    batch = make_ragged(BATCHES[name], (8, 2), head_dim, torch.bfloat16, kernel.device, packed)
+    tensors = batch.q, batch.k, batch.v, *make_ragged_gradients(batch)
+    options = dict(batch.lengths, deterministic=True, causal=True)
+    first = kernel.backward(*tensors, **options)
+    for _ in range(10 if kernel.family else 1):
+        results = kernel.backward(*tensors, **options)
+        assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["mixed", "rows_not_16_bytes", "columns_of_rows"])
+def test_inputs_are_left_alone(kernel, layout):
+    inputs = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, kernel.device, layout)
+    gradients = make_gradients(inputs[0])
+    before = [tensor.clone() for tensor in (*inputs, *gradients)]
+    kernel.backward(*inputs, *gradients, causal=True)
+    assert all(torch.equal(*pair) for pair in zip((*inputs, *gradients), before, strict=True))
+
+
+# Unequal lengths
+
+
+def check_ragged(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4, 2), head_dim=64, **options):
+    deterministic = options.pop("deterministic", False)
+    batch = make_ragged(sequences, heads, head_dim, dtype, kernel.device, packed, **options)
+    gradients = make_ragged_gradients(batch)
+    results = kernel.backward(
+        *(batch.q, batch.k, batch.v, *gradients),
+        **batch.lengths,
+        **mask.options,
+        deterministic=deterministic,
+    )
+    assert_ragged_gradients(results, batch, *gradients, mask)
+
+
+@kernel_dtypes
+@masks
+@both
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
+def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
+    check_ragged(kernel, sequences, packed, mask, dtype)
+
+
+@repeats
+@full_and_causal
+@both
+@pytest.mark.parametrize("heads", [(3, 3), (8, 1), (67, 1)], ids=str)
+@pytest.mark.parametrize("name", ["some empty", "used and left padding"])
+def test_lengths_and_grouped_heads(kernel, name, heads, packed, mask, deterministic):
+    check_ragged(kernel, BATCHES[name], packed, mask, heads=heads, deterministic=deterministic)
+
+
+@kernel_dtypes
+@both
+@pytest.mark.parametrize("head_dim", [*BUCKETS, 8, 40, 100, 33])
+def test_lengths_and_head_dims(kernel, head_dim, packed, dtype):
+    check_ragged(kernel, BATCHES["used and left padding"], packed, MASKS["causal"], dtype, head_dim=head_dim)
+
+
+@both
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+def test_lengths_and_layouts(kernel, layout, packed):
+    check_ragged(kernel, BATCHES["used and left padding"], packed, MASKS["causal"], layout=layout)
+
+
+@both
+@pytest.mark.parametrize("margins", [(0, 0), (0, 300), (200, 0), (1, 1)], ids=str)
+def test_rows_of_no_sequence(kernel, margins, packed):
+    check_ragged(kernel, BATCHES["unequal"], packed, MASKS["causal"], margins=margins)
+
+
+def test_self_attention_needs_one_set_of_offsets(kernel):
+    sequences = tuple(Sequence(n, n) for n in (30, 0, 150))
+    batch = make_ragged(sequences, (4, 2), 64, torch.bfloat16, kernel.device, packed=True)
+    gradients = make_ragged_gradients(batch)
+    offsets = batch.lengths["cu_seqlens_q"]
+    results = kernel.backward(batch.q, batch.k, batch.v, *gradients, cu_seqlens_q=offsets, causal=True)
+    assert_ragged_gradients(results, batch, *gradients, MASKS["causal"])
+
+
+@masks
+@pytest.mark.parametrize("name", ["unequal", "used", "some empty"])
+def test_nested(kernel, name, mask):
+    """Gradients reach the values of jagged leaves; they are those of the packed sequences."""
+    batch = make_ragged(BATCHES[name], (4, 2), 64, torch.bfloat16, kernel.device, True, "transposed", (0, 0))
+    dout, dlse = make_ragged_gradients(batch)
+    options = {"deterministic": True, **mask.options}
+    expected = kernel.backward(batch.q, batch.k, batch.v, dout, dlse, **batch.lengths, **options)
+    offsets = [batch.lengths[f"cu_seqlens_{side}"].long() for side in "qk"]
+    counts = [batch.lengths.get(f"seqused_{side}") for side in "qk"]
+    leaves = [
+        torch.nested.nested_tensor_from_jagged(x, offsets[side], counts[side]).detach().requires_grad_()
+        for x, side in ((batch.q, 0), (batch.k, 1), (batch.v, 1))
+    ]
+    out, lse = flash_cute.forward(*(x.transpose(1, 2) for x in leaves), family=kernel.family, **options)
+    torch.autograd.backward((out.values(), lse.values()), (dout.transpose(0, 1), dlse))
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad.is_nested
+        assert torch.equal(leaf.grad.values(), gradient)
+
+
+# Whatever may come
+
+
+LIMITS = st.none() | st.integers(0, 70)
+
+
+@st.composite
+def sequences(draw) -> Sequence:
+    rows_q, rows_k = draw(st.integers(0, 150)), draw(st.integers(0, 200))
+    used_k = draw(st.integers(0, rows_k))
+    return Sequence(rows_q, rows_k, draw(st.integers(0, rows_q)), used_k, draw(st.integers(0, used_k)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    sequences=st.lists(sequences(), min_size=1, max_size=4).map(tuple),
+    packed=st.booleans(),
+    mask=st.builds(Mask, st.booleans(), st.tuples(LIMITS, LIMITS)),
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)).map(lambda pair: (pair[0] * pair[1], pair[1])),
+    head_dim=st.integers(1, 256),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    layout=st.sampled_from([name for name in LAYOUTS if not name.startswith("expanded")]),
+    deterministic=st.booleans(),
+)
+def test_drawn_calls(kernel, sequences, packed, mask, heads, head_dim, dtype, layout, deterministic):
+    options = {"layout": layout, "deterministic": deterministic}
+    check_ragged(kernel, sequences, packed, mask, dtype, heads, head_dim, **options)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    seqlens=st.tuples(st.integers(1, 200), st.integers(1, 250)),
+    mask=st.builds(Mask, st.booleans(), st.tuples(LIMITS, LIMITS)),
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)).map(lambda pair: (pair[0] * pair[1], pair[1])),
+    head_dim=st.integers(1, 256),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    layout=st.sampled_from(list(LAYOUTS)),
+    gradient_layout=st.sampled_from([CONTIGUOUS, *GRADIENT_LAYOUTS.values()]),
+    deterministic=st.booleans(),
+)
+def test_drawn_dense_calls(
+    kernel, seqlens, mask, heads, head_dim, dtype, layout, gradient_layout, deterministic
+):
+    q, k, v = make_inputs(Shape(2, *heads, *seqlens, head_dim), dtype, kernel.device, layout)
+    gradients = make_gradients(q, gradient_layout)
+    results = kernel.backward(q, k, v, *gradients, deterministic=deterministic, **mask.options)
+    assert_gradients(results, q, k, v, *gradients, mask)
