@@ -1,11 +1,196 @@
-// The backward on a GPU.
+// The backward on a GPU: the choice of a kernel, the plan of a call, tensors to params, the launch.
 #include "backward.hpp"
+#include "plan.hpp"
+
+#ifdef FLASH_CUTE_WITH_CUDA
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "device.hpp"
+#include "flash_cute/backward/launch.hpp"
+#include "flash_cute/core/dispatch.hpp"
+#include "tensors.hpp"
+
+// Weak, so that the same library loads under a torch without CUDA.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** stream);
+
+namespace flash_cute {
+namespace {
+
+struct Kernel {
+  Family family;
+  int head_dim;  // the largest that it serves
+  decltype(&BackwardLaunch<void>::run) run;
+  decltype(&BackwardLaunch<void>::attributes) attributes;
+};
+
+// The Ampere family's kernels serve all GPUs, so far.
+Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
+  family_for(problem, gpu);  // refuses what this GPU or build has not
+  Kernel kernel{};
+  bool const found =
+      visit_instance(Family::sm80, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
+        if constexpr (Instance::family == Family::sm80) {
+          kernel = {Family::sm80, Instance::head_dim, BackwardLaunch<Instance>::run,
+                    BackwardLaunch<Instance>::attributes};
+        }
+      });
+  require(found, "this build has no ", name_of(Family::sm80), " kernel for ", name_of(problem.element),
+          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+  return kernel;
+}
+
+// A call with everything decided: backward_cuda executes it, backward_plan_cuda prints it.
+struct CallPlan {
+  AttentionProblem problem;
+  Kernel kernel;
+  BackwardParams params;  // without pointers to operands, and strides
+  bool launches;          // else all gradients are 0
+  BackwardPlan launch;
+};
+
+CallPlan plan_call(AttentionProblem const& problem, BackwardArguments const& arguments) {
+  Lengths const& lengths = arguments.attention.lengths;
+  Gpu const& gpu = gpu_at(arguments.attention.q.get_device_index());
+  CallPlan call{problem, kernel_for(problem, gpu), {}, true, {}};
+  BackwardParams& params = call.params;
+  params.shape = problem.shape;
+  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
+  params.softmax_scale = problem.softmax_scale;
+  params.mask = problem.mask();
+  params.device = gpu.info;
+  params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
+  if (problem.ragged) {
+    params.lengths = length_params(lengths);
+  } else {
+    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
+  }
+  ProblemShape const& shape = params.shape;
+  call.launches = shape.seqlen_k > 0 && shape.seqlen_q > 0 && shape.heads_q > 0 && shape.batch > 0;
+  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, params, arguments.needs_dq,
+                              arguments.needs_dkv, arguments.deterministic);
+  return call;
+}
+
+// A gradient like `whole`, and where a kernel writes it: there, or to a copy that is copied back.
+struct Gradient {
+  Tensor result, target;
+
+  Gradient(char const* name, Tensor const& whole, bool ragged, bool zeros)
+      : result(allocate_like(name, whole)),
+        target(is_readable(result, ragged) ? result : padded_like(name, whole)) {
+    if (zeros && result.numel() > 0) torch::stable::zero_(target);
+  }
+  explicit Gradient(Tensor const& like)  // not asked for
+      : result(torch::stable::new_empty(like, {0})), target(result) {}
+
+  TensorView view(int first) const {
+    return target.numel() > 0 ? Readable{target, first}.view() : TensorView{};
+  }
+  void finish() {
+    if (target.get() == result.get()) return;
+    int64_t const dims = result.dim(), head_dim = result.size(dims - 1);
+    torch::stable::copy_(result, torch::stable::narrow(target, dims - 1, 0, head_dim));
+  }
+};
+
+}  // namespace
+
+BackwardResult backward_cuda(BackwardArguments const& arguments) {
+  auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments.attention;
+  CallPlan call = plan_call(validate(arguments), arguments);
+  int const device_index = q_whole.get_device_index();
+  torch::stable::accelerator::DeviceGuard const guard(device_index);
+  BackwardParams& params = call.params;
+  bool const ragged = call.problem.ragged;
+  int const unreachable = ragged ? 0 : call.problem.shape.seqlen_k - params.shape.seqlen_k;
+
+  // Rows that no kernel writes are 0: those that don't count, and keys that no query reaches.
+  bool const zeros = ragged || !call.launches;
+  auto gradient = [&](char const* name, Tensor const& like, bool needed, bool has_others) {
+    return needed ? Gradient(name, like, ragged, has_others) : Gradient(like);
+  };
+  Gradient dq = gradient("dq", q_whole, arguments.needs_dq, zeros);
+  Gradient dk = gradient("dk", k_whole, arguments.needs_dkv, zeros || unreachable > 0);
+  Gradient dv = gradient("dv", v_whole, arguments.needs_dkv, zeros || unreachable > 0);
+  if (call.launches) {
+    Readable const q = readable("a copy of q", q_whole, ragged);
+    Readable const k = readable("a copy of k", k_whole, ragged, unreachable);
+    Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
+    Readable const out = readable("a copy of out", arguments.out, ragged);
+    std::optional<Readable> dout;
+    if (arguments.dout)
+      params.dout = dout.emplace(readable("a copy of dout", *arguments.dout, ragged)).view();
+    params.q = q.view();
+    params.k = k.view();
+    params.v = v.view();
+    params.out = out.view();
+    params.dq = dq.view(0);
+    params.dk = dk.view(unreachable);
+    params.dv = dv.view(unreachable);
+    Tensor const lse = torch::stable::contiguous(arguments.lse);
+    params.lse = static_cast<float const*>(lse.const_data_ptr());
+    std::optional<Tensor> dlse;
+    if (arguments.dlse) {
+      dlse = torch::stable::contiguous(*arguments.dlse);
+      params.dlse = static_cast<float const*>(dlse->const_data_ptr());
+    }
+    Tensor workspace =
+        allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
+    params.workspace = call.launch.parts(workspace.mutable_data_ptr());
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+    call.kernel.run(params, call.launch, static_cast<cudaStream_t>(stream));
+    for (Gradient* written : {&dq, &dk, &dv}) written->finish();
+  }
+  return {dq.result, dk.result, dv.result};
+}
+
+std::string backward_plan_cuda(BackwardArguments const& arguments) {
+  CallPlan const call = plan_call(validate(arguments.attention), arguments);
+  torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
+  KernelAttributes const attributes = call.kernel.attributes(call.launch);
+  std::vector<std::string> copies;
+  for (auto const& [name, tensor] : {std::pair{"q", &arguments.attention.q},
+                                     {"k", &arguments.attention.k},
+                                     {"v", &arguments.attention.v}}) {
+    std::string const reason = reason_to_copy(*tensor, call.problem.ragged);
+    if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
+  }
+  BackwardTile const& tile = call.launch.tiles.keys;
+  JsonObject plan;
+  plan.add("family", name_of(call.kernel.family))
+      .add("element", name_of(call.problem.element))
+      .add("copies", copies)
+      .add("bucket", call.kernel.head_dim)
+      .add("block_m", tile.block_m)
+      .add("block_n", tile.block_n)
+      .add("stages", tile.stages)
+      .add("packed_heads", 1)
+      .add("threads", attributes.threads)
+      .add("registers", attributes.registers)
+      .add("local_bytes", attributes.local_bytes)
+      .add("smem_bytes", attributes.smem_bytes)
+      .add("grid", call.launches ? call.launch.key_blocks * call.params.shape.heads_kv : 0)
+      .add("workspace_bytes", call.launches ? call.launch.workspace_bytes : 0)
+      .add("seqlen_k_used", call.params.shape.seqlen_k);
+  return add_backward_problem(plan, call.problem).text();
+}
+
+}  // namespace flash_cute
+
+#else
 
 namespace flash_cute {
 namespace {
 
 [[noreturn]] void refuse() {
-  require(false, "q is on a GPU, where there is no backward yet; use the CPU, or torch.no_grad()");
+  require(false,
+          "q is on a GPU, but this flash_cute was built without CUDA; install it again where torch has "
+          "CUDA and without FLASH_CUTE_CPU_ONLY");
   throw std::logic_error("unreachable");
 }
 
@@ -15,3 +200,5 @@ BackwardResult backward_cuda(BackwardArguments const&) { refuse(); }
 std::string backward_plan_cuda(BackwardArguments const&) { refuse(); }
 
 }  // namespace flash_cute
+
+#endif

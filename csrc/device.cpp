@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "flash_cute/core/check.hpp"
-#include "validate.hpp"
+#include "flash_cute/core/dispatch.hpp"
 
 namespace flash_cute {
 
@@ -27,6 +27,21 @@ Gpu const& gpu_at(int index) {
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return devices[index];
+}
+
+Family family_for(AttentionProblem const& problem, Gpu const& gpu) {
+  constexpr int kAmpere = 80, kHopper = 90;
+  auto compiled = [&](Family family) {
+    return visit_instance(family, problem.element, problem.shape.head_dim, [](auto) {});
+  };
+  int const capability = gpu.compute_capability;
+  require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
+          "; 8.0 (Ampere) and newer are supported");
+  if (!problem.family) return capability == kHopper && compiled(Family::sm90) ? Family::sm90 : Family::sm80;
+  require(*problem.family != Family::sm90 || capability == kHopper,
+          "family is 'sm90', which needs compute capability ", "9.0 (Hopper), but the GPU has ",
+          capability / 10, ".", capability % 10);
+  return *problem.family;
 }
 
 }  // namespace flash_cute

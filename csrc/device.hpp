@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flash_cute/params.hpp"
+#include "validate.hpp"
 
 namespace flash_cute {
 
@@ -12,5 +13,8 @@ struct Gpu {
 
 // Asked of the runtime once; throws where it can't tell.
 Gpu const& gpu_at(int index);
+
+// The family that serves the problem, in this build; throws where there is none, or not the one asked for.
+Family family_for(AttentionProblem const& problem, Gpu const& gpu);
 
 }  // namespace flash_cute

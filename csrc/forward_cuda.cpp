@@ -23,21 +23,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace flash_cute {
 namespace {
 
-Family family_for(AttentionProblem const& problem, Gpu const& gpu) {
-  constexpr int kAmpere = 80, kHopper = 90;
-  auto compiled = [&](Family family) {
-    return visit_instance(family, problem.element, problem.shape.head_dim, [](auto) {});
-  };
-  int const capability = gpu.compute_capability;
-  require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
-          "; 8.0 (Ampere) and newer are supported");
-  if (!problem.family) return capability == kHopper && compiled(Family::sm90) ? Family::sm90 : Family::sm80;
-  require(*problem.family != Family::sm90 || capability == kHopper,
-          "family is 'sm90', which needs compute capability ", "9.0 (Hopper), but the GPU has ",
-          capability / 10, ".", capability % 10);
-  return *problem.family;
-}
-
 struct Kernel {
   Family family;
   int head_dim;  // the largest that it serves
@@ -59,10 +44,6 @@ Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
   return kernel;
 }
 
-int const* pointer_to(std::optional<Tensor> const& lengths) {
-  return lengths ? static_cast<int const*>(lengths->const_data_ptr()) : nullptr;
-}
-
 // Without pointers to operands, and strides. Keys that no query can reach, the first ones, are not there for
 // a kernel; the mask stays what it was, as it is aligned to the end of the keys. Of sequences of unequal
 // lengths the kernels see to it.
@@ -75,12 +56,7 @@ ForwardParams make_params(AttentionProblem const& problem, Lengths const& length
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
   if (problem.ragged) {
-    params.lengths = {.cu_seqlens_q = pointer_to(lengths.offsets_q()),
-                      .cu_seqlens_k = pointer_to(lengths.offsets_k()),
-                      .seqused_q = pointer_to(lengths.seqused_q),
-                      .seqused_k = pointer_to(lengths.seqused_k),
-                      .leftpad_k = pointer_to(lengths.leftpad_k),
-                      .given = true};
+    params.lengths = length_params(lengths);
   } else {
     params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
   }

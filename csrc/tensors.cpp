@@ -109,6 +109,28 @@ Readable readable(char const* name, Tensor const& whole, bool ragged, int first)
   return {copy, 0};
 }
 
+Tensor padded_like(char const* name, Tensor const& tensor) {
+  auto const sizes = tensor.sizes();
+  size_t const dims = sizes.size();
+  int64_t const head_dim = sizes[dims - 1], padded = padded_head_dim(head_dim);
+  std::array<int64_t, 4> target{};
+  for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
+  return allocated(name, tensor.numel() / larger<int64_t>(1, head_dim) * padded, kElementBytes,
+                   [&] { return torch::stable::new_empty(tensor, {target.data(), dims}); });
+}
+
+LengthParams length_params(Lengths const& lengths) {
+  auto pointer = [](std::optional<Tensor> const& tensor) {
+    return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;
+  };
+  return {.cu_seqlens_q = pointer(lengths.offsets_q()),
+          .cu_seqlens_k = pointer(lengths.offsets_k()),
+          .seqused_q = pointer(lengths.seqused_q),
+          .seqused_k = pointer(lengths.seqused_k),
+          .leftpad_k = pointer(lengths.leftpad_k),
+          .given = true};
+}
+
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
 Tensor allocate_like(char const* name, Tensor const& tensor) {
   return allocated(name, tensor.numel(), kElementBytes, [&] {

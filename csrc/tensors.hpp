@@ -42,6 +42,11 @@ struct Readable {
 // name: for errors. first: the rows before it are not needed; a copy does not have them.
 Readable readable(char const* name, Tensor const& whole, bool ragged, int first = 0);
 
+// Contiguous memory for a tensor's elements, with head_dim padded (padded_head_dim).
+Tensor padded_like(char const* name, Tensor const& tensor);
+
+LengthParams length_params(Lengths const& lengths);
+
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
 Tensor allocate_like(char const* name, Tensor const& like);   // as torch.empty_like

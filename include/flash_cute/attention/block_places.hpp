@@ -21,6 +21,15 @@ struct BlockPlaces {
     return larger(0, smaller(offsets[sequence], rows)) / block + sequence;
   }
 
+  // Thread blocks go through the places of one head, then through those of the next.
+  struct PlaceOfHead {
+    int head, place;
+  };
+  FLASH_CUTE_HOST_DEVICE PlaceOfHead of_block(int index) const {
+    int const head = index / count();
+    return {head, index - head * count()};
+  }
+
   // The sequence that a place belongs to.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
     if (!offsets) return place / ceil_div(rows, block);

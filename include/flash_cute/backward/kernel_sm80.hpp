@@ -7,7 +7,7 @@
 namespace flash_cute {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_kernel_sm80(__grid_constant__ BackwardParams const params) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -16,11 +16,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   ProblemShape const& shape = params.shape;
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, Traits::kBlockN};
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
-  int const batch = keys.sequence(blockIdx.x);
+  auto const [head_kv, place] = keys.of_block(blockIdx.x);
+  int const batch = keys.sequence(place);
   KeyTile const tile{.sequence = sequence(params, batch),
                      .batch = params.lengths.cu_seqlens_q ? 0 : batch,
-                     .head_kv = int(blockIdx.y),
-                     .n_begin = (int(blockIdx.x) - keys.first(batch)) * Traits::kBlockN,
+                     .head_kv = head_kv,
+                     .n_begin = (place - keys.first(batch)) * Traits::kBlockN,
                      .first_place = queries.first(batch),
                      .places = queries.count()};
   int const rows = tile.sequence.mask.seqlen_k - tile.n_begin;

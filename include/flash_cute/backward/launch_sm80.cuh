@@ -18,7 +18,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   ProblemShape const& shape = params.shape;
   DeviceInfo const& device = params.device;
   constexpr int kRowThreads = 256;
-  dim3 const queries(plan.query_blocks, shape.heads_q), keys(plan.key_blocks, shape.heads_kv);
+  int const queries = plan.query_blocks * shape.heads_q, keys = plan.key_blocks * shape.heads_kv;
   launch_kernel<backward_preprocess<Instance, WithDq::kBlockM, kRowThreads>>(device, queries, kRowThreads, 0,
                                                                              stream, params, plan.sums_dq);
   auto launch_keys = [&]<class Traits>(Traits) {
@@ -33,9 +33,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   }
   if (plan.runs_queries) {
     BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Query::kBlockM};
-    launch_kernel<backward_query_kernel_sm80<Query>>(device, dim3(tiles.count(), shape.heads_q),
-                                                     Query::kThreads, sizeof(typename Query::SharedStorage),
-                                                     stream, params);
+    launch_kernel<backward_query_kernel_sm80<Query>>(device, tiles.count() * shape.heads_q, Query::kThreads,
+                                                     sizeof(typename Query::SharedStorage), stream, params);
   }
 }
 

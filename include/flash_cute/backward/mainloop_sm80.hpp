@@ -105,37 +105,37 @@ struct BackwardMainloopSm80 {
     typename Traits::MmaKeys const mma;
     typename Traits::MmaQueries const mma_dq;
     auto const thread_mma = mma.get_slice(thread);
-    auto const thread_mma_dq = mma_dq.get_slice(thread);
-    auto const copy_a = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma).get_slice(thread);
-    auto const copy_b = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma).get_slice(thread);
-    auto const copy_bt = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma).get_slice(thread);
-    auto const copy_dq_a =
-        make_tiled_copy_A(typename Traits::FragmentAtomTransposed{}, mma_dq).get_slice(thread);
-    auto const copy_dq_b =
-        make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma_dq).get_slice(thread);
+    typename Traits::FragmentAtom const atom;
+    typename Traits::FragmentAtomTransposed const transposed_atom;
+    auto const copy_a = make_tiled_copy_A(atom, mma);
+    auto const copy_b = make_tiled_copy_B(atom, mma);
+    auto const copy_bt = make_tiled_copy_B(transposed_atom, mma);
+    auto const copy_dst = make_tiled_copy_A(transposed_atom, mma_dq);
+    auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
     Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
 
-    // acc += A B^T, both from shared memory.
-    auto product = [](auto const& mma, auto const& thread_mma, auto const& copy_a, auto const& copy_b,
-                      auto const& sA, auto const& sB, auto& acc) {
-      Tensor rA = thread_mma.partition_fragment_A(plain_like(sA));
-      Tensor rB = thread_mma.partition_fragment_B(plain_like(sB));
-      Tensor rA_copy = copy_a.retile_D(rA), rB_copy = copy_b.retile_D(rB);
-      Tensor tA = copy_a.partition_S(sA), tB = copy_b.partition_S(sB);
-      gemm_from_shared(
-          mma, acc, rA, rB, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); },
-          [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
+    // acc += A B^T with rows of B from shared memory, and A as it is in registers or brought there by load_a.
+    auto product_with = [&](auto const& mma, auto const& rA, auto load_a, auto const& copy_b, auto const& sB,
+                            auto& acc) {
+      Tensor rB = mma.get_slice(thread).partition_fragment_B(plain_like(sB));
+      Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
+      Tensor tB = copy_b.get_slice(thread).partition_S(sB);
+      gemm_from_shared(mma, acc, rA, rB, load_a,
+                       [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
     };
-    // acc += X B^T, with X = P or dS where this warp has all its columns in registers, else sX.
+    auto product = [&](auto const& mma, auto const& copy_a, auto const& sA, auto const& copy_b,
+                       auto const& sB, auto& acc) {
+      Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));
+      Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
+      Tensor tA = copy_a.get_slice(thread).partition_S(sA);
+      product_with(mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc);
+    };
+    // acc += X B^T, with X = P or dS from registers where this warp has all its columns, else from sX.
     auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
       if constexpr (Traits::kSharesScores) {
-        product(mma, thread_mma, copy_a, copy_bt, sX, sB, acc);
+        product(mma, copy_a, sX, copy_bt, sB, acc);
       } else {
-        Tensor rB = thread_mma.partition_fragment_B(plain_like(sB));
-        Tensor rB_copy = copy_bt.retile_D(rB), tB = copy_bt.partition_S(sB);
-        gemm_from_shared(
-            mma, acc, operand_a_view(rX), rB, [](int) {},
-            [&](int n, int k) { copy(copy_bt, tB(_, n, k), rB_copy(_, n, k)); });
+        product_with(mma, operand_a_view(rX), [](int) {}, copy_bt, sB, acc);
       }
     };
     auto store_scores = [&](auto const& rX, auto&& sX) {
@@ -157,7 +157,7 @@ struct BackwardMainloopSm80 {
 
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
-      product(mma, thread_mma, copy_a, copy_b, sK, sQ(_, _, stage), acc_s);
+      product(mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
       if (!unmasked.contains(m_begin / kBlockM)) {
         hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, m_begin, cS, acc_s);
       }
@@ -182,7 +182,7 @@ struct BackwardMainloopSm80 {
         CUTE_UNROLL
         for (int row = 0; row < size<0>(gradients); ++row) gradients(row, col) = delta;
       }
-      product(mma, thread_mma, copy_a, copy_b, sV, sdO(_, _, stage), acc_ds);
+      product(mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
       CUTE_UNROLL
       for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
       Tensor rdS = convert<Element>(acc_ds);
@@ -201,7 +201,7 @@ struct BackwardMainloopSm80 {
       if constexpr (Traits::kWithDq) {
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
         clear(acc_dq);
-        product(mma_dq, thread_mma_dq, copy_dq_a, copy_dq_b, sdSt, sKt, acc_dq);
+        product(mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
         int const head = tile.head_kv * heads + step / m_blocks;
         int64_t const place = int64_t(head) * tile.places + tile.first_place + m_begin / kBlockM;
         float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;

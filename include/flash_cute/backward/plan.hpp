@@ -26,7 +26,8 @@ struct BackwardPlan {
 // bucket: the head dim of the kernel that serves the problem.
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
-  BackwardPlan plan{.tiles = backward_tiles(family, bucket)};
+  BackwardPlan plan{};
+  plan.tiles = backward_tiles(family, bucket);
   ProblemShape const& shape = params.shape;
   plan.runs_keys = needs_dkv;
   plan.sums_dq = needs_dq && needs_dkv && !deterministic;

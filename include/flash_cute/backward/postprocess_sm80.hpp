@@ -15,15 +15,16 @@ __global__ void __launch_bounds__(Traits::kThreads)
   using TileQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
-  int const b = queries.sequence(blockIdx.x), head = blockIdx.y, thread = threadIdx.x;
+  auto const [head, of_head] = queries.of_block(blockIdx.x);
+  int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params, b);
-  int const m_begin = (int(blockIdx.x) - queries.first(b)) * Traits::kBlockM;
+  int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
   if (m_begin >= s.used) return;
 
   typename Traits::MmaQueries const mma;
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
-  int64_t const place = int64_t(head) * queries.count() + blockIdx.x;
-  float const* const sums = params.workspace.dq + place * (Traits::kBlockM * Traits::kHeadDim) + thread;
+  constexpr int kFloats = Traits::kBlockM * Traits::kHeadDim;
+  float const* const sums = params.workspace.dq + int64_t(blockIdx.x) * kFloats + thread;
   CUTE_UNROLL
   for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
   Tensor target = local_tensor<typename Traits::Element>(params.dq, params.lengths.cu_seqlens_q ? 0 : b, head,

@@ -31,12 +31,13 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  int const b = queries.sequence(blockIdx.x), head = blockIdx.y;
+  auto const [head, of_head] = queries.of_block(blockIdx.x);
+  int const b = queries.sequence(of_head);
   Sequence const s = sequence(params, b);
-  int const m_begin = (int(blockIdx.x) - queries.first(b)) * kBlockM;
+  int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (m_begin >= s.used) return;
 
-  int64_t const place = int64_t(head) * queries.count() + blockIdx.x;
+  int64_t const place = blockIdx.x;
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
   int const lane = threadIdx.x % kLanes;
   auto chunk = [&](TensorView const& view, int row) {

@@ -53,14 +53,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   using TileKV = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
-  int const thread = threadIdx.x, head = blockIdx.y;
+  int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
   BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kPlaceRows};
-  int const b = tiles.sequence(blockIdx.x), entry = params.lengths.cu_seqlens_q ? 0 : b;
+  auto const [head, of_head] = tiles.of_block(blockIdx.x);
+  int const b = tiles.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
   Sequence const s = sequence(params, b);
   WindowMask const& mask = s.mask;
-  int const m_begin = (int(blockIdx.x) - tiles.first(b)) * kBlockM;
+  int const m_begin = (of_head - tiles.first(b)) * kBlockM;
   if (m_begin >= s.used) return;
   BlockRange const visited = mask.visited(m_begin, kBlockM, kBlockN);
   BlockRange const unmasked = mask.unmasked(m_begin, kBlockM, kBlockN);
@@ -87,10 +88,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, block % kStages));
     load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, block % kStages));
   };
-  auto const copy_a = make_tiled_copy_A(typename TensorCore::FragmentAtom{}, mma).get_slice(thread);
-  auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma).get_slice(thread);
-  auto const copy_bt =
-      make_tiled_copy_B(typename TensorCore::FragmentAtomTransposed{}, mma).get_slice(thread);
+  auto const copy_a = make_tiled_copy_A(typename TensorCore::FragmentAtom{}, mma);
+  auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma);
+  auto const copy_bt = make_tiled_copy_B(typename TensorCore::FragmentAtomTransposed{}, mma);
 
   int const first_row = mask.first_seeing_row() - m_begin;
   TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
@@ -125,8 +125,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto product = [&](auto const& sA, auto const& sB, auto& acc) {
       Tensor rA = thread_mma.partition_fragment_A(sA);
       Tensor rB = thread_mma.partition_fragment_B(sB);
-      Tensor rA_copy = copy_a.retile_D(rA), rB_copy = copy_b.retile_D(rB);
-      Tensor tA = copy_a.partition_S(sA), tB = copy_b.partition_S(sB);
+      Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
+      Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
+      Tensor tA = copy_a.get_slice(thread).partition_S(sA);
+      Tensor tB = copy_b.get_slice(thread).partition_S(sB);
       gemm_from_shared(
           mma, acc, rA, rB, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
@@ -154,7 +156,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     Tensor rdS = convert<Element>(acc_ds);
 
     Tensor rB = thread_mma.partition_fragment_B(plain_like(sKt(_, _, 0)));
-    Tensor rB_copy = copy_bt.retile_D(rB), tB = copy_bt.partition_S(sKt);
+    Tensor rB_copy = copy_bt.get_slice(thread).retile_D(rB);
+    Tensor tB = copy_bt.get_slice(thread).partition_S(sKt);
     gemm_from_shared(
         mma, acc_dq, operand_a_view(rdS), rB, [](int) {},
         [&](int n, int k) { copy(copy_bt, tB(_, n, k, stage), rB_copy(_, n, k)); });

@@ -7,11 +7,12 @@ namespace flash_cute {
 
 // A block of keys stays, blocks of queries pass by.
 struct BackwardTile {
-  int block_m, block_n;  // queries of a step, keys of a thread block
-  int stages;            // of Q and dO in shared memory
-  int warps_keys;        // warps side by side along the keys
-  int warps_across;      // and along the queries of S, or the columns of dK and dV
-  int warps_queries;     // of the same warps, along the queries of dQ; the others lie along its columns
+  int block_m, block_n;   // queries of a step, keys of a thread block
+  int stages;             // of Q and dO in shared memory
+  int warps_keys;         // warps side by side along the keys
+  int warps_across;       // and along the queries of S, or the columns of dK and dV
+  int warps_queries;      // of the same warps, along the queries of dQ; the others lie along its columns
+  int blocks_per_sm = 1;  // thread blocks that registers must leave room for
 
   constexpr int warps() const { return warps_keys * warps_across; }
 };
