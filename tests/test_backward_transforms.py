@@ -567,3 +567,31 @@ def test_opcheck_of_the_cpu_operator():
     torch.library.opcheck(
         torch.ops.flash_cute._backward_cpu.default, (out, lse, q, k, v, out, lse, 0.2, 7, -1)
     )
+
+
+# What explain tells
+
+
+@pytest.mark.parametrize("mask", [MASKS["full"], CAUSAL, MASKS["window_symmetric"]])
+def test_explain_counts_the_work(kernel, mask):
+    q, k, v = make_inputs(SHAPE, torch.bfloat16, kernel.device)
+    plan = flash_cute.explain(q, k, v, **mask.options, backward=True, family=kernel.family)
+    assert plan["backward"]
+    assert plan["flops"] == 10 * 64 * 2 * 4 * mask.visible(50, 70).sum().item()
+    assert plan["bytes"] == 2 * (4 * q.numel() + 4 * k.numel()) + 4 * q[..., 0].numel()
+    assert plan["workspace_bytes"] >= 0
+    assert str(plan)
+    assert not flash_cute.explain(q, k, v, **mask.options, family=kernel.family)["backward"]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", ["unequal", "used and left padding", "no sequence"])
+def test_explain_counts_the_work_of_unequal_lengths(kernel, name, packed):
+    batch = make_ragged(BATCHES[name], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    plan = flash_cute.explain(
+        *(batch.q, batch.k, batch.v), **batch.lengths, causal=True, backward=True, family=kernel.family
+    )
+    counts = [(s.queries.stop, max(0, s.keys.stop - s.keys.start)) for s in BATCHES[name]]
+    assert plan["flops"] == 10 * 64 * 4 * sum(CAUSAL.visible(*count).sum().item() for count in counts)
+    read = sum(4 * rows * (3 * 64 * 2 + 4) + 2 * 2 * keys * 64 * 2 for rows, keys in counts)
+    assert plan["bytes"] == read + 2 * (batch.q.numel() + batch.k.numel() + batch.v.numel())
