@@ -464,12 +464,11 @@ _library.impl("_forward_cpu", cpu.forward, "CPU")
 _library.impl("_backward_cpu", cpu.backward, "CPU")
 torch.library.register_fake("flash_cute::_forward_cpu", _traced_cpu, lib=_library)
 torch.library.register_fake("flash_cute::_backward_cpu", _traced_backward_cpu, lib=_library)
-for _op, _inner, _rule in (
-    (torch.ops.flash_cute.forward.default, _forward, _vmap),
-    (torch.ops.flash_cute.forward_varlen.default, _forward_varlen, _vmap_varlen),
-):
-    _library.impl(_op._schema.name, _composite(_inner), "CompositeImplicitAutograd")
-    _library.impl(_op._schema.name, _vmapped(_op, _rule), "FuncTorchBatched", with_keyset=True)
+_library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
+_library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
+# Of forward_varlen PyTorch's own rule is a loop over the mapped dimension.
+_mapped = _vmapped(torch.ops.flash_cute.forward.default, _vmap)
+_library.impl("forward", _mapped, "FuncTorchBatched", with_keyset=True)
 for _op, _fake, _rule, _formula in (
     (_forward, _traced, _vmap, _flops),
     (_forward_varlen, _traced_varlen, _vmap_varlen, _flops_varlen),

@@ -27,6 +27,7 @@ from cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import EMPTY
+from test_lengths import WILD_LENGTHS, WILD_OFFSETS, clamped, int32
 from tolerance import assert_gradients, assert_ragged_gradients, assert_within_rule
 
 import flash_cute
@@ -46,12 +47,22 @@ repeats = pytest.mark.parametrize(
     [False, pytest.param(True, marks=pytest.mark.gpu)],
     ids=["free", "deterministic"],
 )
-# Those that take the CPU long are for kernels, whose grids they fill.
-LARGE = "long_one_head", "many_short", "more_tiles_than_multiprocessors", "rows_that_fit_192"
+# They fill grids, or tiles with heads of a group: that is for kernels, and takes the CPU long.
+OF_KERNELS = (
+    "long_one_head",
+    "many_short",
+    "more_tiles_than_multiprocessors",
+    "rows_that_fit_192",
+    "few_queries_of_seven_heads",
+    "few_queries_of_64_heads",
+    "few_queries_of_100_heads",
+    "one_query_of_67_heads",
+    "few_queries_of_129_heads",
+)
 shapes = pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, id=name, marks=[pytest.mark.gpu] * (name in LARGE))
+        pytest.param(shape, id=name, marks=[pytest.mark.gpu] * (name in OF_KERNELS))
         for name, shape in SHAPES.items()
     ],
 )
@@ -376,6 +387,37 @@ def test_self_attention_needs_one_set_of_offsets(kernel):
     offsets = batch.lengths["cu_seqlens_q"]
     results = kernel.backward(batch.q, batch.k, batch.v, *gradients, cu_seqlens_q=offsets, causal=True)
     assert_ragged_gradients(results, batch, *gradients, MASKS["causal"])
+
+
+@repeats
+@pytest.mark.parametrize("sides", ["qk", "q", "k"])
+@pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
+def test_wild_offsets_stay_inside(kernel, offsets, sides, deterministic):
+    """What comes of them has no meaning, but the next call is as good as the one before."""
+    shape = Shape(1, 4, 2, 100, 100, 64)
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(shape, torch.bfloat16, kernel.device))
+    dout, dlse = torch.randn_like(q), torch.randn(4, 100, device=kernel.device)
+    good = {f"cu_seqlens_{side}": int32([0, 30, 30, 100], kernel.device) for side in "qk"}
+    wild = good | {f"cu_seqlens_{side}": int32(offsets, kernel.device) for side in sides}
+    options = {"causal": True, "deterministic": True}
+    expected = kernel.backward(q, k, v, dout, dlse, **good, **options)
+    kernel.backward(q, k, v, dout, dlse, **wild, causal=True, deterministic=deterministic)
+    for result, same in zip(kernel.backward(q, k, v, dout, dlse, **good, **options), expected, strict=True):
+        assert torch.equal(result, same)
+
+
+@both
+@pytest.mark.parametrize("given", ["seqused_q", "seqused_k", "leftpad_k"])
+@pytest.mark.parametrize("values", WILD_LENGTHS.values(), ids=WILD_LENGTHS)
+def test_wild_lengths_stay_inside(kernel, values, given, packed):
+    """They count as the nearest that make sense."""
+    batch = make_ragged((Sequence(100, 100),) * 3, (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    tensors = batch.q, batch.k, batch.v, *make_ragged_gradients(batch)
+    wild, tame = (
+        kernel.backward(*tensors, **batch.lengths | {given: int32(x, kernel.device)}, deterministic=True)
+        for x in (values, clamped(values, 0, 100))
+    )
+    assert all(torch.equal(*pair) for pair in zip(wild, tame, strict=True))
 
 
 @masks

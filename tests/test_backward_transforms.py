@@ -402,11 +402,19 @@ def test_a_graph_of_gradients_may_be_made(problem):
 # Compilers and exports
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiled(problem, backend):
     leaves = problem.leaves()
     torch.compile(problem.loss, fullgraph=True, backend=backend)(*leaves).backward()
     problem.check([x.grad for x in leaves])
+
+
+def test_compiled_by_inductor_alone(problem):
+    """Without other operators, whose kernels take the CPU's compiler half a minute."""
+    leaves = problem.leaves()
+    options = {"causal": True, "family": problem.kernel.family}
+    results = torch.compile(flash_cute.forward, fullgraph=True)(*leaves, **options)
+    problem.check(torch.autograd.grad(results, leaves, problem.gradients))
 
 
 def compiled_graphs() -> tuple[list, object]:
