@@ -1,12 +1,15 @@
 """A small GPT on the bytes of real text, with attention by flash_cute and by PyTorch: the losses must agree.
 
-    python examples/char_gpt.py [file ...]
+    python examples/char_gpt.py [--compile] [file ...]
 
-Trains with PyTorch's SDPA (flash_cute has no backward yet), then evaluates text that it has not seen, at
-several context lengths, with both. Then by flash_cute alone paragraphs of unequal lengths, packed one behind
-the other and padded to the longest. Exits with 1 where losses differ by more than --tolerance. Without files
-it reads the sources of Python's standard library. All attention gets q, k and v in bfloat16; the rest of the
-model runs in bfloat16 on a GPU and in float32 on the CPU.
+Trains the same model three times, from one seed and with the same data in the same order: with flash_cute,
+with PyTorch's SDPA, and with SDPA's plain implementation, which rounds elsewhere. The losses of the first two
+must not be further apart than twice what those of the last two are, plus 1e-5. Then the model that flash_cute
+trained reads text that it has not seen, at several context lengths, with both; and by flash_cute alone
+paragraphs of unequal lengths, packed one behind the other and padded to the longest: these may differ by
+--tolerance. Exits with 1 where losses do not agree. Without files it reads the sources of Python's standard
+library. All attention gets q, k and v in bfloat16; the rest of the model runs in bfloat16 on a GPU and in
+float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 import flash_cute
@@ -44,9 +48,11 @@ TIMED_RUNS = 3
 DOCUMENT_END = b"\n\n"  # a paragraph is a document
 NO_TARGET = -100  # where nothing is to be predicted
 
-# About a minute on two cores, and less than that on a large GPU.
+# Two minutes on two cores, and less than that on a large GPU.
 NAMES = ("layers", "heads", "kv_heads", "head_dim", "batch", "context", "steps")
 SIZES = {"cpu": (2, 4, 2, 32, 8, 256, 150), "cuda": (8, 8, 4, 64, 32, 1024, 500)}
+WARM_UP = 3  # steps that are not timed: they compile, and fill the allocator
+FACTOR, SLACK = 2, 1e-5  # how far the losses may be apart, beside those of SDPA's two ways
 CONTEXTS = {"cpu": [64, 256, 1024], "cuda": [256, 1024, 4096, 16384]}
 BATCH_BYTES = {"cpu": 16384, "cuda": 131072}  # evaluated at each context length, and of documents
 LONGEST_DOCUMENT = {"cpu": 1024, "cuda": 2048}  # what is longer is cut
@@ -54,6 +60,11 @@ LONGEST_DOCUMENT = {"cpu": 1024, "cuda": 2048}  # what is longer is cut
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa(q, k, v)
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -172,18 +183,84 @@ def pad(pieces: list[torch.Tensor], device: torch.device) -> tuple[Text, Attenti
     return Text(read, targets.to(device), torch.arange(read.shape[1], device=device)), padded(lengths)
 
 
-def train(model: GPT, text: torch.Tensor, options: argparse.Namespace) -> float:
-    """Trains on random pieces of text; returns the last loss."""
+class Run(NamedTuple):
+    model: GPT
+    losses: torch.Tensor  # (steps,) in nats per byte
+    bytes_per_second: float
+    peak_bytes: int  # of the GPU's memory; 0 on the CPU
+
+
+def train(title: str, attend: Attention, text: torch.Tensor, options: argparse.Namespace) -> Run:
+    """Trains a new model on random pieces of text, the same ones each time."""
+    torch.manual_seed(options.seed)
+    device = options.device
+    model = GPT(options.layers, options.heads, options.kv_heads, options.head_dim).to(device)
+    loss_of = torch.compile(model.loss) if options.compile else model.loss
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.steps)
-    for _ in tqdm(range(options.steps), desc="training", unit="step"):
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, start = [], time.perf_counter()
+    for step in tqdm(range(options.steps), desc=f"training with {title}", unit="step"):
+        if step == min(WARM_UP, options.steps - 1):
+            synchronize()
+            start = time.perf_counter()
+            timed = options.steps - step
         starts = torch.randint(len(text) - options.context, (options.batch,))
-        loss = model.loss(cut(text, starts, options.context, options.device), sdpa)
+        loss = loss_of(cut(text, starts, options.context, device), attend)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    return loss.item()
+        losses.append(loss.detach())
+    synchronize()
+    rate = timed * options.batch * options.context / (time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return Run(model, torch.stack(losses).cpu(), rate, peak)
+
+
+def apart(run: Run, other: Run) -> float:
+    """Root mean square of the differences of their losses."""
+    return (run.losses - other.losses).square().mean().sqrt().item()
+
+
+def compare_training(text: torch.Tensor, options: argparse.Namespace) -> tuple[GPT, bool]:
+    """Trains with each attention, prints and plots what came of it: our model, and do the losses agree?"""
+    attentions = {"flash_cute": ours, "SDPA": sdpa, "plain SDPA": plain_sdpa}
+    runs = {title: train(title, attend, text, options) for title, attend in attentions.items()}
+    print(f"\n{'training':>12}{'first loss':>13}{'last loss':>13}{'bytes/s':>13}{'peak memory':>15}")
+    for title, run in runs.items():
+        peak = f"{run.peak_bytes / 2**20:.0f} MiB" if run.peak_bytes else "not measured"
+        first, last = run.losses[0], run.losses[-1]
+        print(f"{title:>12}{first:13.5f}{last:13.5f}{run.bytes_per_second:13.0f}{peak:>15}")
+    mine, other, plain = runs.values()
+    difference, spread = apart(mine, other), apart(plain, other)
+    print(
+        f"losses of flash_cute and SDPA are {difference:.1e} apart, those of SDPA and plain SDPA {spread:.1e}"
+    )
+    plot({title: run.losses for title, run in runs.items()}, options.plot)
+    return mine.model, difference <= FACTOR * spread + SLACK
+
+
+def plot(curves: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no matplotlib: the curves are not plotted")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for (title, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
+        axis.plot(range(1, 1 + len(losses)), losses, style, label=title)
+    axis.set(xlabel="step", ylabel="loss, nats per byte", title="The same training with each attention")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    print(f"the curves are in {path}")
 
 
 @torch.no_grad()
@@ -218,6 +295,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
+    parser.add_argument("--compile", action="store_true", help="train by torch.compile")
+    parser.add_argument("--plot", type=Path, default=Path("char_gpt.png"), help="default: char_gpt.png")
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="context lengths to evaluate at")
     for name in NAMES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -229,7 +308,6 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     device = options.device = torch.device(options.device)
-    torch.manual_seed(options.seed)
     files = options.files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     learned, unseen = text.tensor_split([int((1 - HELD_OUT) * len(text))])
@@ -237,13 +315,11 @@ def main() -> int:
     if len(unseen) <= longest:
         sys.exit(f"{len(text)} bytes of text are too few for a context of {longest}")
 
-    model = GPT(options.layers, options.heads, options.kv_heads, options.head_dim).to(device)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{len(files)} files, {len(text)} bytes; {parameters} parameters on {device}, seed {options.seed}")
-    print(f"loss after training: {train(model, learned, options):.3f} nats per byte")
+    print(f"{len(files)} files, {len(text)} bytes; on {device}, seed {options.seed}")
+    model, agree = compare_training(learned, options)
+    print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
 
     header("context", "our", "SDPA")
-    agree = True
     for context in options.contexts:
         count = max(1, min(BATCH_BYTES[device.type], len(unseen) - 1) // context)
         pieces = cut(unseen, torch.arange(count) * context, context, device)
@@ -260,7 +336,7 @@ def main() -> int:
     header("documents", "packed", "padded")
     results = [evaluate(model, *arrange(parts, device)) for arrange in (pack, pad)]
     agree &= compare(str(len(parts)), results, options.tolerance)
-    print(f"the losses {'agree' if agree else 'DO NOT AGREE'} to {options.tolerance:g} nats per byte")
+    print(f"the losses {'agree' if agree else 'DO NOT AGREE'}")
     return not agree
 
 

@@ -384,11 +384,4 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"
             return NotImplementedError(f"{ours}{where}; cuda and cpu are supported, all on one device")
-    if not message.startswith("flash_cute.forward: "):
-        return error
-    sentence = message.removeprefix("flash_cute.forward: ")
-    if isinstance(error, NotImplementedError):
-        return NotImplementedError(ours + sentence)
-    if sentence.startswith("out of memory"):
-        return torch.OutOfMemoryError(ours + sentence)
-    return ValueError(ours + sentence)
+    return ops.as_python_error(error, name)

@@ -156,6 +156,19 @@ def _composite(op):
     return kernel
 
 
+def as_python_error(error: Exception, name: str) -> Exception:
+    """What an operator threw, of the type that fits and under this name; foreign errors unchanged."""
+    message = str(error).partition("\n")[0]
+    operator, _, sentence = message.partition(": ")
+    if operator not in ("flash_cute.forward", "flash_cute.backward"):
+        return error
+    if isinstance(error, NotImplementedError):
+        kind = NotImplementedError
+    else:
+        kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
+    return kind(f"flash_cute.{name}: {sentence}")
+
+
 class _Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
@@ -230,19 +243,12 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(call, needs_dq, needs_dkv, dout, dlse, q, k, v, out, lse, *lengths):
-        return (_backward_varlen if call.packed else _backward)(
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            needs_dq=needs_dq,
-            needs_dkv=needs_dkv,
-            deterministic=call.deterministic,
-            **call.named(lengths),
-        )
+        op = _backward_varlen if call.packed else _backward
+        options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "deterministic": call.deterministic}
+        try:
+            return op(dout, dlse, q, k, v, out, lse, **options, **call.named(lengths))
+        except RuntimeError as error:
+            raise as_python_error(error, "backward") from None
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -411,9 +417,10 @@ def _vmap(op, info, in_dims, tensors, options):
     )
 
 
-def _vmap_varlen(op, *args):
+def _vmap_varlen(op, info, in_dims, tensors, options):
+    name = "backward" if "dout" in tensors else "forward"
     raise NotImplementedError(
-        "flash_cute.forward: vmap can't map packed sequences; pack those of all its entries into one call"
+        f"flash_cute.{name}: vmap can't map packed sequences; pack those of all its entries into one call"
     )
 
 
@@ -457,12 +464,11 @@ _library.impl("_forward_cpu", cpu.forward, "CPU")
 _library.impl("_backward_cpu", cpu.backward, "CPU")
 torch.library.register_fake("flash_cute::_forward_cpu", _traced_cpu, lib=_library)
 torch.library.register_fake("flash_cute::_backward_cpu", _traced_backward_cpu, lib=_library)
-for _op, _inner, _rule in (
-    (torch.ops.flash_cute.forward.default, _forward, _vmap),
-    (torch.ops.flash_cute.forward_varlen.default, _forward_varlen, _vmap_varlen),
-):
-    _library.impl(_op._schema.name, _composite(_inner), "CompositeImplicitAutograd")
-    _library.impl(_op._schema.name, _vmapped(_op, _rule), "FuncTorchBatched", with_keyset=True)
+_library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
+_library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
+# Of forward_varlen PyTorch's own rule is a loop over the mapped dimension.
+_mapped = _vmapped(torch.ops.flash_cute.forward.default, _vmap)
+_library.impl("forward", _mapped, "FuncTorchBatched", with_keyset=True)
 for _op, _fake, _rule, _formula in (
     (_forward, _traced, _vmap, _flops),
     (_forward_varlen, _traced_varlen, _vmap_varlen, _flops_varlen),

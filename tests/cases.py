@@ -185,9 +185,11 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed",
     )
 
 
-def make_gradients(q: torch.Tensor, layout: Layout = TRANSPOSED) -> tuple[torch.Tensor, torch.Tensor]:
+def make_gradients(
+    q: torch.Tensor, layout: Layout = TRANSPOSED, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Fresh random (dout, dlse) for a dense q."""
-    seed = torch.seed() % 2**31
+    seed = torch.seed() % 2**31 if seed is None else seed
     print(f"{layout} gradients' seed={seed}")
     generator = torch.Generator(q.device).manual_seed(seed)
     dlse = torch.randn(q.shape[:3], generator=generator, device=q.device)
@@ -330,10 +332,10 @@ def make_ragged(
     return Ragged(*tensors, lengths, tuple(places))
 
 
-def make_ragged_gradients(batch: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+def make_ragged_gradients(batch: Ragged, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Fresh random (dout, dlse) for a batch of unequal lengths, NaN in every row that doesn't count."""
     entries = batch.entries[0]
-    dout, dlse = make_gradients(entries)
+    dout, dlse = make_gradients(entries, seed=seed)
     counts = torch.zeros(entries.shape[0], entries.shape[2], dtype=torch.bool, device=entries.device)
     for entry, rows, _ in batch.places:
         counts[entry, rows] = True

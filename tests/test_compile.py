@@ -231,20 +231,6 @@ def test_compiling_a_wrong_window_falls_back_to_our_sentence(device):
         torch.compile(flash_cute.attention, backend="aot_eager")(*inputs, window=3.0)
 
 
-def test_compiled_vmap_hides_no_gradient(kernel):
-    """Traced, vmap hides that a tensor needs a gradient: there is none yet, and it must say so."""
-    q, k, v = (x[None] for x in make_inputs(SHAPES["few_of_each"], torch.bfloat16, kernel.device))
-
-    @torch.compile(backend="aot_eager")
-    def mapped(q, k, v):
-        return torch.vmap(lambda *x: flash_cute.forward(*x, family=kernel.family)[0] * x[0])(q, k, v)
-
-    expected = q[0] * flash_cute.forward(q[0], k[0], v[0], family=kernel.family)[0]
-    torch.testing.assert_close(mapped(q, k, v)[0], expected)
-    with pytest.raises(NotImplementedError, match="backward"):
-        mapped(q.requires_grad_(), k, v).sum().backward()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 100])
 def test_fake_results_are_like_real_ones(kernel, layout, head_dim):

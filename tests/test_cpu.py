@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, MASKS, SHAPES, make_inputs
-from tolerance import assert_attention
+from cases import DTYPES, LAYOUTS, MASKS, SHAPES, make_gradients, make_inputs
+from tolerance import assert_attention, assert_gradients
 
 import flash_cute
 
@@ -18,6 +18,17 @@ pytestmark = pytest.mark.gpu
 def test_cpu(shape, mask, dtype):
     q, k, v = make_inputs(SHAPES[shape], dtype, "cpu")
     assert_attention(flash_cute.forward(q, k, v, **mask.options), q, k, v, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", ["few_of_each", "grouped_heads", "more_keys", "more_queries"])
+def test_gradients_on_the_cpu(shape, mask, dtype):
+    inputs = make_inputs(SHAPES[shape], dtype, "cpu")
+    gradients = make_gradients(inputs[0])
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = torch.autograd.grad(flash_cute.forward(*leaves, **mask.options), leaves, gradients)
+    assert_gradients(results, *inputs, *gradients, mask)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

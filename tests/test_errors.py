@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cases import SHAPES, make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
 
@@ -184,10 +186,6 @@ WRONG_PACKED = {
     "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
     "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
 }
-DIFFERENTIATED = {
-    "q needs a gradient": (lambda t: {"q": t["q"].requires_grad_()}, "backward"),
-    "v needs a gradient": (lambda t: {"v": t["v"].requires_grad_()}, "backward"),
-}
 
 
 def cases(tables: dict[type[Exception], dict]) -> pytest.MarkDecorator:
@@ -218,7 +216,7 @@ def call(function, arguments: dict):
 
 
 @pytest.mark.parametrize("function", [flash_cute.forward, flash_cute.attention], ids=["forward", "attention"])
-@cases(WRONG | {NotImplementedError: DIFFERENTIATED})
+@cases(WRONG)
 def test_wrong_calls(device, function, error, change, words):
     good = inputs(device)
     expected = call(flash_cute.forward, good)
@@ -243,7 +241,7 @@ def packed(device) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("function", ["forward_varlen", "attention_varlen"])
-@cases({TypeError: WRONG_PACKED_TYPES, ValueError: WRONG_PACKED, NotImplementedError: DIFFERENTIATED})
+@cases({TypeError: WRONG_PACKED_TYPES, ValueError: WRONG_PACKED})
 def test_wrong_packed_calls(device, function, error, change, words):
     good = packed(device)
     expected = call(flash_cute.forward_varlen, good)
@@ -332,37 +330,61 @@ def test_lengths_on_another_device(device, name, other):
     assert_one_sentence(str(caught.value), f"{name} device {other} q same", "forward_varlen")
 
 
-def test_nested_tensors_need_no_silent_gradient(device):
+def test_nested_keys_and_values_of_different_offsets(device):
     tensors = packed(device)
-    offsets = tensors.pop("cu_seqlens_k").long()
-    for tensor in tensors.values():
-        tensor.requires_grad_(tensor.is_floating_point())
+    offsets = tensors.pop("cu_seqlens_k").long().clamp(max=300)
     q, k, v = (
-        torch.nested.nested_tensor_from_jagged(x[:300], offsets.clamp(max=300)).transpose(1, 2)
-        for x in (tensors["q"], tensors["k"], tensors["v"])
+        torch.nested.nested_tensor_from_jagged(tensors[name][:300], offsets.clone()).transpose(1, 2)
+        for name in "qkv"
     )
     with pytest.raises(ValueError, match="different offsets"):
         flash_cute.forward(q, k, v)
-    offsets = offsets.clamp(max=300)
-    q, k, v = (
-        torch.nested.nested_tensor_from_jagged(tensors[name][:300], offsets).transpose(1, 2) for name in "qkv"
-    )
-    with pytest.raises(NotImplementedError, match="backward"):
-        flash_cute.forward(q, k, v)
 
 
-def test_no_silent_wrong_gradient(device):
-    """The bare operator, forward-mode differentiation and torch.func's transforms refuse as the face does."""
-    q, k, v = inputs(device).values()
-    with pytest.raises(NotImplementedError, match="backward"):
-        torch.ops.flash_cute.forward(q.clone().requires_grad_(), k, v)
-    with pytest.raises(NotImplementedError, match="backward"):
-        torch.func.jvp(lambda x: flash_cute.forward(x, k, v)[0], (q,), (torch.ones_like(q),))
-    with pytest.raises(NotImplementedError, match="backward"):
-        torch.func.grad(lambda x: flash_cute.forward(x, k, v)[0].sum())(q)
-    stacked = torch.stack([q, q]).requires_grad_()
-    with pytest.raises(NotImplementedError, match="backward"):
-        torch.vmap(lambda x: flash_cute.forward(x, k, v)[0] * x)(stacked).sum().backward()
-    with torch.no_grad():
-        out, _ = flash_cute.forward(q.clone().requires_grad_(), k, v)
-    assert not out.requires_grad
+def backward_inputs(device, is_packed: bool) -> dict[str, torch.Tensor]:
+    """The tensors of flash_cute::_backward, or of _backward_varlen."""
+    tensors = packed(device) if is_packed else inputs(device)
+    out, lse = call(flash_cute.forward_varlen if is_packed else flash_cute.forward, tensors)
+    return tensors | {"out": out, "lse": lse, "dout": torch.ones_like(out), "dlse": torch.ones_like(lse)}
+
+
+# Likewise, given the tensors of a backward.
+WRONG_GRADIENTS = {
+    "dout of another shape": (lambda t: {"dout": t["dout"][1:]}, "dout has shape as q"),
+    "dout of another dtype": (lambda t: {"dout": t["dout"].float()}, "dout torch.float32 torch.bfloat16"),
+    "dlse of another shape": (lambda t: {"dlse": t["dlse"][..., 1:]}, "dlse has shape as q"),
+    "dlse of a 16-bit type": (lambda t: {"dlse": t["dlse"].bfloat16()}, "dlse torch.bfloat16 torch.float32"),
+    "dlse with a head_dim": (lambda t: {"dlse": t["dout"].float()}, "dlse has shape as q"),
+    "out of another shape": (lambda t: {"out": t["out"][..., :32]}, "out has shape as q"),
+    "out of another dtype": (lambda t: {"out": t["out"].half()}, "out torch.float16 torch.bfloat16"),
+    "lse of another shape": (lambda t: {"lse": t["lse"][:1]}, "lse has shape as q"),
+    "lse of another dtype": (lambda t: {"lse": t["lse"].double()}, "lse torch.float64 torch.float32"),
+    "no gradient": (lambda t: {"dout": None, "dlse": None}, "neither dout nor dlse"),
+    "k of another head_dim": (lambda t: {n: t[n][..., :32] for n in "kv"}, "k head_dim 32 64"),
+    "dout elsewhere": (lambda t: {"dout": t["dout"].to("meta")}, "dout meta q same"),
+    "lse elsewhere": (lambda t: {"lse": t["lse"].to("meta")}, "lse meta q same"),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("change", "words"), WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS)
+def test_wrong_gradients(device, change, words, is_packed, traced):
+    """autograd sees to the gradients of its own calls: these are of the operator."""
+    op = torch.ops.flash_cute._backward_varlen if is_packed else torch.ops.flash_cute._backward
+    good = backward_inputs(device, is_packed)
+    bad = good | change(good)
+    with FakeTensorMode() if traced else nullcontext() as mode:
+        if traced:
+            bad = {name: None if x is None else mode.from_tensor(x) for name, x in bad.items()}
+        with pytest.raises(RuntimeError) as caught:
+            op(**bad)
+    assert_one_sentence(str(caught.value), words, "backward")
+
+
+def test_deterministic_is_a_bool(device):
+    for function in (flash_cute.forward, flash_cute.attention, flash_cute.explain):
+        with pytest.raises(TypeError, match=r"deterministic is 1; True or False is accepted"):
+            call(function, inputs(device) | {"deterministic": 1})
+    with pytest.raises(TypeError, match=r"^flash_cute\.explain: backward is 1; True or False is accepted"):
+        call(flash_cute.explain, inputs(device) | {"backward": 1})

@@ -58,3 +58,33 @@ def test_reference_ignores_unreachable_garbage():
     k[:, :, :20], v[:, :, :20] = torch.nan, torch.inf
     for result, clean in zip(reference.forward(q, k, v, window=(3, 3)), expected, strict=True):
         assert torch.equal(result, clean)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3)])
+def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
+    """Of both results, with what lies where nobody looks left out."""
+    shape = Shape(1, 2, 1, seqlen_q, seqlen_k, 3)
+    q, k, v = (x.double() for x in make_inputs(shape, torch.float32, "cpu", "contiguous"))
+    visible = mask.visible(seqlen_q, seqlen_k)
+    blind = ~visible.any(1)
+    dout, dlse = torch.randn(1, 2, seqlen_q, 3).double(), torch.randn(1, 2, seqlen_q).double()
+
+    def loss(q, k, v):
+        out, lse = reference.forward(q, k, v, softmax_scale=0.3, **mask.options)
+        return ((out * dout).sum(-1) + lse * dlse)[:, :, ~blind].sum()
+
+    dirty = [x.clone() for x in (q, k, v, dout, dlse)]
+    for tensor in (dirty[0], dirty[3], dirty[4]):
+        tensor[:, :, blind] = torch.nan
+    for tensor in dirty[1:3]:
+        tensor[:, :, ~visible.any(0)] = torch.nan
+    gradients = reference.backward(*dirty, softmax_scale=0.3, **mask.options)
+    step = 1e-6
+    for index, gradient in enumerate(gradients):
+        for place in range(gradient.numel()):
+            up, down = ([x.clone() for x in (q, k, v)] for _ in range(2))
+            up[index].view(-1)[place] += step
+            down[index].view(-1)[place] -= step
+            difference = (loss(*up) - loss(*down)) / (2 * step)
+            torch.testing.assert_close(gradient.reshape(-1)[place], difference, rtol=1e-6, atol=1e-7)

@@ -70,26 +70,6 @@ def test_vmap_without_gradients(kernel):
     torch.testing.assert_close(grad, attend(q[0], k[0], v[0]).float().sum())
 
 
-@pytest.mark.parametrize(
-    "differentiate",
-    [
-        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
-        lambda f, x: torch.vmap(lambda a: torch.func.grad(lambda y: f(y).sum())(a))(torch.stack([x, x])),
-        lambda f, x: torch.func.grad(lambda y: torch.vmap(f)(y).sum())(torch.stack([x, x])),
-        lambda f, x: torch.func.jvp(f, (x,), (x,)),
-        lambda f, x: torch.func.jvp(torch.vmap(f), (x[None],), (x[None],)),
-        lambda f, x: torch.vmap(lambda a: torch.func.jvp(f, (a,), (a,)))(x[None]),
-        lambda f, x: torch.vmap(f)(x[None].clone().requires_grad_()).sum().backward(),
-        lambda f, x: torch.func.jacrev(f)(x),
-    ],
-    ids=["grad", "vmap_grad", "grad_vmap", "jvp", "jvp_vmap", "vmap_jvp", "backward_of_vmap", "jacrev"],
-)
-def test_every_way_to_a_gradient_is_refused(device, differentiate):
-    q, k, v = make_inputs(SHAPES["few_of_each"], torch.float16, device)
-    with pytest.raises(NotImplementedError, match="backward"):
-        differentiate(lambda x: flash_cute.forward(x, k, v)[0], q)
-
-
 def test_functionalize_and_nothing_to_map(kernel):
     q, k, v = make_inputs(SHAPES["few_of_each"], torch.float16, kernel.device)
 
