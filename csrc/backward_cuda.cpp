@@ -160,7 +160,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
     std::string const reason = reason_to_copy(*tensor, call.problem.ragged);
     if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
   }
-  BackwardTile const& tile = call.launch.tiles.keys;
+  BackwardTile const& tile = call.launch.tile;
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))

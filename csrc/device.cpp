@@ -23,7 +23,8 @@ Gpu const& gpu_at(int index) {
       return value;
     };
     devices[index] = {
-        {index, attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize)},
+        {index, attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+         attribute(cudaDevAttrL2CacheSize)},
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return devices[index];

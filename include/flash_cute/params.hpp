@@ -37,6 +37,7 @@ struct DeviceInfo {
   static constexpr int kMaxDevices = 128;
   int index;  // below kMaxDevices
   int multiprocessors;
+  int smem_bytes;  // that a thread block may have
   int64_t l2_bytes;
 };
 

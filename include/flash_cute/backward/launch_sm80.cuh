@@ -9,47 +9,55 @@
 
 namespace flash_cute {
 
+// Calls visitor(traits) for the kernel of blocks of keys that a plan names.
+template <class Instance, class Visitor>
+auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  auto with = [&]<BackwardTile tile>() {
+    return plan.sums_dq ? visitor(BackwardTraitsSm80<Instance, tile, true>{})
+                        : visitor(BackwardTraitsSm80<Instance, tile, false>{});
+  };
+  if constexpr (kTiles.small.warps() > 0) {
+    if (plan.tile == kTiles.small) return with.template operator()<kTiles.small>();
+  }
+  return with.template operator()<kTiles.main>();
+}
+
 template <class Instance>
 void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
                                    cudaStream_t stream) {
-  using WithDq = BackwardTraitsSm80<Instance, true>;
-  using WithoutDq = BackwardTraitsSm80<Instance, false>;
   using Query = QueryTraitsSm80<Instance>;
-  ProblemShape const& shape = params.shape;
   DeviceInfo const& device = params.device;
-  constexpr int kRowThreads = 256;
-  int const queries = plan.query_blocks * shape.heads_q, keys = plan.key_blocks * shape.heads_kv;
-  launch_kernel<backward_preprocess<Instance, WithDq::kBlockM, kRowThreads>>(device, queries, kRowThreads, 0,
-                                                                             stream, params, plan.sums_dq);
-  auto launch_keys = [&]<class Traits>(Traits) {
-    launch_kernel<backward_kernel_sm80<Traits>>(device, keys, Traits::kThreads,
-                                                sizeof(typename Traits::SharedStorage), stream, params);
-  };
-  if (plan.sums_dq) {
-    launch_keys(WithDq{});
-    launch_kernel<backward_postprocess_sm80<WithDq>>(device, queries, WithDq::kThreads, 0, stream, params);
-  } else if (plan.runs_keys) {
-    launch_keys(WithoutDq{});
-  }
+  int const queries = plan.query_blocks * params.shape.heads_q;
+  visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits) {
+    constexpr int kRowThreads = 256;
+    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(
+        device, queries, kRowThreads, 0, stream, params, plan.sums_dq);
+    if (plan.runs_keys) {
+      launch_kernel<backward_kernel_sm80<Traits>>(device, plan.key_blocks * params.shape.heads_kv,
+                                                  Traits::kThreads, sizeof(typename Traits::SharedStorage),
+                                                  stream, params);
+    }
+    if (plan.sums_dq) {
+      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params);
+    }
+  });
   if (plan.runs_queries) {
-    BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Query::kBlockM};
-    launch_kernel<backward_query_kernel_sm80<Query>>(device, tiles.count() * shape.heads_q, Query::kThreads,
-                                                     sizeof(typename Query::SharedStorage), stream, params);
+    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.query_tiles * params.shape.heads_q,
+                                                     Query::kThreads, sizeof(typename Query::SharedStorage),
+                                                     stream, params, plan.tile.block_m);
   }
 }
 
 template <class Instance>
 KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) {
-  auto read = [](auto traits, auto* kernel) {
-    using Traits = decltype(traits);
+  auto read = []<class Traits>(Traits, auto* kernel) {
     return read_attributes(kernel, Traits::kThreads, sizeof(typename Traits::SharedStorage));
   };
-  using WithDq = BackwardTraitsSm80<Instance, true>;
-  using WithoutDq = BackwardTraitsSm80<Instance, false>;
   using Query = QueryTraitsSm80<Instance>;
-  if (plan.sums_dq) return read(WithDq{}, backward_kernel_sm80<WithDq>);
-  if (plan.runs_keys) return read(WithoutDq{}, backward_kernel_sm80<WithoutDq>);
-  return read(Query{}, backward_query_kernel_sm80<Query>);
+  if (!plan.runs_keys) return read(Query{}, backward_query_kernel_sm80<Query>);
+  return visit_backward_sm80<Instance>(
+      plan, [&]<class Traits>(Traits traits) { return read(traits, backward_kernel_sm80<Traits>); });
 }
 
 }  // namespace flash_cute

@@ -8,12 +8,14 @@
 namespace flash_cute {
 
 struct BackwardPlan {
-  BackwardTiles tiles;
-  bool runs_keys;                // the kernel for dK and dV
-  bool runs_queries;             // the kernel for dQ alone
-  bool sums_dq;                  // dQ comes from the first: adds to sums that a kernel after it converts
-  int key_blocks, query_blocks;  // of a head
-  int64_t rows;                  // of the workspace, over all heads
+  BackwardTile tile;
+  QueryTile query_tile;
+  bool runs_keys;     // the kernel for dK and dV
+  bool runs_queries;  // the kernel for dQ alone
+  bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
+  // Of a head, in the first two kernels' tiles and in the last one's.
+  int key_blocks, query_blocks, query_tiles;
+  int64_t rows;  // of the workspace, over all heads
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
@@ -27,17 +29,20 @@ struct BackwardPlan {
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
   BackwardPlan plan{};
-  plan.tiles = backward_tiles(family, bucket);
+  BackwardTiles const tiles = backward_tiles(family, bucket);
+  plan.tile = tiles.main.smem_bytes(bucket) <= params.device.smem_bytes ? tiles.main : tiles.small;
+  plan.query_tile = tiles.queries;
   ProblemShape const& shape = params.shape;
   plan.runs_keys = needs_dkv;
   plan.sums_dq = needs_dq && needs_dkv && !deterministic;
   plan.runs_queries = needs_dq && !plan.sums_dq;
-  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tiles.keys.block_n};
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch,
-                            plan.tiles.keys.block_m};
+  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tile.block_n};
+  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
+  BlockPlaces const alone{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.query_tile.block_m};
   plan.key_blocks = keys.count();
+  plan.query_tiles = alone.count();
   plan.query_blocks = queries.count();
-  plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tiles.keys.block_m;
+  plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + (plan.sums_dq ? bucket : 0));
   return plan;
 }

@@ -24,8 +24,6 @@ struct QueryTraitsSm80 {
   static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim).queries;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim, kThreads = kTile.warps * 32;
-  // Blocks of queries as the workspace counts them.
-  static constexpr int kPlaceRows = backward_tiles(Instance::family, Instance::head_dim).keys.block_m;
 
   using TensorCore = TensorCoreSm80<Element, kHeadDim>;
   using Mma = typename TensorCore::template TiledMma<kTile.warps, 1>;
@@ -43,9 +41,10 @@ struct QueryTraitsSm80 {
   };
 };
 
+// place_rows: queries of a block as the workspace counts them.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    backward_query_kernel_sm80(__grid_constant__ BackwardParams const params) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+    backward_query_kernel_sm80(__grid_constant__ BackwardParams const params, int const place_rows) {
   using Element = typename Traits::Element;
   using TensorCore = typename Traits::TensorCore;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
   BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kPlaceRows};
+  BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
   auto const [head, of_head] = tiles.of_block(blockIdx.x);
   int const b = tiles.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
   Sequence const s = sequence(params, b);
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto const coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(coords))::value;
   float lse[kRows], delta[kRows];
-  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * Traits::kPlaceRows + m_begin;
+  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * place_rows + m_begin;
   CUTE_UNROLL
   for (int i = 0; i < kRows; ++i) {
     int const row = get<0>(coords(i, 0));

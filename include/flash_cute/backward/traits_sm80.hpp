@@ -11,12 +11,12 @@ namespace flash_cute {
 
 using namespace cute;
 
-template <class Instance_, bool with_dq>
+template <class Instance_, BackwardTile tile, bool with_dq>
 struct BackwardTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr BackwardTile kTile = backward_tiles(Instance::family, Instance::head_dim).keys;
+  static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
@@ -51,10 +51,11 @@ struct BackwardTraitsSm80 {
     alignas(128) Element q[cosize_v<LayoutQ>];
     alignas(128) Element dout[cosize_v<LayoutQ>];
     alignas(128) Element ds[cosize_v<LayoutS>];
-    alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 1];
+    alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 0];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
   };
+  static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
 
   using LoadAtom = typename TensorCore::LoadAtom;
   using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;
