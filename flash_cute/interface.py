@@ -13,6 +13,7 @@ import torch
 
 from flash_cute import lengths, ops
 from flash_cute.roofline import Explanation
+from flash_cute.rules import LENGTHS
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -269,13 +270,13 @@ def supported() -> dict[str, Any]:
 def _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q=None, cu_seqlens_k=None) -> dict[str, torch.Tensor]:
     """The arguments by name, without those that are None."""
     values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
-    return {name: value for name, value in zip(ops.LENGTHS, values, strict=True) if value is not None}
+    return {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
 
 
 def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic, misnamed):
     """Calls forward, forward_varlen or a plan of ops for the function so named, and raises what it throws.
 
-    given: those of ops.LENGTHS that there are.
+    given: those of LENGTHS that there are.
     """
     if misnamed:
         raise TypeError(f"flash_cute.{name}: {_meant(name, *misnamed)}")

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import torch
 
-from flash_cute import cpu, ops
+from flash_cute import cpu, ops, rules
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
-Lengths = dict[str, torch.Tensor]  # those of ops.LENGTHS that are given
+Lengths = dict[str, torch.Tensor]  # those of rules.LENGTHS that are given
 
 
 def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths):
@@ -72,7 +72,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
         return
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    ops.check(*ops.as_cast(q, k, v), **given)
+    rules.check(*ops.as_cast(q, k, v), **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
 
