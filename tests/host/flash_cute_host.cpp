@@ -185,6 +185,14 @@ PYBIND11_MODULE(flash_cute_host, module) {
              Sequence const found = sequence(batch.params, index);
              return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
            })
+      .def("unwritten",  // (entry, first row, end) of a part of what tiles leave out
+           [](RaggedBatch const& batch, int part, int parts) {
+             std::vector<std::tuple<int, int, int>> found;
+             for_each_unwritten(batch.params, part, parts, [&](int entry, Rows const& rows) {
+               found.emplace_back(entry, rows.begin, rows.end);
+             });
+             return found;
+           })
       .def("place_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
         return place_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
       });

@@ -21,7 +21,8 @@ struct alignas(16) SequenceRecord {
 
 struct alignas(16) TileListHeader {
   int places;
-  int claimed;  // tiles, by the blocks of a persistent kernel
+  int claimed;    // tiles, by the blocks of a persistent kernel
+  int unwritten;  // are there rows of out that no tile writes? (see attention/clear.hpp)
 };
 
 // Rows from one batch entry to the next; 0 where packed.
@@ -83,6 +84,7 @@ struct RaggedOrder {
   }
 
   FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
+  FLASH_CUTE_HOST_DEVICE bool unwritten() const { return header->unwritten; }
 
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
     int const place = packs_of_all.quotient(index);

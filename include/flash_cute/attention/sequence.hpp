@@ -42,4 +42,29 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
   return {q, used_q, k.begin + padding + unreachable, mask};
 }
 
+// Calls visit(entry, rows) for part `part` of `parts` of the rows of q that are no query that counts: those
+// at the ends of sequences, and those before and behind packed ones.
+template <class Params, class Visit>
+FLASH_CUTE_HOST_DEVICE void for_each_unwritten(Params const& params, int part, int parts, Visit&& visit) {
+  int const* const offsets = params.lengths.cu_seqlens_q;
+  int const batch = params.shape.batch, total = params.shape.seqlen_q;
+  auto visit_share = [&](int entry, Rows const& rows, int share, int shares) {
+    int const size = ceil_div(larger(0, rows.end - rows.begin), shares), begin = rows.begin + share * size;
+    int const end = smaller(rows.end, begin + size);
+    if (begin < end) visit(entry, Rows{begin, end});
+  };
+  if (params.lengths.seqused_q) {
+    int const shares = larger(1, parts / batch);  // of a sequence
+    for (int i = part; i < batch * shares; i += parts) {
+      int const b = i / shares;
+      Sequence const s = sequence(params, b);
+      visit_share(offsets ? 0 : b, {s.queries.begin + s.used, s.queries.end}, i - b * shares, shares);
+    }
+  }
+  if (offsets) {
+    visit_share(0, {0, smaller(offsets[0], total)}, part, parts);
+    visit_share(0, {larger(0, offsets[batch]), total}, part, parts);
+  }
+}
+
 }  // namespace flash_cute

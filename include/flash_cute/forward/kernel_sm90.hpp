@@ -1,9 +1,11 @@
 // The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
-// compute.
+// compute. Where sequences differ in length, the loading warp's three neighbours, which would idle, clear the
+// rows that no tile writes.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "flash_cute/attention/clear.hpp"
 #include "flash_cute/forward/consumer_sm90.hpp"
 #include "flash_cute/forward/producer_sm90.hpp"
 
@@ -28,15 +30,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
-  if constexpr (Order::kListed) {
-    if (blockIdx.x >= order.tiles()) return;
-  }
+  bool has_tile = true;
+  if constexpr (Order::kListed) has_tile = blockIdx.x < order.tiles();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
-      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp == 0) {
+      if (has_tile && elect_one_sync()) {
+        ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
+      }
+    } else if constexpr (Order::kListed) {
+      constexpr int kClearing = 3;  // warps of a block
+      if (order.unwritten()) {
+        clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
+      }
     }
-  } else {
+  } else if (has_tile) {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(
         tiles_to_compute(order, shared.queue));
