@@ -98,7 +98,9 @@ struct RaggedTiles {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
     std::vector<SequenceRecord> records;
     for (int const b : listed) {
-      SequenceRecord const record = order.record(b, sequence(batch.params, b), int(records.size()));
+      Sequence const found = sequence(batch.params, b);
+      int const m_blocks = ceil_div(found.used, order.rows.tile_queries());
+      SequenceRecord const record = order.record(b, found, m_blocks, int(records.size()));
       records.insert(records.end(), record.m_blocks, record);
     }
     list.resize(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord));

@@ -41,15 +41,15 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
   __syncthreads();
 
   int const batch = params.shape.batch, queries = order.rows.tile_queries();
-  int const* const offsets = params.lengths.cu_seqlens_q;
-  bool unwritten = offsets && (offsets[0] > 0 || offsets[batch] < params.shape.seqlen_q);
-  bool uncountable = false;
+  bool unwritten = false, uncountable = false;
 #pragma unroll 1
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
       Sequence const s = sequence(params, b);
-      unwritten |= s.queries.begin + s.used < s.queries.end;
+      bool const before = b == 0 && s.queries.begin > 0;
+      bool const behind = b == batch - 1 && s.queries.end < params.shape.seqlen_q;
+      unwritten |= before || behind || s.queries.begin + s.used < s.queries.end;
       unsigned const m_blocks = ceil_div(s.used, queries);
       if (m_blocks == 0) continue;
       auto keys = [&](int m_block) {
@@ -60,7 +60,7 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
       unsigned const first = atomicAdd(&next[length_class(longest)], m_blocks);
       uncountable |= first + m_blocks > kCountable;
       if (!lists) continue;
-      SequenceRecord const record = order.record(b, s, int(first));
+      SequenceRecord const record = order.record(b, s, int(m_blocks), int(first));
       auto* const places = reinterpret_cast<SequenceRecord*>(order.header + 1);
 #pragma unroll 1
       for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i) places[i] = record;

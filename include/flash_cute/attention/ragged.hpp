@@ -69,9 +69,9 @@ struct RaggedOrder {
             .entries = RaggedEntries::of(params)};
   }
 
-  // What the list has of sequence b, whose places begin at first_place.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
-    int const m_blocks = ceil_div(s.used, rows.tile_queries());
+  // What the list has of sequence b with so many blocks of queries, whose places begin at first_place.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int m_blocks,
+                                               int first_place) const {
     int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
     return {.batch = b,
             .first_place = first_place,
