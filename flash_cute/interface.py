@@ -249,19 +249,6 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, misnamed):
             )
         if lengths.CHECKED:
             lengths.check(q, k, v, given)
-        if op is ops.forward_varlen and len(given) == 1:  # likewise
-            return op(
-                q,
-                k,
-                v,
-                given["cu_seqlens_q"],
-                None,
-                causal,
-                softmax_scale=scale,
-                window_left=left,
-                window_right=right,
-                family=family,
-            )
         options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
         return op(q, k, v, causal=causal, **options, **given)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& 
 #pragma unroll 1
   for (int outer = 0; outer < outer_count; ++outer) {
     auto* chunk = out;
-#pragma unroll 4
+#pragma unroll 1
     for (int inner = first; inner < last; inner += side_by_side) {
       __stcs(reinterpret_cast<uint4*>(chunk), uint4{});  // streamed, so that K and V stay in L2
       chunk += side_by_side * inner_stride;

@@ -29,9 +29,8 @@ __device__ inline int length_class(int keys) {
   return kLengthClasses - 1 - (octave * 8 + eighth);
 }
 
-// By one block: counts the blocks of queries of each class of sequences, then gives each sequence its places
-// behind those that are longer. The code of both rounds is one: much of this kernel's time is the fetching of
-// its instructions.
+// By one block, in two rounds over the sequences: counts the blocks of queries of each class of them, then
+// gives each sequence its places behind those that are longer.
 template <int kThreads>
 __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& order, int capacity) {
   __shared__ unsigned next[kLengthClasses];

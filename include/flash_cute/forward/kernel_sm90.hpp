@@ -30,22 +30,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
-  bool has_tile = true;
-  if constexpr (Order::kListed) has_tile = blockIdx.x < order.tiles();
+  // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
+  if constexpr (Order::kListed) {
+    if (warpgroup > 0 && blockIdx.x >= order.tiles()) return;
+  }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp == 0) {
-      if (has_tile && elect_one_sync()) {
-        ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
-      }
-    } else if constexpr (Order::kListed) {
+    if constexpr (Order::kListed) {
       constexpr int kClearing = 2;  // warps of a block; a third one costs 2% at head dim 128, causal
-      if (order.unwritten() && warp <= kClearing) {
-        clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
+      if (warp > 0) {
+        if (order.unwritten() && warp <= kClearing) {
+          clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
+        }
+        return;
       }
+      if (blockIdx.x >= order.tiles()) return;
     }
-  } else if (has_tile) {
+    if (warp == 0 && elect_one_sync()) {
+      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
+    }
+  } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(
         tiles_to_compute(order, shared.queue));
