@@ -95,6 +95,15 @@ def test_rows_of_no_sequence(kernel, margins, packed):
     check(kernel, BATCHES["unequal"], packed, MASKS["causal"], margins=margins)
 
 
+@both
+@pytest.mark.parametrize("head_dim", [64, 96, 40])
+@pytest.mark.parametrize("counts", [(0, 0, 0), (0, 1, 0), (700, 0, 3)], ids=str)
+def test_mostly_padding(kernel, counts, head_dim, packed):
+    """More rows that no tile writes than rows that one does; and no tile at all."""
+    sequences = tuple(Sequence(700, 700, count, 700) for count in counts)
+    check(kernel, sequences, packed, MASKS["causal"], head_dim=head_dim)
+
+
 @dtypes
 @masks
 @both

@@ -98,7 +98,9 @@ struct RaggedTiles {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
     std::vector<SequenceRecord> records;
     for (int const b : listed) {
-      SequenceRecord const record = order.record(b, sequence(batch.params, b), int(records.size()));
+      Sequence const found = sequence(batch.params, b);
+      int const m_blocks = ceil_div(found.used, order.rows.tile_queries());
+      SequenceRecord const record = order.record(b, found, m_blocks, int(records.size()));
       records.insert(records.end(), record.m_blocks, record);
     }
     list.resize(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord));
@@ -184,6 +186,14 @@ PYBIND11_MODULE(flash_cute_host, module) {
            [](RaggedBatch const& batch, int index) {
              Sequence const found = sequence(batch.params, index);
              return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
+           })
+      .def("unwritten",  // (entry, first row, end) of a part of what tiles leave out
+           [](RaggedBatch const& batch, int part, int parts) {
+             std::vector<std::tuple<int, int, int>> found;
+             for_each_unwritten(batch.params, part, parts, [&](int entry, Rows const& rows) {
+               found.emplace_back(entry, rows.begin, rows.end);
+             });
+             return found;
            })
       .def("place_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
         return place_capacity(batch.params, PackedRows(block_m / groups, groups, packed));

@@ -323,6 +323,35 @@ def test_offsets_that_make_sense_share_no_row(host, case):
         assert len(rows) == len(set(rows))
 
 
+@given(ragged_batches(), st.integers(1, 9))
+def test_unwritten_rows(host, case, parts):
+    """The parts are every row that is no query that counts, each row once."""
+    sizes, _, lengths = case
+    batch = make_ragged_batch(host, *case)
+    packed = lengths[0] is not None
+    every = {(entry, row) for entry in range(1 if packed else sizes[0]) for row in range(sizes[3])}
+    for index in range(sizes[0]):
+        begin, _, used, *_ = batch.sequence(index)
+        every -= {(0 if packed else index, row) for row in range(begin, begin + used)}
+    found = [
+        (entry, row)
+        for part in range(parts)
+        for entry, begin, end in batch.unwritten(part, parts)
+        for row in range(begin, end)
+    ]
+    assert sorted(found) == sorted(every)
+
+
+@given(ragged_batches(garbage=True), st.integers(1, 9))
+def test_unwritten_rows_stay_inside(host, case, parts):
+    sizes, _, lengths = case
+    batch = make_ragged_batch(host, *case)
+    for part in range(parts):
+        for entry, begin, end in batch.unwritten(part, parts):
+            assert 0 <= entry < (1 if lengths[0] is not None else sizes[0])
+            assert 0 <= begin < end <= sizes[3]
+
+
 @st.composite
 def ragged_tiles(draw, host):
     """A batch, its list of sequences in any order, and the order over it: (sizes, batch, entries, order)."""

@@ -21,7 +21,8 @@ struct alignas(16) SequenceRecord {
 
 struct alignas(16) TileListHeader {
   int places;
-  int claimed;  // tiles, by the blocks of a persistent kernel
+  int claimed;    // tiles, by the blocks of a persistent kernel
+  int unwritten;  // are there rows of out that no tile writes? (see attention/clear.hpp)
 };
 
 // Rows from one batch entry to the next; 0 where packed.
@@ -68,9 +69,9 @@ struct RaggedOrder {
             .entries = RaggedEntries::of(params)};
   }
 
-  // What the list has of sequence b, whose places begin at first_place.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
-    int const m_blocks = ceil_div(s.used, rows.tile_queries());
+  // What the list has of sequence b with so many blocks of queries, whose places begin at first_place.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int m_blocks,
+                                               int first_place) const {
     int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
     return {.batch = b,
             .first_place = first_place,
@@ -83,6 +84,7 @@ struct RaggedOrder {
   }
 
   FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
+  FLASH_CUTE_HOST_DEVICE bool unwritten() const { return header->unwritten; }
 
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
     int const place = packs_of_all.quotient(index);

@@ -23,23 +23,51 @@ template <class Params>
 FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
   LengthParams const& lengths = params.lengths;
   auto within = [](int value, int low, int high) { return larger(low, smaller(value, high)); };
-  auto owned = [&](int const* offsets, int rows) {
-    if (!offsets) return Rows{0, rows};
-    int const begin = within(offsets[b], 0, rows);
-    return Rows{begin, within(offsets[b + 1], begin, rows)};
+  auto value = [](int const* values, int i, int otherwise) { return values ? values[i] : otherwise; };
+  int const total_q = params.shape.seqlen_q, total_k = params.shape.seqlen_k;
+  // All are asked for before one is looked at, as each takes a while to come.
+  int const begin_q = value(lengths.cu_seqlens_q, b, 0), begin_k = value(lengths.cu_seqlens_k, b, 0);
+  int const end_q = value(lengths.cu_seqlens_q, b + 1, total_q);
+  int const end_k = value(lengths.cu_seqlens_k, b + 1, total_k);
+  int const given_q = value(lengths.seqused_q, b, total_q), given_k = value(lengths.seqused_k, b, total_k);
+  int const leftpad = value(lengths.leftpad_k, b, 0);
+
+  auto rows = [&](int begin, int end, int total) {
+    int const first = within(begin, 0, total);
+    return Rows{first, within(end, first, total)};
   };
-  auto counted = [&](int const* used, Rows const& rows) {
-    int const all = rows.end - rows.begin;
-    return used ? within(used[b], 0, all) : all;
-  };
-  Rows const q = owned(lengths.cu_seqlens_q, params.shape.seqlen_q);
-  Rows const k = owned(lengths.cu_seqlens_k, params.shape.seqlen_k);
-  int const used_q = counted(lengths.seqused_q, q), used_k = counted(lengths.seqused_k, k);
-  int const padding = lengths.leftpad_k ? within(lengths.leftpad_k[b], 0, used_k) : 0;
+  Rows const q = rows(begin_q, end_q, total_q), k = rows(begin_k, end_k, total_k);
+  int const used_q = within(given_q, 0, q.end - q.begin);
+  int const used_k = within(given_k, 0, k.end - k.begin), padding = within(leftpad, 0, used_k);
   WindowMask mask{used_q, used_k - padding, params.mask.left, params.mask.right};
   int const unreachable = mask.first_reachable_key();
   mask.seqlen_k -= unreachable;
   return {q, used_q, k.begin + padding + unreachable, mask};
+}
+
+// Calls visit(entry, rows) for part `part` of `parts` of the rows of q that are no query that counts: those
+// at the ends of sequences, and those before and behind packed ones.
+template <class Params, class Visit>
+FLASH_CUTE_HOST_DEVICE void for_each_unwritten(Params const& params, int part, int parts, Visit&& visit) {
+  int const* const offsets = params.lengths.cu_seqlens_q;
+  int const batch = params.shape.batch, total = params.shape.seqlen_q;
+  auto visit_share = [&](int entry, Rows const& rows, int share, int shares) {
+    int const size = ceil_div(larger(0, rows.end - rows.begin), shares), begin = rows.begin + share * size;
+    int const end = smaller(rows.end, begin + size);
+    if (begin < end) visit(entry, Rows{begin, end});
+  };
+  if (params.lengths.seqused_q) {
+    int const shares = larger(1, parts / batch);  // of a sequence
+    for (int i = part; i < batch * shares; i += parts) {
+      int const b = i / shares;
+      Sequence const s = sequence(params, b);
+      visit_share(offsets ? 0 : b, {s.queries.begin + s.used, s.queries.end}, i - b * shares, shares);
+    }
+  }
+  if (offsets) {
+    visit_share(0, {0, smaller(offsets[0], total)}, part, parts);
+    visit_share(0, {larger(0, offsets[batch]), total}, part, parts);
+  }
 }
 
 }  // namespace flash_cute

@@ -1,6 +1,7 @@
 // The Ampere family's forward kernel: one thread block per tile of queries.
 #pragma once
 
+#include "flash_cute/attention/clear.hpp"
 #include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/forward/epilogue.hpp"
@@ -50,7 +51,15 @@ template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
   if constexpr (Order::kListed) {
-    if (read_block_index() >= order.tiles()) return;
+    int const tiles = order.tiles(), block = read_block_index();
+    if (order.unwritten()) {  // a tile's share is cleared beside the products of others
+      constexpr int kWarps = Traits::kThreads / 32;
+      int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
+      if (block < clearing) {
+        clear_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps);
+      }
+    }
+    if (block >= tiles) return;
   }
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);

@@ -1,9 +1,11 @@
 // The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
-// compute.
+// compute. Where sequences differ in length, two of the loading warp's neighbours, which would idle, clear
+// the rows that no tile writes.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "flash_cute/attention/clear.hpp"
 #include "flash_cute/forward/consumer_sm90.hpp"
 #include "flash_cute/forward/producer_sm90.hpp"
 
@@ -28,12 +30,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
+  // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
   if constexpr (Order::kListed) {
-    if (blockIdx.x >= order.tiles()) return;
+    if (warpgroup > 0 && blockIdx.x >= order.tiles()) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if constexpr (Order::kListed) {
+      constexpr int kClearing = 2;  // warps of a block; a third one costs 2% at head dim 128, causal
+      if (warp > 0) {
+        if (order.unwritten() && warp <= kClearing) {
+          clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
+        }
+        return;
+      }
+      if (blockIdx.x >= order.tiles()) return;
+    }
+    if (warp == 0 && elect_one_sync()) {
       ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
     }
   } else {

@@ -1,0 +1,52 @@
+// Clears rows of out and lse that no tile writes, beside the products and with few registers.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "flash_cute/attention/sequence.hpp"
+
+namespace flash_cute {
+
+// By a warp: these rows of an entry, of all heads, become 0 and -inf.
+CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& rows) {
+  constexpr int kLanes = 32, kChunk = 8;  // elements of 16 bytes
+  ProblemShape const& shape = params.shape;
+  TensorView const& view = params.out;
+  int const count = rows.end - rows.begin, lane = threadIdx.x % kLanes;
+
+  // What lies closest in memory is cleared side by side: the heads of a row, or the rows of a head.
+  bool const by_row = view.head_stride <= view.row_stride;
+  int64_t const outer_stride = by_row ? view.row_stride : view.head_stride;
+  int64_t const inner_stride = by_row ? view.head_stride : view.row_stride;
+  int const outer_count = by_row ? count : shape.heads_q, inner_count = by_row ? shape.heads_q : count;
+  int const chunks = shape.head_dim / kChunk, side_by_side = kLanes / chunks;
+  int const first = lane / chunks, last = first < side_by_side ? inner_count : 0;
+  auto* out = static_cast<uint16_t*>(view.data) + entry * view.batch_stride + rows.begin * view.row_stride +
+              first * inner_stride + lane % chunks * kChunk;
+#pragma unroll 1
+  for (int outer = 0; outer < outer_count; ++outer) {
+    auto* chunk = out;
+#pragma unroll 1
+    for (int inner = first; inner < last; inner += side_by_side) {
+      __stcs(reinterpret_cast<uint4*>(chunk), uint4{});  // streamed, so that K and V stay in L2
+      chunk += side_by_side * inner_stride;
+    }
+    out += outer_stride;
+  }
+
+  float* lse = params.lse + entry * params.lse_batch_stride + rows.begin;
+#pragma unroll 1
+  for (int head = 0; head < shape.heads_q; ++head) {
+#pragma unroll 1
+    for (int row = lane; row < count; row += kLanes) lse[row] = -INFINITY;
+    lse += shape.seqlen_q;
+  }
+}
+
+// Part `part` of `parts`, each by a warp.
+CUTE_DEVICE void clear_unwritten(ForwardParams const& params, int part, int parts) {
+  for_each_unwritten(params, part, parts,
+                     [&](int entry, Rows const& rows) { clear_rows(params, entry, rows); });
+}
+
+}  // namespace flash_cute
