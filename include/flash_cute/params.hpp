@@ -67,7 +67,9 @@ struct ForwardParams {
 struct BackwardWorkspace {
   float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  float* dq = nullptr;     // sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie
+  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
+  // up by the kernel for dK and dV.
+  float* dq = nullptr;
 };
 
 struct BackwardParams {

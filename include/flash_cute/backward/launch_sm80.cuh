@@ -10,17 +10,13 @@
 namespace flash_cute {
 
 // Calls visitor(traits) for the kernel of blocks of keys that a plan names.
-template <class Instance, class Visitor>
+template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
-  auto with = [&]<BackwardTile tile>() {
-    return plan.sums_dq ? visitor(BackwardTraitsSm80<Instance, tile, true>{})
-                        : visitor(BackwardTraitsSm80<Instance, tile, false>{});
-  };
-  if constexpr (kTiles.small.warps() > 0) {
-    if (plan.tile == kTiles.small) return with.template operator()<kTiles.small>();
+  if constexpr (index + 1 < kTiles.count()) {
+    if (plan.tile != kTiles.keys[index]) return visit_backward_sm80<Instance, index + 1>(plan, visitor);
   }
-  return with.template operator()<kTiles.main>();
+  return visitor(BackwardTraitsSm80<Instance, kTiles.keys[index]>{});
 }
 
 template <class Instance>
@@ -31,8 +27,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   int const queries = plan.query_blocks * params.shape.heads_q;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits) {
     constexpr int kRowThreads = 256;
-    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(
-        device, queries, kRowThreads, 0, stream, params, plan.sums_dq);
+    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
+                                                                               0, stream, params);
     if (plan.runs_keys) {
       launch_kernel<backward_kernel_sm80<Traits>>(device, plan.key_blocks * params.shape.heads_kv,
                                                   Traits::kThreads, sizeof(typename Traits::SharedStorage),

@@ -55,6 +55,7 @@ struct BackwardMainloopSm80 {
     if (visited.empty()) return;
     int const m_blocks = visited.end - visited.begin, heads = shape.heads_q / shape.heads_kv;
     int const steps = heads * m_blocks;
+    bool const sums_dq = params.workspace.dq;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
@@ -191,14 +192,14 @@ struct BackwardMainloopSm80 {
         __syncthreads();
       }
       product_of_scores(rP, sP, sdOt(_, _, stage), acc_dv);
-      if constexpr (!Traits::kSharesScores && Traits::kWithDq) store_scores(rdS, sdS);
+      if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
       product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
-      if constexpr (kStages == 1 || (!Traits::kSharesScores && Traits::kWithDq)) __syncthreads();
+      if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
       if constexpr (kStages == 1) {
         if (step + 1 < steps) load_step(step + 1);
         cp_async_fence();
       }
-      if constexpr (Traits::kWithDq) {
+      if (sums_dq) {
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
         clear(acc_dq);
         product(mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);

@@ -21,16 +21,27 @@ struct BackwardPlan {
   // Where each part of a workspace begins.
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
-    return {floats, floats + rows, floats + 2 * rows};
+    return {floats, floats + rows, sums_dq ? floats + 2 * rows : nullptr};
   }
 };
+
+inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
+  ProblemShape const& shape = params.shape;
+  int const batch = params.lengths.cu_seqlens_q ? larger(1, shape.batch) : 1;
+  int index = 0;
+  auto fits = [&](BackwardTile const& tile) {
+    return tile.smem_bytes(bucket) <= params.device.smem_bytes && tile.pays_from <= shape.seqlen_q / batch;
+  };
+  while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
+  return tiles.keys[index];
+}
 
 // bucket: the head dim of the kernel that serves the problem.
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
   BackwardPlan plan{};
   BackwardTiles const tiles = backward_tiles(family, bucket);
-  plan.tile = tiles.main.smem_bytes(bucket) <= params.device.smem_bytes ? tiles.main : tiles.small;
+  plan.tile = tile_for(tiles, bucket, params);
   plan.query_tile = tiles.queries;
   ProblemShape const& shape = params.shape;
   plan.runs_keys = needs_dkv;

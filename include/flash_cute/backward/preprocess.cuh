@@ -24,7 +24,7 @@ __device__ float dot_of_chunk(uint4 const& a, uint4 const& b) {
 // has chunks of 16 bytes.
 template <class Instance, int kBlockM, int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    backward_preprocess(__grid_constant__ BackwardParams const params, bool const clears_dq) {
+    backward_preprocess(__grid_constant__ BackwardParams const params) {
   using Element = typename ElementOf<Instance::element>::type;
   constexpr int kChunk = 16 / sizeof(Element);
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (!clears_dq) return;
+  if (!params.workspace.dq) return;
   constexpr int kFloats = kBlockM * Instance::head_dim;
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};

@@ -11,7 +11,7 @@ namespace flash_cute {
 
 using namespace cute;
 
-template <class Instance_, BackwardTile tile, bool with_dq>
+template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
@@ -21,7 +21,6 @@ struct BackwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
-  static constexpr bool kWithDq = with_dq;  // else a kernel of its own computes dQ, or nobody asked for it
 
   // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
   // its registers; where several share them, they do so through shared memory.
