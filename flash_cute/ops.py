@@ -109,11 +109,12 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Does neither autocast nor a transform nor a gradient concern the call?"""
+    """Does neither autocast nor a transform nor a gradient concern the call? False where that takes a look."""
     return not (
         torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
-        or _needs_gradient(q, k, v)
+        or forward_ad._current_level >= 0
+        or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
     )
 
 

@@ -19,6 +19,7 @@
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/tiles.hpp"
+#include "flash_cute/backward/plan.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/plan.hpp"
 #include "flash_cute/params.hpp"
@@ -162,6 +163,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
              return as_pair(mask.unmasked_rows(n_begin, block_n, block_m));
            })
       .def("first_reachable_key", &WindowMask::first_reachable_key)
+      .def("first_seeing_row", &WindowMask::first_seeing_row)
       .def("visible_pairs", &WindowMask::visible_pairs);
 
   py::class_<TileOrder>(module, "TileOrder")
@@ -224,6 +226,44 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("row",
            [](RaggedTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); });
 
+  py::class_<BlockPlaces>(module, "BlockPlaces")
+      .def(py::init([](RaggedBatch const& batch, bool of_queries, int block) {
+             auto const& [params, lengths] = std::tie(batch.params, batch.params.lengths);
+             return of_queries
+                        ? BlockPlaces{lengths.cu_seqlens_q, params.shape.seqlen_q, params.shape.batch, block}
+                        : BlockPlaces{lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, block};
+           }),
+           py::keep_alive<1, 2>())
+      .def("count", &BlockPlaces::count)
+      .def("first", &BlockPlaces::first)
+      .def("sequence", &BlockPlaces::sequence);
+
+  py::class_<BackwardTile>(module, "BackwardTile")
+      .def_readonly("block_m", &BackwardTile::block_m)
+      .def_readonly("block_n", &BackwardTile::block_n)
+      .def("smem_bytes", &BackwardTile::smem_bytes);
+  module.def("backward_tiles", [](Family family, int head_dim) {
+    BackwardTiles const tiles = backward_tiles(family, head_dim);
+    return std::vector(tiles.keys, tiles.keys + tiles.count());
+  });
+  py::class_<BackwardPlan>(module, "BackwardPlan")
+      .def_readonly("tile", &BackwardPlan::tile)
+      .def_readonly("runs_keys", &BackwardPlan::runs_keys)
+      .def_readonly("runs_queries", &BackwardPlan::runs_queries)
+      .def_readonly("sums_dq", &BackwardPlan::sums_dq)
+      .def_readonly("key_blocks", &BackwardPlan::key_blocks)
+      .def_readonly("query_blocks", &BackwardPlan::query_blocks)
+      .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
+  module.def("plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes,
+                                 bool needs_dq, bool needs_dkv, bool deterministic) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
+    params.lengths = batch.params.lengths;
+    params.device.smem_bytes = smem_bytes;
+    return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
+  });
+
   py::class_<ForwardPlan>(module, "ForwardPlan")
       .def_readonly("tile", &ForwardPlan::tile)
       .def_readonly("blocks", &ForwardPlan::blocks)
@@ -231,12 +271,12 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",
                              [](ForwardPlan const& plan) { return plan.rows.tile_queries(); });
-  module.def("plan_forward",
-             [](Family family, int bucket, RaggedBatch const& batch, int multiprocessors, int64_t l2_bytes) {
-               ForwardParams params = batch.params;
-               params.device = {.index = 0, .multiprocessors = multiprocessors, .l2_bytes = l2_bytes};
-               return plan_forward(family, bucket, params);
-             });
+  module.def("plan_forward", [](Family family, int bucket, RaggedBatch const& batch, int multiprocessors,
+                                int64_t l2_bytes) {
+    ForwardParams params = batch.params;
+    params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
+    return plan_forward(family, bucket, params);
+  });
 
   py::class_<Divisor>(module, "Divisor")
       .def(py::init<int>())

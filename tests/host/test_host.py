@@ -113,6 +113,14 @@ def test_reachable_keys_and_pairs(host, case):
     assert mask.visible_pairs() == expected.sum().item()
 
 
+@given(masks)
+def test_rows_that_see_nothing_come_first(host, case):
+    seeing = visible_pairs(*case).any(1)
+    first = make_mask(host, *case).first_seeing_row()
+    assert not seeing[:first].any()
+    assert seeing[first:].all()
+
+
 @given(st.integers(1, LONGEST), st.integers(1, LONGEST), st.none() | st.integers(0, 2**63 - 1), st.data())
 def test_long_sequences_do_not_overflow(host, seqlen_q, seqlen_k, left, data):
     """Lengths and limits as large as validation lets through: unclamped, their sums overflow 32 bits."""
@@ -547,3 +555,74 @@ def test_plans_of_unequal_lengths(host, data, family):
     if family == "sm90" and lengths[0]:
         mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
         assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m
+
+
+@given(st.one_of(ragged_batches(), ragged_batches(garbage=True)), st.sampled_from([1, 8, 64]), st.booleans())
+def test_places_of_blocks(host, case, block, of_queries):
+    """Each sequence's blocks have places of their own, and a place knows its sequence; never one past all."""
+    sizes, _, lengths = case
+    places = host.BlockPlaces(make_ragged_batch(host, *case), of_queries, block)
+    offsets = lengths[0 if of_queries else 1]
+    in_order = not offsets or offsets == sorted(offsets)
+    taken = set()
+    for index in range(sizes[0]):
+        owned = rows_of_sequence(sizes, (lengths[0], lengths[1], None, None, None), index)[
+            0 if of_queries else 2
+        ]
+        blocks = range(places.first(index), places.first(index) + -(-len(owned) // block))
+        assert 0 <= blocks.start <= blocks.stop <= places.count()
+        if in_order:
+            assert not taken & set(blocks)
+            taken |= set(blocks)
+            assert all(places.sequence(place) == index for place in blocks)
+    assert all(0 <= places.sequence(place) < sizes[0] for place in range(places.count()))
+
+
+# The shared memory of a thread block on GPUs of 9.0, 8.0, and 8.6.
+HOPPER, A100, ADA = 232448, 166912, 101376
+
+
+def plan_backward(host, head_dim, sizes, smem_bytes=HOPPER, lengths=None, asked_for=(True, True, False)):
+    batch = make_ragged_batch(host, sizes, CAUSAL, lengths or [None] * 5)
+    return host.plan_backward(host.Family.sm80, head_dim, batch, smem_bytes, *asked_for)
+
+
+@pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
+def test_tiles_of_the_backward_fit(host, smem_bytes):
+    for head_dim in host.instances().head_dims:
+        tiles = host.backward_tiles(host.Family.sm80, head_dim)
+        tile = plan_backward(host, head_dim, (1, 1, 1, 4096, 4096, head_dim), smem_bytes).tile
+        assert tile.smem_bytes(head_dim) <= smem_bytes
+        largest = max(
+            tile.block_m * tile.block_n for tile in tiles if tile.smem_bytes(head_dim) <= smem_bytes
+        )
+        assert tile.block_m * tile.block_n == largest
+
+
+def test_short_sequences_take_a_smaller_tile(host):
+    for seqlen, batch in ((2048, 8), (1024, 16)):
+        rows = plan_backward(host, 64, (batch, 2, 2, seqlen, seqlen, 64)).tile.block_m
+        offsets = [seqlen * index for index in range(batch + 1)]
+        packed = (batch, 2, 2, batch * seqlen, batch * seqlen, 64)
+        assert rows == (128 if seqlen == 2048 else 64)
+        assert (
+            plan_backward(host, 64, packed, lengths=(offsets, offsets, None, None, None)).tile.block_m == rows
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "runs"),
+    [
+        ((True, True, False), (True, False, True)),
+        ((True, True, True), (True, True, False)),
+        ((True, False, False), (False, True, False)),
+        ((False, True, False), (True, False, False)),
+    ],
+    ids=["all", "all, deterministic", "dq", "dk and dv"],
+)
+def test_kernels_of_the_backward(host, asked_for, runs):
+    plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for)
+    assert (plan.runs_keys, plan.runs_queries, plan.sums_dq) == runs
+    assert (plan.query_blocks, plan.key_blocks) == (2 * 2, 2 * 5)
+    rows = 4 * plan.query_blocks * plan.tile.block_m
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * plan.sums_dq)
