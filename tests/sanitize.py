@@ -21,8 +21,18 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from cases import BATCHES, DTYPES, MASKS, Shape, make_inputs, make_ragged, with_head_dim
-from tolerance import assert_attention, assert_ragged
+from cases import (
+    BATCHES,
+    DTYPES,
+    MASKS,
+    Shape,
+    make_gradients,
+    make_inputs,
+    make_ragged,
+    make_ragged_gradients,
+    with_head_dim,
+)
+from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
 import flash_cute
 from benchmarks.contenders import families
@@ -42,6 +52,7 @@ RAGGED = (
     ("some empty", (2, 1), "full"),
     ("one query each", (14, 2), "causal"),
 )
+BACKWARD_FAMILY = "sm80"  # whose backward serves them all
 
 
 def calls():
@@ -73,17 +84,34 @@ def ragged_calls():
 
 
 def run_all() -> None:
+    deterministic = itertools.cycle((False, True, False))
     for family, mask, batch in ragged_calls():
         inputs = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.lengths}
         function = flash_cute.forward_varlen if batch.packed else flash_cute.forward
         on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
         result = function(**on_gpu, family=family, **mask.options)
         assert_ragged([tensor.cpu() for tensor in result], batch, mask)
+        if family == BACKWARD_FAMILY:
+            given = make_ragged_gradients(batch)
+            found = gradients(function, on_gpu, given, mask, next(deterministic))
+            assert_ragged_gradients(found, batch, *given, mask)
     for family, mask, shape, dtype in calls():
         inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
-        on_gpu = (tensor.to("cuda") for tensor in inputs)
-        result = flash_cute.forward(*on_gpu, family=family, **mask.options)
+        on_gpu = {name: tensor.to("cuda") for name, tensor in zip("qkv", inputs, strict=True)}
+        result = flash_cute.forward(**on_gpu, family=family, **mask.options)
         assert_attention([tensor.cpu() for tensor in result], *inputs, mask)
+        if family == BACKWARD_FAMILY:
+            given = make_gradients(inputs[0])
+            found = gradients(flash_cute.forward, on_gpu, given, mask, next(deterministic))
+            assert_gradients(found, *inputs, *given, mask)
+
+
+def gradients(function, inputs, given, mask, deterministic: bool) -> list[torch.Tensor]:
+    """dq, dk and dv, on the CPU, of a call with these inputs on the GPU."""
+    leaves = [inputs[name].requires_grad_() for name in "qkv"]
+    results = function(**inputs, deterministic=deterministic, **mask.options)
+    found = torch.autograd.grad(results, leaves, [tensor.to("cuda") for tensor in given])
+    return [tensor.cpu() for tensor in found]
 
 
 def under(tool: str) -> bool:
