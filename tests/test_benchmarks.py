@@ -249,7 +249,7 @@ def test_comparison_with_the_best_known_peer(h200_like, known, regime):
 def test_no_baseline_off_the_h200(h200_like):
     elsewhere = dict(h200_like, environment=h200_like["environment"] | {"device": "another"})
     assert report.baseline_for(elsewhere) == {}
-    assert [len(cells) for cells in report.baseline_for(elsewhere, report.PEERS_H200).values()] == [36, 36]
+    assert [len(cells) for cells in report.baseline_for(elsewhere, report.PEERS_H200).values()] == [72, 72]
 
 
 def test_results_before_regimes_have_no_best_known_peer(h200_like):
