@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from . import contenders, lengths, report, timing
-from .problem import DTYPES, Problem, add_direction, named, paper_grid, parse_shape, parse_window
+from .problem import DTYPES, Problem, add_direction, paper_grid, parse_shape, parse_window, result_name
 from .results import choose_device, environment, save
 from .timing import REGIMES
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> Path:
         for problem in timing.progress(problems(options), "attention")
     ]
     results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}
-    name = named("lengths" if options.lengths else "attention", direction)
+    name = result_name("lengths" if options.lengths else "attention", direction)
     path = save(results, options.name or name, options.output)
     print(report.markdown(results, report.baseline_for(results, options.baseline)))
     print(f"\nwritten to {path}")

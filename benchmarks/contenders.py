@@ -158,8 +158,7 @@ def serves(device: torch.device, family: str, backward: bool) -> str | None:
 
 
 def families(device: torch.device, direction: str = "forward") -> list[str]:
-    """Each compiled family that runs on this device, of a backward once where two names mean the same; 'cpu'
-    on the CPU."""
+    """Names of the compiled families that run on this device, once where two mean the same; or 'cpu'."""
     if device.type == "cpu":
         return [CPU]
     found = [serves(device, name, direction == "backward") for name in flash_cute.supported()["families"]]
@@ -167,17 +166,15 @@ def families(device: torch.device, direction: str = "forward") -> list[str]:
 
 
 def mine(device: torch.device, direction: str) -> list[str]:
-    """Names of our contenders: the families, with a backward each deterministic, too."""
+    """Names of our contenders: the families, and with a backward each deterministic, too."""
     found = families(device, direction)
     return found if direction == "forward" else found + [f"{family} {DETERMINISTIC}" for family in found]
 
 
 def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
     """Contender -> those that it is compared with: a family with peers, deterministic with the free one."""
-    return {
-        name: [name.removesuffix(DETERMINISTIC).strip()] if name.endswith(DETERMINISTIC) else peers
-        for name in mine
-    }
+    split = {name: name.partition(" ") for name in mine}
+    return {name: [family] if how == DETERMINISTIC else peers for name, (family, _, how) in split.items()}
 
 
 def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:

@@ -80,13 +80,14 @@ class Problem:
         work = DIRECTIONS[self.direction]
         q = self.batch * self.heads_q * self.seqlen_q
         kv = self.batch * self.heads_kv * self.seqlen_k
-        return (
-            work.tensors * (q + kv) * self.head_dim * DTYPES[self.dtype].itemsize + work.lse * q * LSE_BYTES
-        )
+        row = self.head_dim * DTYPES[self.dtype].itemsize
+        return work.tensors * (q + kv) * row + work.lse * q * LSE_BYTES
 
     def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """Random (q, k, v), of a backward dout too; bshd stores a token's heads together, as projections do,
-        bhsd each head apart."""
+        """Random (q, k, v), and with a backward dout.
+
+        bshd stores a token's heads together, as projections do, bhsd each head apart.
+        """
         generator = torch.Generator(device).manual_seed(seed)
 
         def make(heads: int, seqlen: int) -> torch.Tensor:
@@ -95,8 +96,9 @@ class Problem:
             values = values.to(DTYPES[self.dtype])
             return values if layout == "bhsd" else values.transpose(1, 2)
 
-        q, k, v = (self.heads_q, self.seqlen_q), *[(self.heads_kv, self.seqlen_k)] * 2
-        return tuple(make(*of) for of in ((q, k, v) if self.direction == "forward" else (q, k, v, q)))
+        q, kv = (self.heads_q, self.seqlen_q), (self.heads_kv, self.seqlen_k)
+        shapes = [q, kv, kv] if self.direction == "forward" else [q, kv, kv, q]
+        return tuple(make(*shape) for shape in shapes)
 
     def to_json(self) -> dict:
         return asdict(self) | {"mask": self.mask, "flops": self.flops, "bytes": self.bytes}
@@ -121,14 +123,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def add_direction(args: argparse.ArgumentParser, *choices: str) -> None:
-    """--pass, as options.direction; of all DIRECTIONS unless choices are given."""
-    args.add_argument(
-        "--pass", dest="direction", choices=choices or list(DIRECTIONS), default="forward", help="measured"
-    )
+    """--pass, as options.direction: one of the choices, by default of all DIRECTIONS."""
+    choices = choices or tuple(DIRECTIONS)
+    args.add_argument("--pass", dest="direction", choices=choices, default="forward", help="what is measured")
 
 
-def named(name: str, direction: str) -> str:
-    """The name of a result file of this direction."""
+def result_name(name: str, direction: str) -> str:
+    """Of a result file: name, and the direction unless it is the forward."""
     return name if direction == "forward" else f"{name}-{direction}"
 
 
@@ -143,17 +144,7 @@ def paper_grid(
 ):
     """The grid of the FlashAttention papers: tokens and hidden size are fixed, heads = hidden / head_dim."""
     return [
-        Problem(
-            tokens // seqlen,
-            hidden // dim,
-            hidden // dim,
-            seqlen,
-            seqlen,
-            dim,
-            causal=causal,
-            dtype=dtype,
-            direction=direction,
-        )
+        Problem(tokens // seqlen, *[hidden // dim] * 2, seqlen, seqlen, dim, causal, None, dtype, direction)
         for dim in head_dims
         for causal in masks
         for seqlen in seqlens

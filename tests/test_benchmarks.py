@@ -363,7 +363,7 @@ def test_flash_is_called_rightly_with_packed_sequences():
     with FakeTensorMode():
         q = torch.empty(65, 2, 64, dtype=torch.bfloat16, device="cuda")
         offsets = torch.empty(3, dtype=torch.int32, device="cuda")
-        out, lse, *_ = lengths.flash(ragged, q, q, q, offsets)()
+        out, lse, *_ = lengths.flash(ragged, q, q, q, offsets=offsets)()
     assert out.shape == (65, 2, 64)
     assert lse.shape == (2, 65)
 
