@@ -1,12 +1,16 @@
-"""Speed of the forward beside PyTorch's own kernels, in bursts and sustained.
+"""Speed of the forward, the backward or both beside PyTorch's own kernels, in bursts and sustained.
 
     python -m benchmarks.attention                                    the papers' grid, both regimes
     python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0 --regime burst
     python -m benchmarks.attention --lengths uniform:1:4096 --lengths lognormal:512      packed sequences
+    python -m benchmarks.attention --pass backward                              gradients, also "both"
 
 Each cell times every family of ours and every peer; on a GPU an 8192^3 bf16 matrix product and a large copy
 too: in bursts beside every cell, sustained once in a run, as they need the time of two contenders. Results go
 to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
+
+Of a backward the contenders are the bare operators and ours deterministic, too; both are a forward and its
+backward as one call.
 
 With --lengths the contenders are ours packed, padded and "dense mean", and the peers packed, without the two
 ceilings. Dense mean is our dense call of sequences as long as the mean, its time multiplied by the batch's
@@ -23,7 +27,7 @@ from pathlib import Path
 import torch
 
 from . import contenders, lengths, report, timing
-from .problem import DTYPES, Problem, paper_grid, parse_shape, parse_window
+from .problem import DTYPES, Problem, add_direction, paper_grid, parse_shape, parse_window, result_name
 from .results import choose_device, environment, save
 from .timing import REGIMES
 
@@ -84,7 +88,7 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
     else:
         inputs = problem.inputs(device, options.layout)
         running, excluded = contenders.prepare_all(mine + peers, problem, *inputs)
-        compared, scales = dict.fromkeys(mine, peers), {}
+        compared, scales = contenders.compared(mine, peers), {}
     if options.graph:
         running = {name: timing.graphed(run) for name, run in running.items()}
     regimes = {}
@@ -102,12 +106,12 @@ def problems(options) -> list[Problem] | list[lengths.Ragged]:
     causal = MASKS[options.mask]
     if options.lengths:
         grid = options.tokens, options.hidden, options.head_dims
-        return lengths.problems(options.lengths, *grid, causal, options.dtype)
+        return lengths.problems(options.lengths, *grid, causal, options.dtype, options.direction)
     if not options.shape:
         grid = options.tokens, options.hidden, options.head_dims, options.seqlens
-        return paper_grid(*grid, causal, options.dtype)
+        return paper_grid(*grid, causal, options.dtype, options.direction)
     return [
-        Problem(*shape, causal=is_causal, window=options.window, dtype=options.dtype)
+        Problem(*shape, is_causal, options.window, options.dtype, options.direction)
         for shape in options.shape
         for is_causal in causal
     ]
@@ -126,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     args = argparse.ArgumentParser(
         prog="python -m benchmarks.attention", description=__doc__.splitlines()[0], epilog=ESTIMATE
     )
+    add_direction(args)
     add_regime(args)
     args.add_argument(
         "--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid"
@@ -155,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
         "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h200.json on an H200)"
     )
     args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", help="of the result file (default: attention, with --lengths lengths)")
+    args.add_argument("--name", help="of the result file (default: attention or lengths, and the pass)")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     return args
 
@@ -163,13 +168,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
     device = choose_device(options.device)
-    mine = options.families or contenders.families(device)
+    direction = options.direction
     default_peers = contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
     yards, steady = {}, ({}, {})
     if options.lengths:
-        mine = lengths.ours(mine)
+        mine = lengths.ours(options.families or contenders.families(device, direction))
         default_peers = lengths.PEERS if device.type == "cuda" else ()
     else:
+        mine = options.families or contenders.mine(device, direction)
         yards = yardsticks(device)
     peers = options.peers or list(default_peers)
     if options.regime != "burst":
@@ -179,7 +185,8 @@ def main(arguments: list[str] | None = None) -> Path:
         for problem in timing.progress(problems(options), "attention")
     ]
     results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}
-    path = save(results, options.name or ("lengths" if options.lengths else "attention"), options.output)
+    name = result_name("lengths" if options.lengths else "attention", direction)
+    path = save(results, options.name or name, options.output)
     print(report.markdown(results, report.baseline_for(results, options.baseline)))
     print(f"\nwritten to {path}")
     return path

@@ -1,4 +1,7 @@
-"""Who is measured: each family of ours and PyTorch's own kernels, called so that all give out and LSE."""
+"""Who is measured: each family of ours and PyTorch's own kernels, forward, backward or one after the other.
+
+A forward gives out and LSE, the others dq, dk and dv. A backward is called on what its own forward saved.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from .problem import DTYPES, Problem
 
 aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
+DETERMINISTIC = "deterministic"  # after a family's name, of a backward
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 # Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
@@ -28,12 +32,24 @@ def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
     return partial(flash_cute.forward, q, k, v, problem.causal, window=problem.window, family=family)
 
 
+def ours_backward(problem: Problem, q, k, v, dout, saved, *, family: str | None, deterministic: bool) -> Run:
+    left, right = problem.window or (None, None)
+    options = {"window_left": left, "window_right": right, "family": family, "deterministic": deterministic}
+    backward = torch.ops.flash_cute._backward
+    return partial(backward, dout, None, q, k, v, *saved, problem.causal, **options)
+
+
 def require_top_left_mask(problem: Problem) -> None:
     """PyTorch's causal mask is aligned top-left, ours bottom-right: they agree on squares only."""
     if problem.window is not None:
         raise CannotRun("no window")
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         raise CannotRun("causal is top-left aligned")
+
+
+def require_no_groups(problem: Problem) -> None:
+    if problem.heads_q != problem.heads_kv:
+        raise CannotRun("no gradients of grouped heads")
 
 
 def expanded(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,8 +71,33 @@ def flash(problem: Problem, q, k, v) -> Run:
     forward = partial(aten._flash_attention_forward, *tokens_first, *lengths, 0.0, problem.causal, False)
 
     def run():
-        out, lse, *_ = forward(window_size_left=left, window_size_right=right)
-        return out.transpose(1, 2), lse
+        out, *others = forward(window_size_left=left, window_size_right=right)
+        return out.transpose(1, 2), *others
+
+    return run
+
+
+def flash_backward(problem: Problem, q, k, v, dout, saved) -> Run:
+    out, lse, *others = saved
+    if q.device.type == "cpu":
+        require_no_groups(problem)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return partial(backward, dout, q, k, v, out, lse, 0.0, problem.causal)
+    if problem.window is None:
+        *lengths, seed, offset, _ = others
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return partial(backward, dout, q, k, v, out, lse, *lengths, 0.0, problem.causal, seed, offset)
+    left, right = (-1 if side is None else side for side in problem.window)
+    tokens_first = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
+    lengths = None, None, problem.seqlen_q, problem.seqlen_k
+    seed, offset, _ = others
+    backward = partial(
+        aten._flash_attention_backward, *tokens_first, lse, *lengths, 0.0, problem.causal, seed, offset
+    )
+
+    def run():
+        gradients = backward(window_size_left=left, window_size_right=right)
+        return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
     return run
 
@@ -66,10 +107,23 @@ def cudnn(problem: Problem, q, k, v) -> Run:
     return partial(aten._scaled_dot_product_cudnn_attention, q, k, v, None, True, 0.0, problem.causal)
 
 
+def cudnn_backward(problem: Problem, q, k, v, dout, saved) -> Run:
+    out, lse, *lengths, seed, offset, _ = saved
+    backward = aten._scaled_dot_product_cudnn_attention_backward
+    arguments = dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, problem.causal
+    return partial(backward, *arguments)
+
+
 def efficient(problem: Problem, q, k, v) -> Run:
     require_top_left_mask(problem)
     k, v = expanded(problem, k), expanded(problem, v)
     return partial(aten._scaled_dot_product_efficient_attention, q, k, v, None, True, 0.0, problem.causal)
+
+
+def efficient_backward(problem: Problem, q, k, v, dout, saved) -> Run:
+    require_no_groups(problem)
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    return partial(backward, dout, q, k, v, None, *saved, 0.0, [True, True, True, False], problem.causal)
 
 
 def math(problem: Problem, q, k, v) -> Run:
@@ -88,34 +142,67 @@ def math(problem: Problem, q, k, v) -> Run:
 
 
 PEERS = {"flash": flash, "cudnn": cudnn, "efficient": efficient, "math": math}
+BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
 DEFAULT_PEERS = ("flash", "cudnn")
 PEERS_ON_CPU = ("flash", "math")
 
 
-def runs_on(device: torch.device, family: str) -> bool:
-    """Whether a device runs a compiled family; any one of its kernels can tell."""
+def serves(device: torch.device, family: str, backward: bool) -> str | None:
+    """The family whose kernels a device runs when asked for a compiled one; any of its kernels can tell."""
     element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
     q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES[element], device=device)
     try:
-        flash_cute.explain(q, q, q, family=family)
+        return flash_cute.explain(q, q, q, family=family, backward=backward)["family"]
     except ValueError:
-        return False
-    return True
+        return None
 
 
-def families(device: torch.device) -> list[str]:
-    """Names of our contenders on this device: each compiled family that runs on it, or 'cpu'."""
+def families(device: torch.device, direction: str = "forward") -> list[str]:
+    """Names of the compiled families that run on this device, once where two mean the same; or 'cpu'."""
     if device.type == "cpu":
         return [CPU]
-    return [family for family in flash_cute.supported()["families"] if runs_on(device, family)]
+    found = [serves(device, name, direction == "backward") for name in flash_cute.supported()["families"]]
+    return list(dict.fromkeys(filter(None, found)))
 
 
-def prepare(name: str, problem: Problem, q, k, v) -> Run:
+def mine(device: torch.device, direction: str) -> list[str]:
+    """Names of our contenders: the families, and with a backward each deterministic, too."""
+    found = families(device, direction)
+    return found if direction == "forward" else found + [f"{family} {DETERMINISTIC}" for family in found]
+
+
+def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
+    """Contender -> those that it is compared with: a family with peers, deterministic with the free one."""
+    split = {name: name.partition(" ") for name in mine}
+    return {name: [family] if how == DETERMINISTIC else peers for name, (family, _, how) in split.items()}
+
+
+def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:
     """The contender's call for these inputs, run once; raises CannotRun where it has no kernel for them."""
     if name in PEERS:
-        run = PEERS[name](problem, q, k, v)
+        forward, backward = PEERS[name], BACKWARDS.get(name)
     else:
-        run = ours(problem, q, k, v, family=None if name == CPU else name)
+        family, _, how = name.partition(" ")
+        family = None if family == CPU else family
+        forward = partial(ours, family=family)
+        backward = partial(ours_backward, family=family, deterministic=how == DETERMINISTIC)
+    arguments = problem, q, k, v, *dout
+    return in_direction(problem, forward(problem, q, k, v), backward and partial(backward, *arguments))
+
+
+def in_direction(problem, forward: Run, backward: Callable[[tuple], Run] | None) -> Run:
+    """The problem's call, run once; backward makes one from what the forward gave, None where it cannot."""
+    if problem.direction == "forward":
+        run = forward
+    elif backward is None:
+        raise CannotRun("no operator of its own for the gradients")
+    elif problem.direction == "backward":
+        run = attempt(lambda: backward(forward()))
+    else:
+
+        def run():
+            return backward(forward())()
+
     attempt(run)
     return run
 
@@ -128,24 +215,29 @@ def attempt(run: Callable):
         raise CannotRun(str(error).splitlines()[0]) from error
 
 
-def prepare_all(names: list[str], problem: Problem, q, k, v) -> tuple[dict[str, Run], dict[str, str]]:
+def prepare_all(names: list[str], problem: Problem, *inputs) -> tuple[dict[str, Run], dict[str, str]]:
     """({name: its call}, {name: why it is left out}); left out is what has no kernel, or another result."""
-    running, excluded, first_out = {}, {}, None
+    running, excluded, first = {}, {}, None
     for name in names:
         try:
-            run = prepare(name, problem, q, k, v)
+            run = prepare(name, problem, *inputs)
         except CannotRun as reason:
             excluded[name] = str(reason)
             continue
-        out = run()[0]
-        first_out = out if first_out is None else first_out
-        if agrees(out, first_out):
+        results = comparable(problem, run())
+        first = first or results
+        if all(map(agrees, results, first)):
             running[name] = run
         else:
             excluded[name] = "its result differs"
     return running, excluded
 
 
-def agrees(out: torch.Tensor, other: torch.Tensor) -> bool:
+def comparable(problem, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Of what a call gave, that which all contenders give alike: out, or the gradients."""
+    return results[:1] if problem.direction == "forward" else results[:3]
+
+
+def agrees(result: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contenders compute the same function: looser than rounding, tighter than another mask."""
-    return bool((out.float() - other.float()).abs().amax() < 0.1)
+    return torch.allclose(result.float(), other.float(), rtol=0.1, atol=0.1)

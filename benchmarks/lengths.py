@@ -12,7 +12,7 @@ import torch
 
 import flash_cute
 
-from .contenders import CPU, CannotRun, Run, agrees, aten, attempt
+from .contenders import CPU, CannotRun, Run, agrees, aten, attempt, comparable, in_direction, prepare
 from .problem import Problem
 
 SEED = 0
@@ -41,6 +41,7 @@ class Ragged:
     head_dim: int
     causal: bool
     dtype: str
+    direction: str = "forward"
 
     @property
     def tokens(self) -> int:
@@ -48,8 +49,8 @@ class Ragged:
 
     def alike(self, batch: int, seqlen: int) -> Problem:
         """The dense problem of `batch` sequences of one length."""
-        heads = self.heads, self.heads
-        return Problem(batch, *heads, seqlen, seqlen, self.head_dim, causal=self.causal, dtype=self.dtype)
+        shape = batch, self.heads, self.heads, seqlen, seqlen, self.head_dim
+        return Problem(*shape, self.causal, None, self.dtype, self.direction)
 
     def mean(self) -> Problem:
         """As many sequences of the mean length as the tokens suffice for."""
@@ -57,12 +58,12 @@ class Ragged:
         return self.alike(max(1, self.tokens // length), length)
 
     def visited_flops(self, block_m: int, block_n: int) -> int:
-        """Both products, of all pairs in the blocks that tiles of block_m queries visit; (1, 1): visible."""
+        """All products, of all pairs in the blocks that tiles of block_m queries visit; (1, 1): visible."""
         parts = (self.alike(count, length) for length, count in Counter(self.lengths).items())
         return sum(part.visited_flops(block_m, block_n) for part in parts)
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Random (q, k, v), each (tokens, heads, head_dim)."""
+        """Random (q, k, v), of a backward dout too, each (tokens, heads, head_dim)."""
         return tuple(tensor[0].transpose(0, 1) for tensor in self.alike(1, self.tokens).inputs(device))
 
     def to_json(self) -> dict:
@@ -105,10 +106,16 @@ def draw(text: str, tokens: int) -> tuple[int, ...]:
 
 
 def problems(
-    kinds: list[str], tokens: int, hidden: int, head_dims: list[int], masks: list[bool], dtype: str
+    kinds: list[str],
+    tokens: int,
+    hidden: int,
+    head_dims: list[int],
+    masks: list[bool],
+    dtype: str,
+    direction: str,
 ) -> list[Ragged]:
     return [
-        Ragged(kind, draw(kind, tokens), hidden // dim, dim, causal, dtype)
+        Ragged(kind, draw(kind, tokens), hidden // dim, dim, causal, dtype, direction)
         for dim in head_dims
         for causal in masks
         for kind in kinds
@@ -140,67 +147,84 @@ def prepare_all(
     The last is for "dense mean", our dense call of sequences as long as the mean: multiplied, its time is
     what the batch would take at the rate at which the dense call does its blocks.
     """
-    q, k, v = problem.inputs(device)
+    inputs = problem.inputs(device)
     offsets = torch.tensor([0, *problem.lengths]).cumsum(0).to(device, torch.int32)
-    running, excluded, scales, first_out = {}, {}, {}, None
+    running, excluded, scales, first = {}, {}, {}, None
     for name in names:
         family, _, how = name.partition(" ")
         family = None if family == CPU else family
         try:
             if how == DENSE:
-                running[name], scales[name] = dense(problem, q, k, v, offsets, family, device)
+                running[name], scales[name] = dense(problem, inputs, offsets, family, device)
                 continue
-            rows = slice(None)
             if how == PACKED:
-                run = partial(
-                    flash_cute.forward_varlen, q, k, v, offsets, None, problem.causal, family=family
-                )
+                run = packed(problem, *inputs, offsets=offsets, family=family)
             elif how == PADDED:
-                run, rows = padded(problem, q, k, v, family)
+                run, rows = padded(problem, inputs, family)
             elif name in PEERS:
-                run = PEERS[name](problem, q, k, v, offsets)
+                run = PEERS[name](problem, *inputs, offsets=offsets)
             else:
                 raise CannotRun("not called with packed sequences")
-            out = attempt(run)[0]
         except CannotRun as reason:
             excluded[name] = str(reason)
             continue
+        results = comparable(problem, run())
         if how == PADDED:
-            out = out.transpose(1, 2).flatten(0, 1)[rows]
-        first_out = out if first_out is None else first_out
-        if agrees(out, first_out):
+            results = [result.transpose(1, 2).flatten(0, 1)[rows] for result in results]
+        first = first or results
+        if all(map(agrees, results, first)):
             running[name] = run
         else:
             excluded[name] = "its result differs"
     return running, excluded, scales
 
 
-def padded(problem: Ragged, q, k, v, family: str | None) -> tuple[Run, torch.Tensor]:
-    """forward on a batch padded with zeros, and which of its rows are the packed ones."""
+def packed(problem: Ragged, q, k, v, *dout, offsets, family: str | None) -> Run:
+    forward = partial(flash_cute.forward_varlen, q, k, v, offsets, None, problem.causal, family=family)
+
+    def backward(saved):
+        arguments = *dout, None, q, k, v, *saved, offsets, None, problem.causal
+        return partial(torch.ops.flash_cute._backward_varlen, *arguments, family=family)
+
+    return in_direction(problem, forward, backward)
+
+
+def padded(problem: Ragged, inputs, family: str | None) -> tuple[Run, torch.Tensor]:
+    """The call on a batch padded with zeros, and which of its rows are the packed ones."""
     batch, longest = len(problem.lengths), max(problem.lengths)
     if batch * longest > MOST_PADDING * problem.tokens:
         raise CannotRun(f"more than {MOST_PADDING} times the tokens")
-    used = torch.tensor(problem.lengths, dtype=torch.int32, device=q.device)
-    rows = (torch.arange(longest, device=q.device) < used.unsqueeze(1)).flatten().nonzero().squeeze(1)
+    used = torch.tensor(problem.lengths, dtype=torch.int32, device=inputs[0].device)
+    rows = (torch.arange(longest, device=used.device) < used.unsqueeze(1)).flatten().nonzero().squeeze(1)
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor.new_zeros(batch * longest, *tensor.shape[1:])
         whole[rows] = tensor
         return whole.unflatten(0, (batch, longest)).transpose(1, 2)
 
+    q, k, v, *dout = map(pad, inputs)
     options = {"seqused_q": used, "seqused_k": used, "family": family}
-    return partial(flash_cute.forward, pad(q), pad(k), pad(v), problem.causal, **options), rows
+
+    def backward(saved):
+        arguments = *dout, None, q, k, v, *saved, problem.causal
+        return partial(torch.ops.flash_cute._backward, *arguments, **options)
+
+    forward = partial(flash_cute.forward, q, k, v, problem.causal, **options)
+    return in_direction(problem, forward, backward), rows
 
 
-def dense(problem: Ragged, q, k, v, offsets, family: str | None, device: torch.device) -> tuple[Run, float]:
-    """Our dense call of problem.mean(), and the batch's visited blocks over its own."""
+def dense(problem: Ragged, inputs, offsets, family: str | None, device: torch.device) -> tuple[Run, float]:
+    """Our dense call of problem.mean(), and the batch's visited blocks over its own.
+
+    Of both directions the blocks are the backward's, which does most of the work.
+    """
     mean = problem.mean()
-    inputs = mean.inputs(device)
-    run = partial(flash_cute.forward, *inputs, problem.causal, family=family)
-    attempt(run)
-    explain = partial(flash_cute.explain, causal=problem.causal, family=family)
-    packed, alike = attempt(partial(explain, q, k, v, cu_seqlens_q=offsets)), explain(*inputs)
-    return run, problem.visited_flops(*tile(packed)) / mean.visited_flops(*tile(alike))
+    alike = mean.inputs(device)
+    run = prepare(family or CPU, mean, *alike)
+    options = {"causal": problem.causal, "family": family, "backward": problem.direction != "forward"}
+    explain = partial(flash_cute.explain, **options)
+    whole, its_own = attempt(partial(explain, *inputs[:3], cu_seqlens_q=offsets)), explain(*alike[:3])
+    return run, problem.visited_flops(*tile(whole)) / mean.visited_flops(*tile(its_own))
 
 
 def tile(plan: dict) -> tuple[int, int]:
@@ -210,15 +234,29 @@ def tile(plan: dict) -> tuple[int, int]:
     return plan["block_m"] // plan["packed_heads"], plan["block_n"]
 
 
-def flash(problem: Ragged, q, k, v, offsets) -> Run:
+def flash(problem: Ragged, q, k, v, *dout, offsets) -> Run:
     """FlashAttention-2 as PyTorch ships it: what torch.nn.attention.varlen.varlen_attn calls."""
     lengths = offsets, offsets, max(problem.lengths), max(problem.lengths)
-    return partial(aten._flash_attention_forward, q, k, v, *lengths, 0.0, problem.causal, False)
+    forward = partial(aten._flash_attention_forward, q, k, v, *lengths, 0.0, problem.causal, False)
+
+    def backward(saved):
+        out, lse, seed, offset, _ = saved
+        arguments = *dout, q, k, v, out, lse, *lengths, 0.0, problem.causal, seed, offset
+        return partial(aten._flash_attention_backward, *arguments)
+
+    return in_direction(problem, forward, backward)
 
 
-def cudnn(problem: Ragged, q, k, v, offsets) -> Run:
+def cudnn(problem: Ragged, q, k, v, *dout, offsets) -> Run:
     lengths = offsets, offsets, max(problem.lengths), max(problem.lengths)
-    return partial(aten._cudnn_attention_forward, q, k, v, None, *lengths, True, 0.0, problem.causal)
+    forward = partial(aten._cudnn_attention_forward, q, k, v, None, *lengths, True, 0.0, problem.causal)
+
+    def backward(saved):
+        out, lse, *_, seed, offset, _ = saved
+        arguments = *dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, problem.causal
+        return partial(aten._cudnn_attention_backward, *arguments)
+
+    return in_direction(problem, forward, backward)
 
 
 PEERS = {"flash": flash, "cudnn": cudnn}

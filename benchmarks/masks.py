@@ -15,7 +15,7 @@ import flash_cute
 
 from . import contenders, timing
 from .attention import add_regime
-from .problem import DTYPES, Problem, parse_shape, parse_window
+from .problem import DTYPES, Problem, add_direction, parse_shape, parse_window, result_name
 from .report import digits, source, table
 from .results import choose_device, environment, save_and_show
 
@@ -34,7 +34,8 @@ def problems(causal: Problem, group: int, window: tuple[int | None, int | None])
 
 def visited_flops(problem: Problem, inputs) -> int:
     """Of the blocks that our kernel visits; on the CPU of the visible pairs."""
-    plan = flash_cute.explain(*inputs, problem.causal, window=problem.window)
+    backward = problem.direction == "backward"
+    plan = flash_cute.explain(*inputs[:3], problem.causal, window=problem.window, backward=backward)
     if plan["family"] == "cpu":
         return problem.flops
     return problem.visited_flops(plan["block_m"] // plan["packed_heads"], plan["block_n"])
@@ -43,7 +44,8 @@ def visited_flops(problem: Problem, inputs) -> int:
 def measure(cases: dict[str, Problem], device, seconds: float, regime: str) -> dict:
     """For each case its times, its FLOP rates, and the latter's share of the first case's."""
     inputs = {name: problem.inputs(device) for name, problem in cases.items()}
-    calls = {name: contenders.ours(cases[name], *inputs[name], family=None) for name in cases}
+    ours = contenders.families(device, cases["causal"].direction)[-1]
+    calls = {name: contenders.prepare(ours, cases[name], *inputs[name]) for name in cases}
     if regime == "burst":
         samples = timing.burst(calls, device, seconds)
     else:
@@ -99,13 +101,14 @@ def markdown(results: dict) -> str:
 
 def main(arguments: list[str] | None = None) -> Path:
     args = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__.splitlines()[0])
+    add_direction(args, "forward", "backward")
     args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="of the causal problem")
     args.add_argument("--group", type=int, help="query heads per K/V head (default: 8, on the CPU 2)")
     args.add_argument("--window", type=parse_window, default=(1024, 0), metavar="LEFT,RIGHT")
     args.add_argument("--seconds", type=float, default=6.0, help="of measuring per type and regime")
     add_regime(args)
     args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="masks", help="of the result file")
+    args.add_argument("--name", help="of the result file (default: masks, and the pass)")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
     device = choose_device(options.device)
@@ -113,12 +116,14 @@ def main(arguments: list[str] | None = None) -> Path:
     group = options.group or (2 if device.type == "cpu" else 8)
     measured = []
     for dtype in timing.progress(DTYPES, "masks"):
-        cases = problems(Problem(*shape, causal=True, dtype=dtype), group, options.window)
+        causal = Problem(*shape, causal=True, dtype=dtype, direction=options.direction)
+        cases = problems(causal, group, options.window)
         for regime in timing.REGIMES:
             if options.regime in (regime, "both"):
                 measured.append(measure(cases, device, options.seconds, regime))
     results = {"environment": environment(device), "measured": measured}
-    return save_and_show(results, markdown(results), options.name, options.output)
+    name = options.name or result_name("masks", options.direction)
+    return save_and_show(results, markdown(results), name, options.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 "host" is the time a call takes to return while the device is faster than the host, so that no queue fills.
 "latency" is a call and the wait for its result. "in a graph" is one call's share of replaying many of them.
-Only the first says anything of a CPU, and of functions under torch.compile, which run without gradients.
+Only the first says anything of a CPU, of functions under torch.compile, which run without gradients, and of
+training steps, which are a forward and its gradients by autograd.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_cute
 
@@ -29,6 +33,7 @@ CALLS = {"cuda": 400, "cpu": 2}  # of one sample
 GRAPH_CALLS = 50
 PEERS = ("flash", "cudnn", "efficient")
 ALLOCATION = "empty_like"  # has no kernel, so no graph
+only_flash = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
 
 
 def host_us(function: Callable, calls: int, device: torch.device) -> float:
@@ -93,18 +98,47 @@ def compiled(problem: Problem, device: torch.device) -> dict[str, Callable]:
     return found
 
 
+def training_steps(problem: Problem, device: torch.device) -> dict[str, Callable]:
+    """Our face and SDPA's, which only_flash makes FlashAttention-2, each with the gradients of q, k and v."""
+    *leaves, dout = replace(problem, direction="both").inputs(device)
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def ours(q, k, v):
+        return flash_cute.forward(q, k, v, problem.causal)[0]
+
+    def theirs(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+
+    def step(attend: Callable) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    functions = {"flash_cute": ours, "SDPA flash": theirs}
+    found = {f"training step, {name}": partial(step, function) for name, function in functions.items()}
+    if device.type == "cuda":
+        for name, function in functions.items():
+            compiled = torch.compile(function, fullgraph=True, dynamic=False)
+            found[f"torch.compile, training step, {name}"] = partial(step, compiled)
+    with only_flash():
+        for run in found.values():
+            run()
+    return found
+
+
 def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     """Samples of each measure, taken in turn over all functions."""
-    eager, inference = functions(problem, device), compiled(problem, device)
-    found: dict[str, dict[str, dict]] = {name: {} for name in eager | inference}
-    measures = {"host": (host_us, eager | inference)}
+    eager, inference, training = (find(problem, device) for find in (functions, compiled, training_steps))
+    contexts = dict.fromkeys(inference, torch.no_grad)
+    contexts |= dict.fromkeys(training, only_flash)
+    found: dict[str, dict[str, dict]] = {name: {} for name in eager | inference | training}
+    measures = {"host": (host_us, eager | inference | training)}
     if device.type == "cuda":
         measures["latency"] = latency_us, eager
     for what, (clock, running) in measures.items():
         samples: dict[str, list[float]] = {name: [] for name in running}
         for _ in timing.rounds(seconds):
             for name, function in running.items():
-                with torch.set_grad_enabled(name not in inference):
+                with contexts.get(name, nullcontext)():
                     samples[name].append(clock(function, CALLS[device.type], device))
         for name, values in samples.items():
             found[name][what] = timing.summary(values)

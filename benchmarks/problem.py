@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LSE_BYTES = 4
+
+
+class Work(NamedTuple):
+    """What one direction does: matrix products, and passes over tensors like q and k, and over the LSE."""
+
+    products: int
+    tensors: int
+    lse: int
+
+
+DIRECTIONS = {
+    "forward": Work(products=2, tensors=2, lse=1),  # q, k, v; out
+    "backward": Work(products=5, tensors=4, lse=1),  # q, k, v, out, dout; dq, dk, dv
+    "both": Work(products=7, tensors=6, lse=2),
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class Problem:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     dtype: str = "bf16"
+    direction: str = "forward"
 
     @property
     def mask(self) -> str:
@@ -49,22 +66,28 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Both products, of visible pairs only: for causal half of the square plus half of its diagonal."""
+        """All products, of visible pairs only: for causal half of the square plus half of its diagonal."""
         return self.visited_flops(1, 1)
 
     def visited_flops(self, block_m: int, block_n: int) -> int:
-        """Both products, of all visited_pairs."""
-        return 4 * self.head_dim * self.visited_pairs(block_m, block_n) * self.batch * self.heads_q
+        """All products, of all visited_pairs."""
+        pairs = self.visited_pairs(block_m, block_n) * self.batch * self.heads_q
+        return 2 * DIRECTIONS[self.direction].products * self.head_dim * pairs
 
     @property
     def bytes(self) -> int:
-        """Each input read once, out and LSE written once."""
+        """Each input read once and each result written once; both directions are two calls."""
+        work = DIRECTIONS[self.direction]
         q = self.batch * self.heads_q * self.seqlen_q
         kv = self.batch * self.heads_kv * self.seqlen_k
-        return 2 * (q + kv) * self.head_dim * DTYPES[self.dtype].itemsize + q * LSE_BYTES
+        row = self.head_dim * DTYPES[self.dtype].itemsize
+        return work.tensors * (q + kv) * row + work.lse * q * LSE_BYTES
 
     def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """Random (q, k, v); bshd stores a token's heads together, as projections do, bhsd each head apart."""
+        """Random (q, k, v), and with a backward dout.
+
+        bshd stores a token's heads together, as projections do, bhsd each head apart.
+        """
         generator = torch.Generator(device).manual_seed(seed)
 
         def make(heads: int, seqlen: int) -> torch.Tensor:
@@ -73,7 +96,9 @@ class Problem:
             values = values.to(DTYPES[self.dtype])
             return values if layout == "bhsd" else values.transpose(1, 2)
 
-        return make(self.heads_q, self.seqlen_q), *(make(self.heads_kv, self.seqlen_k) for _ in range(2))
+        q, kv = (self.heads_q, self.seqlen_q), (self.heads_kv, self.seqlen_k)
+        shapes = [q, kv, kv] if self.direction == "forward" else [q, kv, kv, q]
+        return tuple(make(*shape) for shape in shapes)
 
     def to_json(self) -> dict:
         return asdict(self) | {"mask": self.mask, "flops": self.flops, "bytes": self.bytes}
@@ -97,14 +122,29 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def add_direction(args: argparse.ArgumentParser, *choices: str) -> None:
+    """--pass, as options.direction: one of the choices, by default of all DIRECTIONS."""
+    choices = choices or tuple(DIRECTIONS)
+    args.add_argument("--pass", dest="direction", choices=choices, default="forward", help="what is measured")
+
+
+def result_name(name: str, direction: str) -> str:
+    """Of a result file: name, and the direction unless it is the forward."""
+    return name if direction == "forward" else f"{name}-{direction}"
+
+
 def paper_grid(
-    tokens: int, hidden: int, head_dims: list[int], seqlens: list[int], masks: list[bool], dtype: str
+    tokens: int,
+    hidden: int,
+    head_dims: list[int],
+    seqlens: list[int],
+    masks: list[bool],
+    dtype: str,
+    direction: str = "forward",
 ):
     """The grid of the FlashAttention papers: tokens and hidden size are fixed, heads = hidden / head_dim."""
     return [
-        Problem(
-            tokens // seqlen, hidden // dim, hidden // dim, seqlen, seqlen, dim, causal=causal, dtype=dtype
-        )
+        Problem(tokens // seqlen, *[hidden // dim] * 2, seqlen, seqlen, dim, causal, None, dtype, direction)
         for dim in head_dims
         for causal in masks
         for seqlen in seqlens

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from . import contenders, timing
-from .problem import DTYPES, Problem, parse_shape, parse_window
+from .problem import DTYPES, Problem, add_direction, parse_shape, parse_window
 from .results import choose_device
 
 DEFAULT_SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 128, 128, 64)}
@@ -42,6 +42,7 @@ def named_range(name: str, device: torch.device):
 
 def main(arguments: list[str] | None = None) -> None:
     args = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.splitlines()[0])
+    add_direction(args)
     args.add_argument(
         "--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="default: 16k tokens, d128"
     )
@@ -54,8 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = args.parse_args(arguments)
     device = choose_device(options.device)
     shape = options.shape or DEFAULT_SHAPE[device.type]
-    problem = Problem(*shape, causal=options.mask == "causal", window=options.window, dtype=options.dtype)
-    who = options.who or contenders.families(device)[-1]
+    causal = options.mask == "causal"
+    problem = Problem(*shape, causal, options.window, options.dtype, options.direction)
+    who = options.who or contenders.families(device, problem.direction)[-1]
     run = contenders.prepare(who, problem, *problem.inputs(device))
     timing.start(run, timing.WARM_UP_CALLS, device)
     with profiled(device):

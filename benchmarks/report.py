@@ -38,6 +38,7 @@ COLOURS = {
     "padded": "#F0E442",
     "mean": "#333333",
 }
+HATCHES = {"deterministic": "////"}  # over a family's colour
 
 
 def colour(name: str) -> str:
@@ -51,17 +52,18 @@ Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known pee
 def key(problem: dict) -> tuple:
     """What identifies a cell in every result file."""
     names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "mask")
-    return *(problem[name] for name in names), problem.get("lengths")
+    return *(problem[name] for name in names), problem.get("lengths"), problem.get("direction", "forward")
 
 
 def load_baseline(path: Path) -> Baseline:
-    """best_over_cudnn of every forward cell of the papers' grid, in a file like peers_h200.json."""
+    """best_over_cudnn of every cell of the papers' grid, in a file like peers_h200.json."""
     found: Baseline = {regime: {} for regime in REGIMES}
+    directions = {"fwd": "forward", "bwd": "backward"}
     for c in json.loads(path.read_text())["cells"]:
-        if c["mode"] == "fwd":
-            (problem,) = paper_grid(TOKENS, HIDDEN, [c["d"]], [c["s"]], [c["causal"]], "bf16")
-            for regime, cells in found.items():
-                cells[key(problem.to_json())] = c[regime]["best_over_cudnn"]
+        where = [c["d"]], [c["s"]], [c["causal"]], "bf16", directions[c["mode"]]
+        (problem,) = paper_grid(TOKENS, HIDDEN, *where)
+        for regime, cells in found.items():
+            cells[key(problem.to_json())] = c[regime]["best_over_cudnn"]
     return found
 
 
@@ -293,7 +295,8 @@ def plot(results: dict, path: Path) -> None:
             draw(axis, cells, names, results["ours"], unit)
             axis.set_title(textwrap.fill(f"{regime}: {shape_title(cells)}", 60) if cells else "", fontsize=9)
     where = results["environment"]
-    figure.suptitle(f"Forward, {where['device']}, {results['cells'][0]['problem']['dtype']}", fontsize=11)
+    problem = results["cells"][0]["problem"]
+    figure.suptitle(f"{direction_title(problem)}, {where['device']}, {problem['dtype']}", fontsize=11)
     legend = {}
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
@@ -317,7 +320,8 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) 
         shown = {x: in_unit(cell, name, unit) for x, cell in enumerate(cells) if name in cell["times_us"]}
         at = [x + (i - (len(names) - 1) / 2) * width for x in shown]
         label = f"flash_cute {name}" if name in ours else f"PyTorch's {name}"
-        bars = axis.bar(at, shown.values(), width * 0.92, color=colour(name), label=label)
+        hatch = HATCHES.get(name.split()[-1])
+        bars = axis.bar(at, shown.values(), width * 0.92, color=colour(name), hatch=hatch, label=label)
         axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
     ceiling, label = (
         (matmul_tflops, "matmul 8192³") if unit == RATE else (floor_us, "floor: its bytes, copied")
@@ -332,6 +336,11 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) 
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", linewidth=0.4, alpha=0.5)
     axis.set_axisbelow(True)
+
+
+def direction_title(problem: dict) -> str:
+    direction = problem.get("direction", "forward")
+    return "Forward and backward" if direction == "both" else direction.capitalize()
 
 
 def heads_of(problem: dict) -> str:

@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from cases import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import flash_cute
 from benchmarks import (
     accuracy,
     attention,
@@ -30,6 +32,7 @@ from benchmarks import (
 )
 from benchmarks.problem import Problem, parse_shape, parse_window
 
+CPU = torch.device("cpu")
 MATMUL_TFLOPS, COPY_GBS = 700, 3000
 
 
@@ -57,6 +60,19 @@ def test_work_of_a_problem():
     assert problem.bytes == 2 * (2 * 2 * 8 * 128 * 64 + 2 * 2 * 4 * 256 * 64) + 4 * 2 * 8 * 128
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_work_is_what_explain_tells(mask):
+    mask = {"causal": mask.causal, "window": mask.window}
+    forward = Problem(2, 4, 2, 37, 50, 32, **mask)
+    backward, both = (replace(forward, direction=direction) for direction in ("backward", "both"))
+    for problem in (forward, backward):
+        q, k, v, *_ = problem.inputs("cpu")
+        plan = flash_cute.explain(q, k, v, **mask, backward=problem is backward)
+        assert (problem.flops, problem.bytes) == (plan["flops"], plan["bytes"])
+    assert both.flops == forward.flops + backward.flops == 3.5 * forward.flops
+    assert both.bytes == forward.bytes + backward.bytes
+
+
 def test_default_grid_is_the_papers():
     options = attention.parser().parse_args([])
     grid = attention.problems(options)
@@ -72,6 +88,9 @@ def test_inputs_have_the_layout(layout):
     assert k.shape == v.shape == (2, 4, 32, 64)
     assert q.dtype == torch.bfloat16
     assert q.is_contiguous() == (layout == "bhsd")
+    *same, dout = Problem(2, 8, 4, 16, 32, 64, direction="backward").inputs("cpu", layout)
+    assert all(map(torch.equal, same, (q, k, v)))
+    assert (dout.shape, dout.stride()) == (q.shape, q.stride())
 
 
 def test_arguments():
@@ -95,8 +114,7 @@ PEERS_CALLED = {  # without a GPU: the operators take fake tensors, and so show 
 @pytest.mark.parametrize(("problem", "able"), PEERS_CALLED.values(), ids=PEERS_CALLED)
 def test_peers_are_called_rightly(problem, able):
     with FakeTensorMode() as mode:
-        tensors = (mode.from_tensor(tensor) for tensor in problem.inputs("cpu"))
-        inputs = [torch.empty_like(tensor, device="cuda") for tensor in tensors]
+        inputs = on_fake_gpu(mode, problem)
         for name, peer in contenders.PEERS.items():
             if name not in able:
                 with pytest.raises(contenders.CannotRun):
@@ -107,11 +125,55 @@ def test_peers_are_called_rightly(problem, able):
             assert all(values.numel() == inputs[0][..., 0].numel() for values in lse)
 
 
+def on_fake_gpu(mode: FakeTensorMode, problem: Problem) -> list[torch.Tensor]:
+    tensors = (mode.from_tensor(tensor) for tensor in problem.inputs("cpu"))
+    return [torch.empty_like(tensor, device="cuda") for tensor in tensors]
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize(("problem", "able"), PEERS_CALLED.values(), ids=PEERS_CALLED)
+def test_gradients_of_peers_are_called_rightly(problem, able, direction):
+    problem = replace(problem, direction=direction)
+    able = able - {"math"} - ({"efficient"} if problem.heads_q != problem.heads_kv else set())
+    with FakeTensorMode() as mode:
+        inputs = on_fake_gpu(mode, problem)
+        for name in contenders.PEERS:
+            if name not in able:
+                with pytest.raises(contenders.CannotRun):
+                    contenders.prepare(name, problem, *inputs)
+                continue
+            gradients = contenders.prepare(name, problem, *inputs)()[:3]
+            assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_our_gradients_are_those_of_the_problem(mask, direction):
+    problem = Problem(2, 4, 2, 37, 50, 32, mask.causal, mask.window, direction=direction)
+    inputs = problem.inputs("cpu")
+    for name in contenders.mine(CPU, direction):
+        gradients = contenders.prepare(name, problem, *inputs)()
+        assert all(map(contenders.agrees, gradients, accuracy.oracle_of(problem, *inputs)))
+
+
+def test_families_of_one_backward_are_shown_once(monkeypatch):
+    element = {"bf16": [64]}
+    supported = {"families": dict.fromkeys(("sm80", "sm90"), element)}
+    monkeypatch.setattr(flash_cute, "supported", lambda: supported)
+    monkeypatch.setattr(
+        flash_cute, "explain", lambda *_, family, backward: {"family": "sm80" if backward else family}
+    )
+    with FakeTensorMode():
+        found = {d: contenders.mine(torch.device("cuda"), d) for d in ("forward", "backward", "both")}
+    assert found["forward"] == ["sm80", "sm90"]
+    assert found["backward"] == ["sm80", "sm80 deterministic"]
+    assert found["both"] == ["sm80", "sm90", "sm80 deterministic", "sm90 deterministic"]
+    compared = contenders.compared(found["backward"], ["flash"])
+    assert compared == {"sm80": ["flash"], "sm80 deterministic": ["sm80"]}
+
+
 def test_speedup_is_paired_by_round():
     assert timing.paired_speedup([1, 2, 4], [2, 4, 8]) == 2
-
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -246,10 +308,26 @@ def test_comparison_with_the_best_known_peer(h200_like, known, regime):
     assert report.geometric_mean(columns["sm80/flash"].values()) == pytest.approx(1.05)
 
 
+def test_best_known_peer_of_a_backward(h200_like):
+    """A backward is compared with backwards, and results of before there were any are of forwards."""
+    baseline = report.baseline_for(h200_like)["burst"]
+    problem = h200_like["cells"][0]["problem"]
+    backward = report.key(problem | {"direction": "backward"})
+    old = report.key({name: value for name, value in problem.items() if name != "direction"})
+    assert old == report.key(problem)
+    peers = json.loads(report.PEERS_H200.read_text())["cells"]
+    best = {
+        c["mode"]: c["burst"]["best_over_cudnn"]
+        for c in peers
+        if (c["d"], c["causal"], c["s"]) == (problem["head_dim"], problem["causal"], problem["seqlen_q"])
+    }
+    assert (baseline[old], baseline[backward]) == (best["fwd"], best["bwd"])
+
+
 def test_no_baseline_off_the_h200(h200_like):
     elsewhere = dict(h200_like, environment=h200_like["environment"] | {"device": "another"})
     assert report.baseline_for(elsewhere) == {}
-    assert [len(cells) for cells in report.baseline_for(elsewhere, report.PEERS_H200).values()] == [36, 36]
+    assert [len(cells) for cells in report.baseline_for(elsewhere, report.PEERS_H200).values()] == [72, 72]
 
 
 def test_results_before_regimes_have_no_best_known_peer(h200_like):
@@ -324,6 +402,40 @@ def test_attention_then_report(tmp_path, capsys):
         assert meaningless not in text
 
 
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_attention_of_gradients_then_report(tmp_path, direction):
+    pytest.importorskip("matplotlib")
+    shape = [
+        "--shape",
+        "1,4,2,32,64,32",
+        "--shape",
+        "1,2,2,64,64,32",
+        "--mask",
+        "causal",
+        "--pass",
+        direction,
+    ]
+    path = attention.main([*TINY, *SUSTAINED, *shape, "--output", str(tmp_path)])
+    assert path.name == f"attention-{direction}.json"
+    grouped, square = json.loads(path.read_text())["cells"]
+    assert set(grouped["excluded"]) == {"flash", "math"}
+    assert set(square["excluded"]) == {"math"}
+    for measured in square["regimes"].values():
+        assert set(measured["times_us"]) == {"cpu", "cpu deterministic", "flash"}
+        speedup = {mine: set(rivals) for mine, rivals in measured["speedup"].items()}
+        assert speedup == {"cpu": {"flash"}, "cpu deterministic": {"cpu"}}
+    report.main([str(path)])
+    assert path.with_suffix(".png").exists()
+    assert "cpu deterministic/cpu" in path.with_suffix(".md").read_text()
+
+
+def test_plot_names_the_direction(h200_like):
+    problem = h200_like["cells"][0]["problem"]
+    titles = [report.direction_title(problem | {"direction": d}) for d in ("forward", "backward", "both")]
+    assert titles == ["Forward", "Backward", "Forward and backward"]
+    assert report.direction_title({}) == "Forward"
+
+
 @pytest.mark.parametrize("kind", ["equal:512", "equal:3000", "uniform:1:4096", "lognormal:512"])
 def test_drawn_lengths_sum_to_the_tokens(kind):
     drawn = lengths.draw(kind, 65536)
@@ -363,9 +475,12 @@ def test_flash_is_called_rightly_with_packed_sequences():
     with FakeTensorMode():
         q = torch.empty(65, 2, 64, dtype=torch.bfloat16, device="cuda")
         offsets = torch.empty(3, dtype=torch.int32, device="cuda")
-        out, lse, *_ = lengths.flash(ragged, q, q, q, offsets)()
+        out, lse, *_ = lengths.flash(ragged, q, q, q, offsets=offsets)()
+        backward = lengths.flash(replace(ragged, direction="backward"), q, q, q, q, offsets=offsets)
+        gradients = backward()
     assert out.shape == (65, 2, 64)
     assert lse.shape == (2, 65)
+    assert [gradient.shape for gradient in gradients] == [out.shape] * 3
 
 
 def test_lengths_then_report(tmp_path):
@@ -394,6 +509,19 @@ def test_lengths_then_report(tmp_path):
     assert " us |" in text
     assert "cpu padded/cpu packed" in text
     assert "matmul" not in text
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_gradients_of_packed_sequences(tmp_path, direction):
+    """That padded ones stay in is to say that their rows' gradients agree."""
+    asked = ["--lengths", "uniform:1:32", "--tokens", "64", "--hidden", "64", "--head-dims", "32"]
+    asked += ["--regime", "burst", "--pass", direction]
+    path = attention.main([*TINY, *asked, "--output", str(tmp_path)])
+    assert path.name == f"lengths-{direction}.json"
+    for cell in json.loads(path.read_text())["cells"]:
+        times = cell["regimes"]["burst"]["times_us"]
+        assert set(times) == {"cpu packed", "cpu padded", "cpu dense mean"}
+        assert cell["excluded"] == {}
 
 
 def test_who_is_compared_with_whom():
@@ -448,31 +576,46 @@ def test_accuracy(tmp_path, capsys):
     assert "LSE" in capsys.readouterr().out
 
 
+def test_accuracy_of_gradients(tmp_path, capsys):
+    """The RMS beside FlashAttention's, where it has gradients."""
+    shapes = ["--shape", "1,2,2,40,40,32", "--shape", "1,2,1,40,60,32", "--pass", "backward"]
+    path = accuracy.main(["--device", "cpu", *shapes, "--seeds", "2", "--output", str(tmp_path)])
+    assert path.name == "accuracy-backward.json"
+    text = capsys.readouterr().out
+    assert "dk RMS/flash" in text
+    rows = {line.split(" | ")[0]: line for line in text.splitlines()}
+    assert rows["| d32, full, 40, bf16: flash"].endswith("| 1.000 | 1.000 | 1.000 |")
+    assert rows["| d32, full, 40 x 60, 2 query heads per K/V head, bf16: cpu"].endswith("| - | - | - |")
+
+
 def test_overhead(tmp_path, capsys):
     overhead.main([*TINY, "--output", str(tmp_path)])
     assert "flash_cute.forward" in (text := capsys.readouterr().out)
+    assert "training step, SDPA flash" in text
     assert "host" in text
     assert "latency" not in text  # of a CPU it says the same
 
 
-def test_masks(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("direction", "products"), [("forward", 2), ("backward", 5)])
+def test_masks(tmp_path, capsys, monkeypatch, direction, products):
     """A window that takes as long as the causal problem has its visited blocks' share of the rate."""
     monkeypatch.setattr(timing, "burst", lambda functions, *_: {name: [8.0] * 3 for name in functions})
     plan = {"family": "sm90", "block_m": 128, "block_n": 64, "packed_heads": 2}
     monkeypatch.setattr(masks.flash_cute, "explain", lambda *_, **__: plan)
-    options = ["--device", "cpu", "--window", "63,0", "--seconds", "0.1"]
+    options = ["--device", "cpu", "--window", "63,0", "--seconds", "0.1", "--pass", direction]
     path = masks.main([*options, "--output", str(tmp_path)])
     assert "share of causal" in capsys.readouterr().out
     measured = json.loads(path.read_text())["measured"]
     assert [entry["regime"] for entry in measured] == ["burst", "sustained"] * 2
     causal, grouped, window = measured[2]["cases"].values()
-    assert causal["visited_tflops"] == pytest.approx(4 * 32 * 2 * (1 + 2 + 3 + 4) * 64 * 64 / 8 / 1e6)
+    assert causal["visited_tflops"] == pytest.approx(2 * products * 32 * 2 * 10 * 64 * 64 / 8 / 1e6)
     assert grouped["share"]["median"] == pytest.approx(1)
     assert window["share"]["median"] == pytest.approx((1 + 2 + 2 + 2) / (1 + 2 + 3 + 4))
 
 
-def test_profile(capsys):
-    profile.main(["--device", "cpu", "--shape", "1,2,2,40,60,32"])
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_profile(capsys, direction):
+    profile.main(["--device", "cpu", "--shape", "1,2,2,40,60,32", "--pass", direction])
     assert "ncu" in capsys.readouterr().out
 
 
