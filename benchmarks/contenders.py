@@ -17,7 +17,7 @@ from .problem import DTYPES, Problem
 
 aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
-DETERMINISTIC = "deterministic"  # after a family's name, of a backward
+DETERMINISTIC = " deterministic"  # behind a family's name
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 # Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
@@ -91,9 +91,8 @@ def flash_backward(problem: Problem, q, k, v, dout, saved) -> Run:
     tokens_first = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
     lengths = None, None, problem.seqlen_q, problem.seqlen_k
     seed, offset, _ = others
-    backward = partial(
-        aten._flash_attention_backward, *tokens_first, lse, *lengths, 0.0, problem.causal, seed, offset
-    )
+    arguments = *tokens_first, lse, *lengths, 0.0, problem.causal, seed, offset
+    backward = partial(aten._flash_attention_backward, *arguments)
 
     def run():
         gradients = backward(window_size_left=left, window_size_right=right)
@@ -168,13 +167,13 @@ def families(device: torch.device, direction: str = "forward") -> list[str]:
 def mine(device: torch.device, direction: str) -> list[str]:
     """Names of our contenders: the families, and with a backward each deterministic, too."""
     found = families(device, direction)
-    return found if direction == "forward" else found + [f"{family} {DETERMINISTIC}" for family in found]
+    return found if direction == "forward" else found + [family + DETERMINISTIC for family in found]
 
 
 def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
     """Contender -> those that it is compared with: a family with peers, deterministic with the free one."""
-    split = {name: name.partition(" ") for name in mine}
-    return {name: [family] if how == DETERMINISTIC else peers for name, (family, _, how) in split.items()}
+    free = {name: name.removesuffix(DETERMINISTIC) for name in mine}
+    return {name: peers if name == free[name] else [free[name]] for name in mine}
 
 
 def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:
@@ -182,10 +181,10 @@ def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:
     if name in PEERS:
         forward, backward = PEERS[name], BACKWARDS.get(name)
     else:
-        family, _, how = name.partition(" ")
-        family = None if family == CPU else family
+        free = name.removesuffix(DETERMINISTIC)
+        family = None if free == CPU else free
         forward = partial(ours, family=family)
-        backward = partial(ours_backward, family=family, deterministic=how == DETERMINISTIC)
+        backward = partial(ours_backward, family=family, deterministic=name != free)
     arguments = problem, q, k, v, *dout
     return in_direction(problem, forward(problem, q, k, v), backward and partial(backward, *arguments))
 

@@ -215,9 +215,11 @@ def source(where: dict) -> list[str]:
 def markdown(results: dict, baseline: Baseline) -> str:
     """The results as Markdown: where they come from, and each regime's means and cells."""
     lines = source(results["environment"])
+    direction = direction_title(results["cells"][0]["problem"])
     for regime, measured in by_regime(results).items():
+        name = regime.capitalize() if direction == "Forward" else f"{direction}, {regime}"
         how = f": {REGIMES[regime]}" if regime in REGIMES else ""
-        lines += ["", f"## {regime.capitalize()}{how}", "", *section(measured, baseline.get(regime, {}))]
+        lines += ["", f"## {name}{how}", "", *section(measured, baseline.get(regime, {}))]
     reasons = {(name, why) for cell in results["cells"] for name, why in cell["excluded"].items()}
     lines += ["", *(f"- {name} left out of some cells: {why}" for name, why in sorted(reasons))]
     return "\n".join(lines).rstrip()

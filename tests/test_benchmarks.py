@@ -426,7 +426,9 @@ def test_attention_of_gradients_then_report(tmp_path, direction):
         assert speedup == {"cpu": {"flash"}, "cpu deterministic": {"cpu"}}
     report.main([str(path)])
     assert path.with_suffix(".png").exists()
-    assert "cpu deterministic/cpu" in path.with_suffix(".md").read_text()
+    text = path.with_suffix(".md").read_text()
+    assert "cpu deterministic/cpu" in text
+    assert {"backward": "## Backward, burst", "both": "## Forward and backward, burst"}[direction] in text
 
 
 def test_plot_names_the_direction(h200_like):
