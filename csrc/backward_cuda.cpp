@@ -91,7 +91,7 @@ struct Gradient {
     return target.numel() > 0 ? Readable{target, first}.view() : TensorView{};
   }
   void finish() {
-    if (target.get() == result.get()) return;
+    if (target.get() == result.get() || result.numel() == 0) return;
     int64_t const dims = result.dim(), head_dim = result.size(dims - 1);
     torch::stable::copy_(result, torch::stable::narrow(target, dims - 1, 0, head_dim));
   }
@@ -108,8 +108,8 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   bool const ragged = call.problem.ragged;
   int const unreachable = ragged ? 0 : call.problem.shape.seqlen_k - params.shape.seqlen_k;
 
-  // Rows that no kernel writes are 0: those that don't count, and keys that no query reaches.
-  bool const zeros = ragged || !call.launches;
+  // Keys that no query reaches are cut off before the launch.
+  bool const zeros = !call.launches;
   auto gradient = [&](char const* name, Tensor const& like, bool needed, bool has_others) {
     return needed ? Gradient(name, like, ragged, has_others) : Gradient(like);
   };
@@ -144,8 +144,8 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
     call.kernel.run(params, call.launch, static_cast<cudaStream_t>(stream));
-    for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   }
+  for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   return {dq.result, dk.result, dv.result};
 }
 

@@ -109,7 +109,7 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Does neither autocast nor a transform nor a gradient concern the call? False where that takes a look."""
+    """Does neither autocast nor a transform nor a gradient concern the call? False where one may."""
     return not (
         torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -238,7 +238,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(call, needs_dq, needs_dkv, dout, dlse, q, k, v, out, lse, *lengths):
         op = _backward_varlen if call.packed else _backward
-        options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "deterministic": call.deterministic}
+        deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+        options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "deterministic": deterministic}
         try:
             return op(dout, dlse, q, k, v, out, lse, **options, **call.named(lengths))
         except RuntimeError as error:
@@ -267,7 +268,8 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if eligible and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Not any device that autocast is available for: dynamo can't trace that question.
+    if eligible and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return tensor.dtype
 

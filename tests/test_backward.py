@@ -226,6 +226,18 @@ def test_blind_queries_may_hold_anything(kernel, seqlen_q, seqlen_k, mask, head_
     assert_gradients(results, q, k, v, dout, dlse, mask)
 
 
+@repeats
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_blind_queries_beside_keys_that_are_not_finite(kernel, name, head_dim, deterministic):
+    """Such a key has a weight of 0 for them, and 0 x NaN must not come of it."""
+    inputs = make_inputs(Shape(1, 4, 2, 100, 60, head_dim), torch.bfloat16, kernel.device)
+    dict(zip("qkv", inputs, strict=True))[name][:, :, 5, 0] = torch.nan
+    gradients = kernel.backward(*inputs, *make_gradients(inputs[0]), causal=True, deterministic=deterministic)
+    assert (gradients[0][:, :, :40] == 0).all()
+    assert gradients[0][:, :, 45:].isnan().all()
+
+
 @dtypes
 @pytest.mark.parametrize("layout", ["padded_rows", "padded_columns"])
 @pytest.mark.parametrize("head_dim", [8, 72, 136, 256])
@@ -375,9 +387,12 @@ def test_lengths_and_layouts(kernel, layout, packed):
 
 
 @both
+@repeats
+@pytest.mark.parametrize("head_dim", BUCKETS)
 @pytest.mark.parametrize("margins", [(0, 0), (0, 300), (200, 0), (1, 1)], ids=str)
-def test_rows_of_no_sequence(kernel, margins, packed):
-    check_ragged(kernel, BATCHES["unequal"], packed, MASKS["causal"], margins=margins)
+def test_rows_of_no_sequence(kernel, margins, head_dim, deterministic, packed):
+    options = {"head_dim": head_dim, "deterministic": deterministic, "margins": margins}
+    check_ragged(kernel, BATCHES["unequal"], packed, MASKS["full"], **options)
 
 
 def test_self_attention_needs_one_set_of_offsets(kernel):

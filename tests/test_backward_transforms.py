@@ -188,7 +188,7 @@ def test_autocast(problem, inside):
 
 
 def test_deterministic_algorithms_are_asked_for(problem, monkeypatch):
-    """By PyTorch's switch at the time of the forward, as by the argument."""
+    """By PyTorch's switch at the time of the forward or of the backward, as by the argument."""
     from flash_cute import ops
 
     asked = []
@@ -200,14 +200,16 @@ def test_deterministic_algorithms_are_asked_for(problem, monkeypatch):
 
     monkeypatch.setattr(ops, "_backward", spied)
     q, k, v = problem.leaves()
-    for switch, option in ((False, False), (True, False), (False, True)):
-        torch.use_deterministic_algorithms(switch)
-        try:
+    cases = (False, False, False), (True, False, False), (False, True, False), (False, False, True)
+    try:
+        for switch, option, switch_then in cases:
+            torch.use_deterministic_algorithms(switch)
             out = flash_cute.attention(q, k, v, deterministic=option, family=problem.kernel.family)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        out.sum().backward()
-    assert asked == [False, True, True]
+            torch.use_deterministic_algorithms(switch_then)
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True, True, True]
 
 
 def test_flop_counters_count_five_products(kernel):
@@ -406,6 +408,22 @@ def test_a_graph_of_gradients_may_be_made(problem):
 def test_compiled(problem, backend):
     leaves = problem.leaves()
     torch.compile(problem.loss, fullgraph=True, backend=backend)(*leaves).backward()
+    problem.check([x.grad for x in leaves])
+
+
+def test_compiled_under_autocast(problem):
+    """Within the graph, as a training step has it, and around it."""
+
+    def step(*leaves):
+        with torch.autocast(problem.kernel.device.type, torch.bfloat16):
+            return problem.loss(*leaves)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    leaves = [x.float().requires_grad_() for x in problem.inputs]
+    with torch.autocast(problem.kernel.device.type, torch.bfloat16):
+        around = torch.compile(problem.loss, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(around, compiled(*leaves))
+    compiled(*leaves).backward()
     problem.check([x.grad for x in leaves])
 
 

@@ -236,6 +236,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
            py::keep_alive<1, 2>())
       .def("count", &BlockPlaces::count)
       .def("first", &BlockPlaces::first)
+      .def("owned", [](BlockPlaces const& places,
+                       int index) { return std::pair(places.owned(index).begin, places.owned(index).end); })
       .def("sequence", &BlockPlaces::sequence);
 
   py::class_<BackwardTile>(module, "BackwardTile")

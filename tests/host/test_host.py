@@ -569,6 +569,8 @@ def test_places_of_blocks(host, case, block, of_queries):
         owned = rows_of_sequence(sizes, (lengths[0], lengths[1], None, None, None), index)[
             0 if of_queries else 2
         ]
+        if of_queries:  # of the keys, owned are those that count
+            assert places.owned(index) == (owned.start, owned.stop)
         blocks = range(places.first(index), places.first(index) + -(-len(owned) // block))
         assert 0 <= blocks.start <= blocks.stop <= places.count()
         if in_order:

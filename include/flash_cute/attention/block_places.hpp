@@ -2,6 +2,7 @@
 // looking at any length but the sequence's own.
 #pragma once
 
+#include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/core/platform.hpp"
 
 namespace flash_cute {
@@ -18,7 +19,14 @@ struct BlockPlaces {
   // Of a sequence's first block. Offsets out of order give places that exist all the same.
   FLASH_CUTE_HOST_DEVICE int first(int sequence) const {
     if (!offsets) return sequence * ceil_div(rows, block);
-    return larger(0, smaller(offsets[sequence], rows)) / block + sequence;
+    return owned(sequence).begin / block + sequence;
+  }
+
+  // The rows that a sequence has; senseless offsets are cut to what is there.
+  FLASH_CUTE_HOST_DEVICE Rows owned(int sequence) const {
+    if (!offsets) return {0, rows};
+    int const begin = larger(0, smaller(offsets[sequence], rows));
+    return {begin, larger(begin, smaller(offsets[sequence + 1], rows))};
   }
 
   // Thread blocks go through the places of one head, then through those of the next.
@@ -30,7 +38,8 @@ struct BlockPlaces {
     return {head, index - head * count()};
   }
 
-  // The sequence that a place belongs to.
+  // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
+  // to the first, too: see has_rows.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
     if (!offsets) return place / ceil_div(rows, block);
     int found = 0;
@@ -40,5 +49,9 @@ struct BlockPlaces {
     return found;
   }
 };
+
+// Does a block that begins at row `begin` of its sequence have any of its `count` rows? Not so a place before
+// those of the first sequence, where begin is negative, nor one of the room behind a last short block.
+FLASH_CUTE_HOST_DEVICE bool has_rows(int begin, int count) { return 0 <= begin && begin < count; }
 
 }  // namespace flash_cute

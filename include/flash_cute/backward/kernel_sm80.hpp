@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
                      .n_begin = (place - keys.first(batch)) * Traits::kBlockN,
                      .first_place = queries.first(batch),
                      .places = queries.count()};
-  int const rows = tile.sequence.mask.seqlen_k - tile.n_begin;
-  if (rows <= 0) return;
+  int const keys_that_count = tile.sequence.mask.seqlen_k, rows = keys_that_count - tile.n_begin;
+  if (!has_rows(tile.n_begin, keys_that_count)) return;
 
   using TileKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
   typename Traits::MmaKeys const mma;

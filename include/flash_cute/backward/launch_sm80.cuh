@@ -1,6 +1,7 @@
 // Launches the Ampere family's backward.
 #pragma once
 
+#include "flash_cute/backward/clear.cuh"
 #include "flash_cute/backward/kernel_sm80.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/postprocess_sm80.hpp"
@@ -25,8 +26,12 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   using Query = QueryTraitsSm80<Instance>;
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
+  constexpr int kRowThreads = 256;
+  if (params.lengths.given) {
+    launch_kernel<backward_clear<kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads, 0, stream,
+                                               params);
+  }
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits) {
-    constexpr int kRowThreads = 256;
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
                                                                                0, stream, params);
     if (plan.runs_keys) {

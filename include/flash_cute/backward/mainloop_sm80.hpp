@@ -21,6 +21,13 @@ struct KeyTile {
   int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
 };
 
+// threadIdx.x, read anew at every call: what follows from it need not stay in registers in between.
+CUTE_DEVICE int read_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // The mask seen from the keys, which are rows here; those past the end see nobody.
 struct MaskOfKeys {
   WindowMask transposed;
@@ -53,8 +60,7 @@ struct BackwardMainloopSm80 {
                                     ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
                                     : BlockRange{0, 0};
     if (visited.empty()) return;
-    int const m_blocks = visited.end - visited.begin, heads = shape.heads_q / shape.heads_kv;
-    int const steps = heads * m_blocks;
+    int const heads = shape.heads_q / shape.heads_kv;
     bool const sums_dq = params.workspace.dq;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
@@ -71,7 +77,7 @@ struct BackwardMainloopSm80 {
     // Global memory to shared memory.
     auto load = [&](auto tile_shape, TensorView const& view, int head, int first, int begin,
                     TileInterior const& interior, auto&& target) {
-      auto const loader = typename Traits::TiledLoad{}.get_slice(thread);
+      auto const loader = typename Traits::TiledLoad{}.get_slice(read_thread_index());
       Tensor source = local_tensor<Element>(view, tile.batch, head, int64_t(first) + begin, tile_shape);
       copy_async(typename Traits::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
                  loader.partition_S(make_identity_tensor(tile_shape)), interior);
@@ -82,9 +88,8 @@ struct BackwardMainloopSm80 {
     };
     // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
     int const first_row = mask.first_seeing_row();
-    auto load_step = [&](int step) {
-      int const head = tile.head_kv * heads + step / m_blocks, block = visited.begin + step % m_blocks;
-      int const begin = block * kBlockM, stage = step % kStages;
+    auto load_queries = [&](int head, int block, int stage) {
+      int const begin = block * kBlockM, thread = read_thread_index();
       TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
       int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
       TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
@@ -126,6 +131,7 @@ struct BackwardMainloopSm80 {
     };
     auto product = [&](auto const& mma, auto const& copy_a, auto const& sA, auto const& copy_b,
                        auto const& sB, auto& acc) {
+      int const thread = read_thread_index();
       Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));
       Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
       Tensor tA = copy_a.get_slice(thread).partition_S(sA);
@@ -140,27 +146,32 @@ struct BackwardMainloopSm80 {
       }
     };
     auto store_scores = [&](auto const& rX, auto&& sX) {
-      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
+      Tensor tX = mma.get_slice(read_thread_index()).partition_C(sX);
+      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, tX);
     };
 
     load_keys(params.k, sK);
     load_keys(params.v, sV);
-    load_step(0);
+    int head = tile.head_kv * heads, block = visited.begin, stage = 0;
+    int const last_head = head + heads - 1;
+    load_queries(head, block, stage);
     cp_async_fence();
-    for (int step = 0; step < steps; ++step) {
-      int const stage = step % kStages, m_begin = (visited.begin + step % m_blocks) * kBlockM;
+    while (true) {
+      bool const last_block = block + 1 == visited.end, last = last_block && head == last_head;
+      auto load_next = [&] {
+        if (!last)
+          load_queries(head + last_block, last_block ? visited.begin : block + 1, (stage + 1) % kStages);
+        cp_async_fence();
+      };
       cp_async_wait<0>();
       __syncthreads();
-      if constexpr (kStages == 2) {
-        if (step + 1 < steps) load_step(step + 1);
-        cp_async_fence();
-      }
+      if constexpr (kStages == 2) load_next();
 
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       product(mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
-      if (!unmasked.contains(m_begin / kBlockM)) {
-        hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, m_begin, cS, acc_s);
+      if (!unmasked.contains(block)) {
+        hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
       }
       auto scores = row_col_view(acc_s);
       auto const coords = row_col_view(cS);
@@ -195,20 +206,20 @@ struct BackwardMainloopSm80 {
       if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
       product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
       if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
-      if constexpr (kStages == 1) {
-        if (step + 1 < steps) load_step(step + 1);
-        cp_async_fence();
-      }
+      if constexpr (kStages == 1) load_next();
       if (sums_dq) {
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
         clear(acc_dq);
         product(mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
-        int const head = tile.head_kv * heads + step / m_blocks;
-        int64_t const place = int64_t(head) * tile.places + tile.first_place + m_begin / kBlockM;
-        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;
+        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
+        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + read_thread_index();
         CUTE_UNROLL
         for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
       }
+      if (last) return;
+      head += last_block;
+      block = last_block ? visited.begin : block + 1;
+      stage = (stage + 1) % kStages;
     }
   }
 };

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   int const b = queries.sequence(of_head);
   Sequence const s = sequence(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
-  if (m_begin >= s.used) return;
+  if (!has_rows(m_begin, s.used)) return;
 
   int64_t const place = blockIdx.x;
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();

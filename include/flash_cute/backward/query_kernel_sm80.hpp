@@ -9,6 +9,7 @@
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/blind_rows.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/element.hpp"
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Sequence const s = sequence(params, b);
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
-  if (m_begin >= s.used) return;
+  if (!has_rows(m_begin, s.used)) return;
   BlockRange const visited = mask.visited(m_begin, kBlockM, kBlockN);
   BlockRange const unmasked = mask.unmasked(m_begin, kBlockM, kBlockN);
 
@@ -169,9 +170,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   CUTE_UNROLL
   for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.softmax_scale;
+  Tensor dq_coords = thread_mma.partition_C(make_identity_tensor(TileQ{}));
+  clear_first_rows(acc_dq, dq_coords, first_row);
   Tensor target = local_tensor<Element>(params.dq, entry, head, int64_t(s.queries.begin) + m_begin, TileQ{});
-  store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, acc_dq,
-             thread_mma.partition_C(make_identity_tensor(TileQ{})));
+  store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, acc_dq, dq_coords);
 }
 
 }  // namespace flash_cute
