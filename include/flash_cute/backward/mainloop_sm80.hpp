@@ -7,9 +7,8 @@
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/operands_sm80.hpp"
 #include "flash_cute/backward/traits_sm80.hpp"
-#include "flash_cute/core/copy.hpp"
-#include "flash_cute/core/gemm.hpp"
 #include "flash_cute/core/layout.hpp"
 
 namespace flash_cute {
@@ -20,13 +19,6 @@ struct KeyTile {
   int batch, head_kv, n_begin;
   int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
 };
-
-// threadIdx.x, read anew at every call: what follows from it need not stay in registers in between.
-CUTE_DEVICE int read_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
 
 // The mask seen from the keys, which are rows here; those past the end see nobody.
 struct MaskOfKeys {
@@ -75,15 +67,13 @@ struct BackwardMainloopSm80 {
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
 
     // Global memory to shared memory.
-    auto load = [&](auto tile_shape, TensorView const& view, int head, int first, int begin,
+    auto load = [&](auto tile_shape, TensorView const& view, int head, int64_t first,
                     TileInterior const& interior, auto&& target) {
-      auto const loader = typename Traits::TiledLoad{}.get_slice(read_thread_index());
-      Tensor source = local_tensor<Element>(view, tile.batch, head, int64_t(first) + begin, tile_shape);
-      copy_async(typename Traits::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
-                 loader.partition_S(make_identity_tensor(tile_shape)), interior);
+      load_tile<Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, read_thread_index(), view,
+                         tile.batch, head, first, tile_shape, interior, target);
     };
     auto load_keys = [&](TensorView const& view, auto&& target) {
-      load(TileKV{}, view, tile.head_kv, tile.sequence.k_begin, tile.n_begin,
+      load(TileKV{}, view, tile.head_kv, int64_t(tile.sequence.k_begin) + tile.n_begin,
            {0, {mask.seqlen_k - tile.n_begin, shape.head_dim}}, target);
     };
     // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
@@ -93,8 +83,9 @@ struct BackwardMainloopSm80 {
       TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
       int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
       TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
-      load(TileQ{}, params.q, head, tile.sequence.queries.begin, begin, interior, sQ(_, _, stage));
-      load(TileQ{}, params.dout, head, tile.sequence.queries.begin, begin, interior_dout, sdO(_, _, stage));
+      int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
+      load(TileQ{}, params.q, head, first, interior, sQ(_, _, stage));
+      load(TileQ{}, params.dout, head, first, interior_dout, sdO(_, _, stage));
       constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
       if (thread < 2 * kChunks) {
         int const chunk = thread % kChunks * kChunk;
@@ -120,29 +111,16 @@ struct BackwardMainloopSm80 {
     auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
     Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
 
-    // acc += A B^T with rows of B from shared memory, and A as it is in registers or brought there by load_a.
-    auto product_with = [&](auto const& mma, auto const& rA, auto load_a, auto const& copy_b, auto const& sB,
-                            auto& acc) {
-      Tensor rB = mma.get_slice(thread).partition_fragment_B(plain_like(sB));
-      Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
-      Tensor tB = copy_b.get_slice(thread).partition_S(sB);
-      gemm_from_shared(mma, acc, rA, rB, load_a,
-                       [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
-    };
     auto product = [&](auto const& mma, auto const& copy_a, auto const& sA, auto const& copy_b,
                        auto const& sB, auto& acc) {
-      int const thread = read_thread_index();
-      Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));
-      Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
-      Tensor tA = copy_a.get_slice(thread).partition_S(sA);
-      product_with(mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc);
+      multiply_shared(read_thread_index(), thread, mma, copy_a, sA, copy_b, sB, acc);
     };
     // acc += X B^T, with X = P or dS from registers where this warp has all its columns, else from sX.
     auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
       if constexpr (Traits::kSharesScores) {
         product(mma, copy_a, sX, copy_bt, sB, acc);
       } else {
-        product_with(mma, operand_a_view(rX), [](int) {}, copy_bt, sB, acc);
+        multiply_by_shared(thread, mma, operand_a_view(rX), [](int) {}, copy_bt, sB, acc);
       }
     };
     auto store_scores = [&](auto const& rX, auto&& sX) {
@@ -173,27 +151,13 @@ struct BackwardMainloopSm80 {
       if (!unmasked.contains(block)) {
         hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
       }
-      auto scores = row_col_view(acc_s);
-      auto const coords = row_col_view(cS);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        float const lse = shared.lse[stage * kBlockM + get<1>(coords(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < size<0>(scores); ++row) {
-          scores(row, col) = fast_exp2(fmaf(scores(row, col), params.softmax_scale * float(M_LOG2E), -lse));
-        }
-      }
+      auto const of_stage = [&](float const* of_queries) { return of_queries + stage * kBlockM; };
+      weigh(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));
       Tensor rP = convert<Element>(acc_s);
       if constexpr (Traits::kSharesScores) store_scores(rP, sP);
 
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // dP - rowsum(dO O), then dS
-      auto gradients = row_col_view(acc_ds);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(gradients); ++col) {
-        float const delta = shared.delta[stage * kBlockM + get<1>(coords(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < size<0>(gradients); ++row) gradients(row, col) = delta;
-      }
+      fill_columns(acc_ds, cS, of_stage(shared.delta));
       product(mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
       CUTE_UNROLL
       for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
@@ -220,6 +184,35 @@ struct BackwardMainloopSm80 {
       head += last_block;
       block = last_block ? visited.begin : block + 1;
       stage = (stage + 1) % kStages;
+    }
+  }
+
+ private:
+  // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
+    auto scores = row_col_view(acc_s);
+    auto const coords = row_col_view(cS);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      float const lse = lse_of_queries[get<1>(coords(0, col))];
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) {
+        scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
+      }
+    }
+  }
+
+  // Each element becomes the value of its column.
+  template <class Accumulator, class Coords>
+  CUTE_DEVICE static void fill_columns(Accumulator& acc, Coords const& cS, float const* of_columns) {
+    auto elements = row_col_view(acc);
+    auto const coords = row_col_view(cS);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(elements); ++col) {
+      float const value = of_columns[get<1>(coords(0, col))];
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(elements); ++row) elements(row, col) = value;
     }
   }
 };
