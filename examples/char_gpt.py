@@ -287,6 +287,19 @@ def header(title: str, mine: str, other: str) -> None:
     print(f"\n{title:>9}{losses[0]:>13}{losses[1]:>13}{'difference':>12}{rates[0]:>17}{rates[1]:>17}")
 
 
+def count(text: str) -> int:
+    """A number of something that there must be."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
+def even(text: str) -> int:
+    if count(text) % 2:
+        raise argparse.ArgumentTypeError(f"{text} is odd; rotary positions turn pairs of columns")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="text; default: Python's standard library")
@@ -297,10 +310,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
     parser.add_argument("--compile", action="store_true", help="train by torch.compile")
     parser.add_argument("--plot", type=Path, default=Path("char_gpt.png"), help="default: char_gpt.png")
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="context lengths to evaluate at")
+    parser.add_argument(
+        "--contexts", type=count, nargs="+", metavar="N", help="context lengths to evaluate at"
+    )
     for name in NAMES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    device = parser.parse_args().device
+        kind = even if name == "head_dim" else count
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
+    given = parser.parse_args()
+    device = given.device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU that torch can use")
+    if not given.plot.resolve().parent.is_dir():
+        parser.error(f"--plot {given.plot}: there is no such folder")
     parser.set_defaults(contexts=CONTEXTS[device], **dict(zip(NAMES, SIZES[device], strict=True)))
     return parser.parse_args()
 

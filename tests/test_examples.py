@@ -6,23 +6,39 @@ import os
 import subprocess
 import sys
 
+import pytest
 from cases import ROOT
 
 SIZES = {"layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "batch": 2, "context": 48, "steps": 8}
 
 
-def test_char_gpt(device, tmp_path):
-    sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+def char_gpt(device, folder, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "examples" / "char_gpt.py"), f"--device={device.type}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_char_gpt(device, tmp_path):
+    sizes = [f"--{name}={size}" for name, size in SIZES.items()]
     files = [str(ROOT / "flash_cute" / "interface.py"), str(ROOT / "tests" / "cases.py")]
-    ran = subprocess.run(
-        [*command, *sizes, "--contexts", "30", "64", "--plot", "curves.png", *files],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    ran = char_gpt(device, tmp_path, *sizes, "--contexts", "30", "64", "--plot", "curves.png", *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "the losses agree" in ran.stdout
     assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--steps=0", "--steps: 0 is no number above 0"),
+        ("--contexts=-3", "--contexts: -3 is no number above 0"),
+        ("--head-dim=7", "--head-dim: 7 is odd"),
+        ("--plot=nowhere/curves.png", "there is no such folder"),
+    ],
+)
+def test_wrong_options_of_char_gpt(device, tmp_path, argument, sentence):
+    """Before anything is computed."""
+    ran = char_gpt(device, tmp_path, argument)
+    assert ran.returncode == 2
+    assert sentence in ran.stderr
+    assert "Traceback" not in ran.stderr
