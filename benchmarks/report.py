@@ -279,7 +279,8 @@ def plot(results: dict, path: Path) -> None:
     regimes = by_regime(results)
     head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
     masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in results["cells"]))
-    names = [*results["peers"], *results["ours"]]
+    timed = {name for measured in regimes.values() for cell in measured["cells"] for name in cell["times_us"]}
+    names = [name for name in (*results["peers"], *results["ours"]) if name in timed]
     panels: dict[tuple, dict[int, list[dict]]] = {}
     for regime, measured in regimes.items():
         for mask in masks:

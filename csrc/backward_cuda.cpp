@@ -13,10 +13,6 @@
 #include "flash_cute/core/dispatch.hpp"
 #include "tensors.hpp"
 
-// Weak, so that the same library loads under a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
-
 namespace flash_cute {
 namespace {
 
@@ -57,17 +53,8 @@ CallPlan plan_call(AttentionProblem const& problem, BackwardArguments const& arg
   Gpu const& gpu = gpu_at(arguments.attention.q.get_device_index());
   CallPlan call{problem, kernel_for(problem, gpu), {}, true, {}};
   BackwardParams& params = call.params;
-  params.shape = problem.shape;
-  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
   params.softmax_scale = problem.softmax_scale;
-  params.mask = problem.mask();
-  params.device = gpu.info;
-  params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
-  if (problem.ragged) {
-    params.lengths = length_params(lengths);
-  } else {
-    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
-  }
+  set_problem(params, problem, lengths, gpu.info);
   ProblemShape const& shape = params.shape;
   call.launches = shape.seqlen_k > 0 && shape.seqlen_q > 0 && shape.heads_q > 0 && shape.batch > 0;
   call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, params, arguments.needs_dq,
@@ -141,9 +128,7 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.workspace = call.launch.parts(workspace.mutable_data_ptr());
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-    call.kernel.run(params, call.launch, static_cast<cudaStream_t>(stream));
+    call.kernel.run(params, call.launch, current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   return {dq.result, dk.result, dv.result};
@@ -153,18 +138,11 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
   CallPlan const call = plan_call(validate(arguments.attention), arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
   KernelAttributes const attributes = call.kernel.attributes(call.launch);
-  std::vector<std::string> copies;
-  for (auto const& [name, tensor] : {std::pair{"q", &arguments.attention.q},
-                                     {"k", &arguments.attention.k},
-                                     {"v", &arguments.attention.v}}) {
-    std::string const reason = reason_to_copy(*tensor, call.problem.ragged);
-    if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
-  }
   BackwardTile const& tile = call.launch.tile;
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))
-      .add("copies", copies)
+      .add("copies", reasons_to_copy(arguments.attention, call.problem.ragged))
       .add("bucket", call.kernel.head_dim)
       .add("block_m", tile.block_m)
       .add("block_n", tile.block_n)

@@ -1,13 +1,17 @@
-#include "device.hpp"
-
 #ifdef FLASH_CUTE_WITH_CUDA
 
-#include <cuda_runtime_api.h>
+#include "device.hpp"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <mutex>
 
 #include "flash_cute/core/check.hpp"
 #include "flash_cute/core/dispatch.hpp"
+
+// Weak, so that the same library loads under a torch without CUDA.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** stream);
 
 namespace flash_cute {
 
@@ -28,6 +32,12 @@ Gpu const& gpu_at(int index) {
         10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return devices[index];
+}
+
+cudaStream_t current_stream(int index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  return static_cast<cudaStream_t>(stream);
 }
 
 Family family_for(AttentionProblem const& problem, Gpu const& gpu) {

@@ -16,10 +16,6 @@
 #include "flash_cute/forward/launch.hpp"
 #include "tensors.hpp"
 
-// Weak, so that the same library loads under a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
-
 namespace flash_cute {
 namespace {
 
@@ -44,22 +40,11 @@ Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
   return kernel;
 }
 
-// Without pointers to operands, and strides. Keys that no query can reach, the first ones, are not there for
-// a kernel; the mask stays what it was, as it is aligned to the end of the keys. Of sequences of unequal
-// lengths the kernels see to it.
+// Without pointers to operands, and strides.
 ForwardParams make_params(AttentionProblem const& problem, Lengths const& lengths, DeviceInfo const& device) {
   ForwardParams params{};
-  params.shape = problem.shape;
-  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
   params.softmax = {problem.softmax_scale * float(M_LOG2E)};
-  params.mask = problem.mask();
-  params.device = device;
-  params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
-  if (problem.ragged) {
-    params.lengths = length_params(lengths);
-  } else {
-    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
-  }
+  set_problem(params, problem, lengths, device);
   return params;
 }
 
@@ -119,7 +104,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
   // out has q's layout, which may be one that the kernels can't write.
   bool const direct = is_readable(out, ragged);
-  Tensor const target = direct ? out : allocate_dense("a copy of out", q.tensor);
+  Tensor const target = direct ? out : padded_like("a copy of out", q_whole);
   params.q = q.view();
   params.k = k.view();
   params.v = v.view();
@@ -131,9 +116,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     list = allocate("the list of tiles", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.lengths.workspace = list->mutable_data_ptr();
   }
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  call.kernel.run(params, call.launch, static_cast<cudaStream_t>(stream));
+  call.kernel.run(params, call.launch, current_stream(device_index));
   if (!direct) {
     int64_t const head_dim = call.problem.shape.head_dim;
     torch::stable::copy_(out,
@@ -148,16 +131,10 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   auto const& [problem, kernel, params, launches, launch] = call;
   KernelAttributes const attributes = kernel.attributes(launch);
 
-  std::vector<std::string> copies;
-  for (auto const& [name, tensor] :
-       {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    std::string const reason = reason_to_copy(*tensor, problem.ragged);
-    if (!reason.empty()) copies.push_back(std::string(name) + ": " + reason);
-  }
   JsonObject plan;
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
-      .add("copies", copies)
+      .add("copies", reasons_to_copy(arguments, problem.ragged))
       .add("bucket", kernel.head_dim)
       .add("block_m", launch.tile.block_m)
       .add("block_n", launch.tile.block_n)

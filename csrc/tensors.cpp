@@ -83,6 +83,16 @@ char const* reason_to_copy(Tensor const& tensor, bool ragged) {
   return within_int ? "" : "its last row is too many rows behind its first";
 }
 
+std::vector<std::string> reasons_to_copy(AttentionArguments const& arguments, bool ragged) {
+  std::vector<std::string> reasons;
+  for (auto const& [name, tensor] :
+       {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
+    std::string const reason = reason_to_copy(*tensor, ragged);
+    if (!reason.empty()) reasons.push_back(std::string(name) + ": " + reason);
+  }
+  return reasons;
+}
+
 TensorView Readable::view() const {
   auto const [sizes, strides] = Layout(tensor);
   auto* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
@@ -95,16 +105,10 @@ Readable readable(char const* name, Tensor const& whole, bool ragged, int first)
   Tensor const tensor =
       first == 0 ? whole
                  : torch::stable::narrow(const_cast<Tensor&>(whole), 2, first, whole.sizes()[2] - first);
-  auto const sizes = tensor.sizes();
-  size_t const dims = sizes.size();
-  int64_t const head_dim = sizes[dims - 1], padded = padded_head_dim(head_dim);
-  std::array<int64_t, 4> target{};
-  for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
-  Tensor copy = allocated(name, tensor.numel() / larger<int64_t>(1, head_dim) * padded, kElementBytes, [&] {
-    return padded == head_dim ? torch::stable::new_empty(tensor, {target.data(), dims})
-                              : torch::stable::new_zeros(tensor, {target.data(), dims});
-  });
-  Tensor columns = torch::stable::narrow(copy, int64_t(dims) - 1, 0, head_dim);
+  Tensor copy = padded_like(name, tensor);
+  int64_t const dims = tensor.dim(), head_dim = tensor.size(dims - 1);
+  if (copy.size(dims - 1) != head_dim) torch::stable::zero_(copy);
+  Tensor columns = torch::stable::narrow(copy, dims - 1, 0, head_dim);
   torch::stable::copy_(columns, tensor);
   return {copy, 0};
 }
@@ -145,11 +149,6 @@ Tensor allocate_like(char const* name, Tensor const& tensor) {
     }
     return empty_strided(tensor, dtype, sizes, strides, dims);
   });
-}
-
-Tensor allocate_dense(char const* name, Tensor const& tensor) {
-  return allocated(name, tensor.numel(), kElementBytes,
-                   [&] { return torch::stable::new_empty(tensor, tensor.sizes()); });
 }
 
 Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
