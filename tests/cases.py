@@ -145,7 +145,7 @@ SHAPES = {
     "one_before_a_tile": Shape(1, 4, 4, 127, 255, 64),
     "one_after_a_tile": Shape(1, 4, 4, 129, 257, 64),
     "single_query": Shape(3, 4, 4, 1, 413, 64),
-    "single_key": Shape(3, 4, 4, 413, 1, 64),
+    "single_key": Shape(16, 8, 8, 413, 1, 64),  # causal: one row a head, and the rule needs many
     "single_both": Shape(4, 8, 8, 1, 1, 64),
     "few_of_each": Shape(4, 8, 8, 3, 5, 64),
     "more_keys": Shape(2, 2, 2, 113, 700, 64),
@@ -229,6 +229,10 @@ BATCHES = {
     "no keys": (Sequence(20, 0), Sequence(3, 0)),
     "one long": (Sequence(5, 7), Sequence(3, 2), Sequence(900, 1000), Sequence(40, 1), Sequence(2, 70)),
     "short": tuple(Sequence(1 + 7 * i % 20, 1 + 11 * i % 23) for i in range(40)),
+    **{  # up to 80 (kFewSequences), blocks on Hopper list them themselves
+        f"{count} of them": tuple(Sequence(1 + 37 * i % 150, 1 + 53 * i % 190) for i in range(count))
+        for count in (80, 81)
+    },
     "one query each": tuple(Sequence(1, k) for k in (300, 17, 0, 129, 64, 1)),
     "used": (
         Sequence(100, 120, 60, 70),

@@ -95,13 +95,13 @@ struct RaggedTiles {
   RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
               std::array<int, 4> entries, std::vector<int> const& listed)
       : batch(batch_),
-        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles)) {
+        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles,
+                                false)) {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
     std::vector<SequenceRecord> records;
     for (int const b : listed) {
       Sequence const found = sequence(batch.params, b);
-      int const m_blocks = ceil_div(found.used, order.rows.tile_queries());
-      SequenceRecord const record = order.record(b, found, m_blocks, int(records.size()));
+      SequenceRecord const record = order.record(b, found, int(records.size()));
       records.insert(records.end(), record.m_blocks, record);
     }
     list.resize(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord));
@@ -135,6 +135,7 @@ Instances instances() {
 }  // namespace
 
 PYBIND11_MODULE(flash_cute_host, module) {
+  module.attr("FEW_SEQUENCES") = kFewSequences;
   module.attr("MAP_BOUND") = RaggedPlace::kBound;
   module.attr("MAP_WRAP") = RaggedPlace::kWrap;
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
@@ -269,6 +270,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   py::class_<ForwardPlan>(module, "ForwardPlan")
       .def_readonly("tile", &ForwardPlan::tile)
       .def_readonly("blocks", &ForwardPlan::blocks)
+      .def_readonly("prepares", &ForwardPlan::prepares)
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",

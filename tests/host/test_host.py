@@ -549,12 +549,25 @@ def test_plans_of_unequal_lengths(host, data, family):
     chosen = plan(host, family, 128, (*sizes[:5], 128), window, lengths)
     batch = make_ragged_batch(host, sizes, window, lengths)
     places = sum(-(-batch.sequence(b)[2] // chosen.tile_queries) for b in range(sizes[0]))
-    assert chosen.workspace_bytes >= 16 + 32 * places
     tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
     assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, MULTIPROCESSORS))
+    assert chosen.prepares == (family == "sm80")
+    claims = 4 if tiles > chosen.blocks else 0  # a counter
+    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepares else claims)
     if family == "sm90" and lengths[0]:
         mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
         assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_sequences_are_listed_by_a_kernel_before(host, more):
+    batch = host.FEW_SEQUENCES + more
+    offsets = list(range(batch + 1))
+    chosen = plan(
+        host, "sm90", 128, (batch, 2, 2, batch, batch, 128), CAUSAL, [offsets, offsets, None, None, None]
+    )
+    assert chosen.prepares == bool(more)
+    assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
 
 
 @given(st.one_of(ragged_batches(), ragged_batches(garbage=True)), st.sampled_from([1, 8, 64]), st.booleans())

@@ -1,16 +1,15 @@
-// The kernel before one of sequences of unequal lengths: one block, which lists the sequences, longest first.
+// The kernel before one of many sequences of unequal lengths: one block, which lists them, longest first.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cub/block/block_scan.cuh>
 
-#include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/attention/sequence_list.hpp"
 #include "flash_cute/core/launch_kernel.hpp"
 
 namespace flash_cute {
 
-constexpr int kLengthClasses = 256;
 constexpr unsigned kCountable = 1u << 31;  // blocks of queries of a class; offsets that overlap make more
 
 // Of kernels that are launched early, which only GPUs from Hopper on do: from here on the kernel behind this
@@ -22,47 +21,33 @@ __device__ inline void wait_for_grid_before() {
 #endif
 }
 
-// Lengths within an eighth of a power of two fall into one class; 0 is that of the longest.
-__device__ inline int length_class(int keys) {
-  int const octave = 31 - __clz(larger(keys, 1));
-  int const eighth = octave < 3 ? 0 : (keys >> (octave - 3)) & 7;
-  return kLengthClasses - 1 - (octave * 8 + eighth);
-}
-
 // By one block, in two rounds over the sequences: counts the blocks of queries of each class of them, then
 // gives each sequence its places behind those that are longer.
 template <int kThreads>
-__device__ void list_sequences(ForwardParams const& params, RaggedOrder const& order, int capacity) {
+__device__ void list_sequences(ForwardParams const& params, RaggedOrder const& order) {
   __shared__ unsigned next[kLengthClasses];
   static_assert(kLengthClasses <= kThreads);
   bool const is_class = threadIdx.x < kLengthClasses;
   if (is_class) next[threadIdx.x] = 0;
   __syncthreads();
 
-  int const batch = params.shape.batch, queries = order.rows.tile_queries();
+  int const batch = params.shape.batch, capacity = order.capacity;
   bool unwritten = false, uncountable = false;
 #pragma unroll 1
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
-      Sequence const s = sequence(params, b);
-      bool const before = b == 0 && s.queries.begin > 0;
-      bool const behind = b == batch - 1 && s.queries.end < params.shape.seqlen_q;
-      unwritten |= before || behind || s.queries.begin + s.used < s.queries.end;
-      unsigned const m_blocks = ceil_div(s.used, queries);
+      Listed const listed = Listed::of(params, order, b);
+      unwritten |= listed.unwritten;
+      unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
-      auto keys = [&](int m_block) {
-        BlockRange const visited = s.mask.visited(m_block * queries, queries, 1);
-        return visited.end - visited.begin;
-      };
-      int const longest = larger(keys(m_blocks / 2), larger(keys(0), keys(m_blocks - 1)));
-      unsigned const first = atomicAdd(&next[length_class(longest)], m_blocks);
+      unsigned const first = atomicAdd(&next[listed.length_class], m_blocks);
       uncountable |= first + m_blocks > kCountable;
       if (!lists) continue;
-      SequenceRecord const record = order.record(b, s, int(m_blocks), int(first));
-      auto* const places = reinterpret_cast<SequenceRecord*>(order.header + 1);
+      SequenceRecord const record = order.record(b, listed.sequence, int(first));
 #pragma unroll 1
-      for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i) places[i] = record;
+      for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i)
+        order.prepared()[i] = record;
     }
     if (lists) return;
 
@@ -82,10 +67,9 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ RaggedOrder const order,
-                   int const capacity) {
+    prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ RaggedOrder const order) {
   wait_for_grid_before();
-  list_sequences<kThreads>(params, order, capacity);
+  list_sequences<kThreads>(params, order);
 }
 
 // kStartsEarly: as of the kernel after it.
@@ -93,7 +77,7 @@ template <bool kStartsEarly>
 void launch_prepare(ForwardParams const& params, RaggedOrder const& order, cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
     launch_kernel<prepare_kernel<kThreads>, kStartsEarly>(params.device, 1, kThreads, 0, stream, params,
-                                                          order, int(place_capacity(params, order.rows)));
+                                                          order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).
   constexpr int kFew = kLengthClasses, kMany = 1024;

@@ -1,5 +1,6 @@
-// Tiles of sequences of unequal lengths: a list that a kernel of its own (attention/prepare.cuh) makes on the
-// device, longest sequences first, so that the host need not know a length.
+// Tiles of sequences of unequal lengths: the device lists the sequences, longest first, so that the host need
+// not know a length. A kernel of its own does (attention/prepare.cuh), or, where they are few, each block of
+// a persistent kernel for itself (attention/sequence_list.hpp).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,8 @@
 #include "flash_cute/attention/sequence.hpp"
 
 namespace flash_cute {
+
+constexpr int kFewSequences = 80;  // at most: more do not fit beside the tiles of head dim 256
 
 // The sequence that a place of the list belongs to. A sequence has as many neighbouring places as it has
 // blocks of queries; they are alike.
@@ -21,7 +24,7 @@ struct alignas(16) SequenceRecord {
 
 struct alignas(16) TileListHeader {
   int places;
-  int claimed;    // tiles, by the blocks of a persistent kernel
+  int claimed;    // see RaggedOrder
   int unwritten;  // are there rows of out that no tile writes? (see attention/clear.hpp)
 };
 
@@ -43,22 +46,38 @@ struct alignas(16) RaggedTile {
   int q_begin, seqlen_q, k_begin, seqlen_k;
 };
 
+// Places that a list has room for: each sequence's last tile may be short.
+inline int64_t place_capacity(ForwardParams const& params, PackedRows const& rows) {
+  ProblemShape const& shape = params.shape;
+  int const queries = rows.tile_queries();
+  return params.lengths.cu_seqlens_q ? int64_t(shape.seqlen_q) / queries + shape.batch
+                                     : int64_t(ceil_div(shape.seqlen_q, queries)) * shape.batch;
+}
+
 // Sequence by sequence, as TileOrder goes through the entries of a batch: tiles that share K and V run side
 // by side, so that L2 serves many multiprocessors by one read (tiles of several sequences in turns lose a
 // third at head dim 128, causal). Heads of K and V form sections of about `wanted_tiles`, in which the
 // longest tiles come first: in sections of one head the short ones are spent too early to even out the end.
 struct RaggedOrder {
   static constexpr bool kListed = true;
-  TileListHeader* header;
+  TileListHeader* header;  // of the prepared list, or null
+  int* claimed;            // tiles, by the blocks of a persistent kernel; null where each has one at most
+  int capacity;            // places that there may be
   PackedRows rows;
   int heads_kv, heads_per_kv, wanted_tiles;
   Divisor packs, packs_of_all;  // of one head of K and V, and of all
   bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
 
-  static RaggedOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles) {
+  // is_prepared: is there a kernel before that makes the list?
+  static RaggedOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles,
+                          bool is_prepared) {
     int const heads_kv = params.shape.heads_kv, heads_per_kv = params.shape.heads_q / heads_kv;
-    return {.header = static_cast<TileListHeader*>(params.lengths.workspace),
+    void* const workspace = params.lengths.workspace;
+    auto* const header = is_prepared ? static_cast<TileListHeader*>(workspace) : nullptr;
+    return {.header = header,
+            .claimed = is_prepared ? &header->claimed : static_cast<int*>(workspace),
+            .capacity = int(place_capacity(params, rows)),
             .rows = rows,
             .heads_kv = heads_kv,
             .heads_per_kv = heads_per_kv,
@@ -69,9 +88,14 @@ struct RaggedOrder {
             .entries = RaggedEntries::of(params)};
   }
 
-  // What the list has of sequence b with so many blocks of queries, whose places begin at first_place.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int m_blocks,
-                                               int first_place) const {
+  FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return header != nullptr; }
+  FLASH_CUTE_HOST_DEVICE SequenceRecord* prepared() const {
+    return reinterpret_cast<SequenceRecord*>(header + 1);
+  }
+
+  // What the list has of sequence b, whose places begin at first_place.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
+    int const m_blocks = ceil_div(s.used, rows.tile_queries());
     int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
     return {.batch = b,
             .first_place = first_place,
@@ -83,12 +107,15 @@ struct RaggedOrder {
             .section_heads = larger(1, smaller(heads_kv, section))};
   }
 
+  // Of a prepared list.
   FLASH_CUTE_HOST_DEVICE int tiles() const { return header->places * int(packs_of_all.value); }
   FLASH_CUTE_HOST_DEVICE bool unwritten() const { return header->unwritten; }
-
   FLASH_CUTE_HOST_DEVICE RaggedTile operator()(int index) const {
-    int const place = packs_of_all.quotient(index);
-    SequenceRecord const found = reinterpret_cast<SequenceRecord const*>(header + 1)[place];
+    return tile(prepared()[packs_of_all.quotient(index)], index);
+  }
+
+  // Of any: found is the record of its sequence.
+  FLASH_CUTE_HOST_DEVICE RaggedTile tile(SequenceRecord const& found, int index) const {
     int const of_sequence = index - found.first_place * int(packs_of_all.value);
 
     auto divided = [](int n, int by) { return int(unsigned(n) / unsigned(by)); };  // signed takes longer
@@ -108,14 +135,6 @@ struct RaggedOrder {
             .seqlen_k = found.seqlen_k};
   }
 };
-
-// Places that a list has room for: each sequence's last tile may be short.
-inline int64_t place_capacity(ForwardParams const& params, PackedRows const& rows) {
-  ProblemShape const& shape = params.shape;
-  int const queries = rows.tile_queries();
-  return params.lengths.cu_seqlens_q ? int64_t(shape.seqlen_q) / queries + shape.batch
-                                     : int64_t(ceil_div(shape.seqlen_q, queries)) * shape.batch;
-}
 
 // What kernels ask of a tile, whatever the batch.
 

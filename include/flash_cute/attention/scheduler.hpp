@@ -125,9 +125,7 @@ struct TileStream {
   FLASH_CUTE_HOST_DEVICE bool through(int& left) const { return --left == 0; }
   FLASH_CUTE_HOST_DEVICE TileCoord const& get(TileCoord const& upcoming) const { return upcoming; }
 
-  // See ClaimedTiles.
-  FLASH_CUTE_HOST_DEVICE void claim() const {}
-  FLASH_CUTE_HOST_DEVICE void announce() const {}
+  FLASH_CUTE_HOST_DEVICE void claim() const {}  // see QueuedTiles
 
  private:
   FLASH_CUTE_HOST_DEVICE int place(int in_round) const {

@@ -4,79 +4,78 @@
 // the upcoming tile of, once through(left) has said that there is one; left is count() at first.
 #pragma once
 
-#include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/attention/sequence_list.hpp"
 #include "flash_cute/core/pipeline.hpp"
 
 namespace flash_cute {
 
-// In shared memory: a block's next tiles, from the thread that claims them to those that compute.
+// In shared memory: a block's next tiles, from the thread that claims them to those that load and compute.
 struct TileQueue {
+  SequenceList list;
+  cutlass::arch::ClusterBarrier wanted;
   TmaRing<2> ring;
   RaggedTile tiles[2];
+
+  // As TmaRing::init; the loading thread is one more that reads.
+  CUTE_DEVICE void init(int consumers) {
+    wanted.init(1);
+    ring.init(consumers + 1);
+  }
 };
 
 constexpr int kThrough = -1;  // the m_begin of what comes after a block's last tile
 
 struct Unannounced {};  // a tile that nobody knows yet
 
-// What both sides share.
+// By one thread, of a warp that has nothing else to do: claims a tile from what is left for the whole grid
+// whenever the loading thread wants one. That is when it has nearly loaded the one before, so blocks with
+// long tiles get fewer of them: claimed when the one before begins, 8k causal takes 8% longer in a model of
+// the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
+constexpr int kClaimedAhead = 4;  // blocks of keys before the end
+CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
+  RingPosition<2> at{};
+  while (true) {
+    queue.wanted.wait(at.slot);  // which is the parity of the round
+    int const index = order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1) : kThrough;
+    bool const is_tile = unsigned(index) < unsigned(queue.list.tiles(order));
+    auto& announced = queue.ring.acquire(at);
+    if (is_tile) queue.tiles[at.slot] = queue.list.tile(params, order, index);
+    if (!is_tile) queue.tiles[at.slot].m_begin = kThrough;
+    announced.arrive();
+    at.advance();
+    if (!is_tile) return;
+  }
+}
+
 struct QueuedTiles {
   RaggedOrder const& order;
   TileQueue& queue;
-  RaggedTile tile = order(blockIdx.x);  // a block's first one is that of its own index
+  unsigned lanes;  // of this warp, that go through them together
+  RaggedTile tile;
   RingPosition<2> at{};
 
-  CUTE_DEVICE static int count() { return 0; }
+  // A block's first one is that of its own index.
   CUTE_DEVICE RaggedTile const& first() const { return tile; }
+  CUTE_DEVICE static int count() { return 0; }
   CUTE_DEVICE static Unannounced next() { return {}; }
-  CUTE_DEVICE RaggedTile const& get(Unannounced) const { return tile; }
-};
-
-// The loading thread's: it claims a tile from what is left for the whole grid when it has nearly loaded the
-// one before, so blocks with long tiles get fewer of them: claimed when the one before begins, 8k causal
-// takes 8% longer in a model of the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the
-// end up to 1% (both measured).
-struct ClaimedTiles : QueuedTiles {
-  static constexpr int kAhead = 4;  // blocks of keys before the end
-  int place = 0;
-
-  CUTE_DEVICE void claim() { place = int(gridDim.x) + atomicAdd(&order.header->claimed, 1); }
-  CUTE_DEVICE void announce() {
-    bool const is_tile = place < order.tiles();
-    if (is_tile) tile = order(place);
-    if (!is_tile) tile.m_begin = kThrough;
-    auto& announced = queue.ring.acquire(at);
-    queue.tiles[at.slot] = tile;
-    announced.arrive();
-    at.advance();
-  }
-  CUTE_DEVICE bool through(int) const { return tile.m_begin == kThrough; }
-};
-
-// The computing threads'.
-struct AnnouncedTiles : QueuedTiles {
   CUTE_DEVICE bool through(int) {
     queue.ring.wait(at);
     tile = queue.tiles[at.slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) queue.ring.release(at);
+    __syncwarp(lanes);
+    if (threadIdx.x % 32 == __ffs(lanes) - 1) queue.ring.release(at);
     at.advance();
     return tile.m_begin == kThrough;
   }
+  CUTE_DEVICE RaggedTile const& get(Unannounced) const { return tile; }
+  CUTE_DEVICE void claim() { queue.wanted.arrive(); }
 };
 
-CUTE_DEVICE TileStream tiles_to_load(TileOrder const& order, TileQueue&) {
+CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {
   return {order, int(blockIdx.x), int(gridDim.x)};
 }
-CUTE_DEVICE ClaimedTiles tiles_to_load(RaggedOrder const& order, TileQueue& queue) {
-  return {{order, queue}};
-}
-
-CUTE_DEVICE TileStream tiles_to_compute(TileOrder const& order, TileQueue&) {
-  return {order, int(blockIdx.x), int(gridDim.x)};
-}
-CUTE_DEVICE AnnouncedTiles tiles_to_compute(RaggedOrder const& order, TileQueue& queue) {
-  return {{order, queue}};
+CUTE_DEVICE QueuedTiles tiles_of(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue,
+                                 unsigned lanes) {
+  return {order, queue, lanes, queue.list.tile(params, order, blockIdx.x)};
 }
 
 }  // namespace flash_cute

@@ -1,6 +1,6 @@
 // The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
-// compute. Where sequences differ in length, two of the loading warp's neighbours, which would idle, clear
-// the rows that no tile writes.
+// compute. Where sequences differ in length, the loading warp's neighbours, which would idle, claim tiles and
+// clear the rows that no tile writes.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
     shared.ring_k.init(kConsumerWarps);
     shared.ring_v.init(kConsumerWarps);
-    if constexpr (Order::kListed) shared.queue.ring.init(kConsumerWarps);
+    if constexpr (Order::kListed) shared.queue.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -32,28 +32,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
   if constexpr (Order::kListed) {
-    if (warpgroup > 0 && blockIdx.x >= order.tiles()) return;
+    shared.queue.list.make(params, order);
+    if (warpgroup > 0 && blockIdx.x >= shared.queue.list.tiles(order)) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
     if constexpr (Order::kListed) {
-      constexpr int kClearing = 2;  // warps of a block; a third one costs 2% at head dim 128, causal
-      if (warp > 0) {
-        if (order.unwritten() && warp <= kClearing) {
+      constexpr int kClearing = 2, kClaiming = 3;  // the warps 1 and 2, and 3
+      if (warp > 0 && warp <= kClearing) {
+        if (shared.queue.list.unwritten) {
           clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
         }
         return;
       }
-      if (blockIdx.x >= order.tiles()) return;
+      if (blockIdx.x >= shared.queue.list.tiles(order)) return;
+      if (warp == kClaiming && elect_one_sync()) claim_tiles(params, order, shared.queue);
     }
     if (warp == 0 && elect_one_sync()) {
-      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_to_load(order, shared.queue));
+      unsigned const lane = 1u << threadIdx.x % 32;
+      ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles_of(params, order, shared.queue, lane));
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run(
-        tiles_to_compute(order, shared.queue));
+        tiles_of(params, order, shared.queue, ~0u));
   }
 }
 

@@ -25,7 +25,7 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
                                                         params, order);
     };
     if constexpr (Order::kListed) {
-      Order const order = Order::make(params, plan.rows, plan.section_tiles);
+      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
       launch_prepare</*kStartsEarly=*/false>(params, order, stream);
       launch(order);
     } else {

@@ -17,10 +17,11 @@ struct ForwardPlan {
   ForwardTile tile;
   PackedRows rows;              // of a tile
   int blocks;                   // of the grid
-  bool ragged = false;          // sequences differ in length: a list of them is made on the device
+  bool ragged = false;          // sequences differ in length: a list of them is made on the device,
+  bool prepares = false;        // by a kernel of its own
   int section_tiles = 0;        // of it, see RaggedOrder
   TileOrder order = {};         // of sequences that are alike
-  int64_t workspace_bytes = 0;  // LengthParams::workspace, for the list
+  int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
 };
 
 namespace plan {
@@ -127,7 +128,11 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
     result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
-    result.workspace_bytes = sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord));
+    result.prepares = !persistent || params.shape.batch > kFewSequences;
+    result.workspace_bytes = result.prepares
+                                 ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))
+                             : tiles > result.blocks ? sizeof(int)
+                                                     : 0;
   } else {
     result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
                                    persistent ? 0 : 2 * multiprocessors);

@@ -71,12 +71,11 @@ struct ForwardProducerSm90 {
     }
     at_q.advance();
     auto const upcoming = tiles.next();
-    int const claimed_at = smaller(visited.begin + ClaimedTiles::kAhead, visited.end - 1);
+    int const claimed_at = smaller(visited.begin + kClaimedAhead, visited.end - 1);
     for (int block = visited.end - 1; block >= visited.begin; --block) {
       if (block > visited.begin) load_k(block - 1);
       if (block == claimed_at) tiles.claim();
       load_v(block);
-      if (block == larger(claimed_at - 1, visited.begin)) tiles.announce();
     }
     return upcoming;
   }
