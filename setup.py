@@ -80,9 +80,8 @@ class Instance:
 
     @property
     def register_flags(self) -> str:
-        """At head dim 128 the sm80 forward needs all of its 255 registers: ptxas spills a few by default."""
-        needs_all = (self.direction, self.family) == ("forward", "sm80")
-        return " -Xptxas=--register-usage-level=10" if needs_all else ""
+        """The sm80 family needs all of its 255 registers: ptxas spills a few more by default."""
+        return " -Xptxas=--register-usage-level=10" if self.family == "sm80" else ""
 
     @property
     def source(self) -> str:

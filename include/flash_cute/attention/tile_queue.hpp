@@ -15,11 +15,13 @@ struct TileQueue {
   cutlass::arch::ClusterBarrier wanted;
   TmaRing<2> ring;
   RaggedTile tiles[2];
+  bool volatile computes;  // until the block's last tile is known
 
   // As TmaRing::init; the loading thread is one more that reads.
   CUTE_DEVICE void init(int consumers) {
     wanted.init(1);
     ring.init(consumers + 1);
+    computes = true;
   }
 };
 
@@ -43,8 +45,9 @@ CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& ord
     if (!is_tile) queue.tiles[at.slot].m_begin = kThrough;
     announced.arrive();
     at.advance();
-    if (!is_tile) return;
+    if (!is_tile) break;
   }
+  queue.computes = false;
 }
 
 struct QueuedTiles {

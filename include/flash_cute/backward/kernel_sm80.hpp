@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-template <class Traits>
+template <class Traits, DqSums dq_sums>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_kernel_sm80(__grid_constant__ BackwardParams const params) {
   using Element = typename Traits::Element;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
   clear(acc_dk);
   clear(acc_dv);
-  BackwardMainloopSm80<Traits>::run(params, tile, shared, thread, acc_dk, acc_dv);
+  BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
 
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileKV{}));
   CUTE_UNROLL

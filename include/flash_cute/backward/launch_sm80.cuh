@@ -1,6 +1,8 @@
 // Launches the Ampere family's backward.
 #pragma once
 
+#include <type_traits>
+
 #include "flash_cute/backward/clear.cuh"
 #include "flash_cute/backward/kernel_sm80.hpp"
 #include "flash_cute/backward/launch.hpp"
@@ -10,14 +12,19 @@
 
 namespace flash_cute {
 
-// Calls visitor(traits) for the kernel of blocks of keys that a plan names.
+// Calls visitor(traits, its sums of dQ) for the kernel of blocks of keys that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm80<Instance, index + 1>(plan, visitor);
   }
-  return visitor(BackwardTraitsSm80<Instance, kTiles.keys[index]>{});
+  auto visit = [&]<DqSums sums>(std::integral_constant<DqSums, sums> constant) {
+    return visitor(BackwardTraitsSm80<Instance, kTiles.keys[index]>{}, constant);
+  };
+  if constexpr (kTiles.keys[index].asks_for_dq) return visit(std::integral_constant<DqSums, DqSums::asked>{});
+  return plan.sums_dq ? visit(std::integral_constant<DqSums, DqSums::all>{})
+                      : visit(std::integral_constant<DqSums, DqSums::none>{});
 }
 
 template <class Instance>
@@ -31,13 +38,13 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_clear<kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads, 0, stream,
                                                params);
   }
-  visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits) {
+  visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
                                                                                0, stream, params);
     if (plan.runs_keys) {
-      launch_kernel<backward_kernel_sm80<Traits>>(device, plan.key_blocks * params.shape.heads_kv,
-                                                  Traits::kThreads, sizeof(typename Traits::SharedStorage),
-                                                  stream, params);
+      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(
+          device, plan.key_blocks * params.shape.heads_kv, Traits::kThreads,
+          sizeof(typename Traits::SharedStorage), stream, params);
     }
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params);
@@ -57,8 +64,9 @@ KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) 
   };
   using Query = QueryTraitsSm80<Instance>;
   if (!plan.runs_keys) return read(Query{}, backward_query_kernel_sm80<Query>);
-  return visit_backward_sm80<Instance>(
-      plan, [&]<class Traits>(Traits traits) { return read(traits, backward_kernel_sm80<Traits>); });
+  return visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits traits, auto dq_sums) {
+    return read(traits, backward_kernel_sm80<Traits, dq_sums()>);
+  });
 }
 
 }  // namespace flash_cute

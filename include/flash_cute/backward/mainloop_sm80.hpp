@@ -28,7 +28,7 @@ struct MaskOfKeys {
   CUTE_DEVICE int end_key(int key) const { return key < transposed.seqlen_q ? transposed.end_key(key) : 0; }
 };
 
-template <class Traits>
+template <class Traits, DqSums dq_sums>
 struct BackwardMainloopSm80 {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
@@ -53,7 +53,8 @@ struct BackwardMainloopSm80 {
                                     : BlockRange{0, 0};
     if (visited.empty()) return;
     int const heads = shape.heads_q / shape.heads_kv;
-    bool const sums_dq = params.workspace.dq;
+    int const m_blocks = visited.end - visited.begin, steps = heads * m_blocks;
+    bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
@@ -69,8 +70,8 @@ struct BackwardMainloopSm80 {
     // Global memory to shared memory.
     auto load = [&](auto tile_shape, TensorView const& view, int head, int64_t first,
                     TileInterior const& interior, auto&& target) {
-      load_tile<Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, read_thread_index(), view,
-                         tile.batch, head, first, tile_shape, interior, target);
+      load_tile<Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, thread, view, tile.batch,
+                         head, first, tile_shape, interior, target);
     };
     auto load_keys = [&](TensorView const& view, auto&& target) {
       load(TileKV{}, view, tile.head_kv, int64_t(tile.sequence.k_begin) + tile.n_begin,
@@ -79,7 +80,7 @@ struct BackwardMainloopSm80 {
     // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
     int const first_row = mask.first_seeing_row();
     auto load_queries = [&](int head, int block, int stage) {
-      int const begin = block * kBlockM, thread = read_thread_index();
+      int const begin = block * kBlockM;
       TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
       int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
       TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
@@ -111,43 +112,36 @@ struct BackwardMainloopSm80 {
     auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
     Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
 
-    auto product = [&](auto const& mma, auto const& copy_a, auto const& sA, auto const& copy_b,
-                       auto const& sB, auto& acc) {
-      multiply_shared(read_thread_index(), thread, mma, copy_a, sA, copy_b, sB, acc);
-    };
     // acc += X B^T, with X = P or dS from registers where this warp has all its columns, else from sX.
     auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
       if constexpr (Traits::kSharesScores) {
-        product(mma, copy_a, sX, copy_bt, sB, acc);
+        multiply_shared(thread, mma, copy_a, sX, copy_bt, sB, acc);
       } else {
         multiply_by_shared(thread, mma, operand_a_view(rX), [](int) {}, copy_bt, sB, acc);
       }
     };
     auto store_scores = [&](auto const& rX, auto&& sX) {
-      Tensor tX = mma.get_slice(read_thread_index()).partition_C(sX);
-      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, tX);
+      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
     };
 
     load_keys(params.k, sK);
     load_keys(params.v, sV);
-    int head = tile.head_kv * heads, block = visited.begin, stage = 0;
-    int const last_head = head + heads - 1;
-    load_queries(head, block, stage);
-    cp_async_fence();
-    while (true) {
-      bool const last_block = block + 1 == visited.end, last = last_block && head == last_head;
-      auto load_next = [&] {
-        if (!last)
-          load_queries(head + last_block, last_block ? visited.begin : block + 1, (stage + 1) % kStages);
-        cp_async_fence();
-      };
+    auto head_of = [&](int step) { return tile.head_kv * heads + step / m_blocks; };
+    auto block_of = [&](int step) { return visited.begin + step % m_blocks; };
+    auto load_step = [&](int step) {
+      if (step < steps) load_queries(head_of(step), block_of(step), step % kStages);
+      cp_async_fence();
+    };
+    load_step(0);
+    for (int step = 0; step < steps; ++step) {
+      int const stage = step % kStages, block = block_of(step);
       cp_async_wait<0>();
       __syncthreads();
-      if constexpr (kStages == 2) load_next();
+      if constexpr (kStages == 2) load_step(step + 1);
 
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
-      product(mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
+      multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
       if (!unmasked.contains(block)) {
         hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
       }
@@ -158,7 +152,7 @@ struct BackwardMainloopSm80 {
 
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // dP - rowsum(dO O), then dS
       fill_columns(acc_ds, cS, of_stage(shared.delta));
-      product(mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
+      multiply_shared(thread, mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
       CUTE_UNROLL
       for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
       Tensor rdS = convert<Element>(acc_ds);
@@ -170,20 +164,16 @@ struct BackwardMainloopSm80 {
       if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
       product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
       if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
-      if constexpr (kStages == 1) load_next();
+      if constexpr (kStages == 1) load_step(step + 1);
       if (sums_dq) {
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
         clear(acc_dq);
-        product(mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
-        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
-        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + read_thread_index();
+        multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
+        int64_t const place = int64_t(head_of(step)) * tile.places + tile.first_place + block;
+        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;
         CUTE_UNROLL
         for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
       }
-      if (last) return;
-      head += last_block;
-      block = last_block ? visited.begin : block + 1;
-      stage = (stage + 1) % kStages;
     }
   }
 

@@ -11,13 +11,6 @@ namespace flash_cute {
 
 using namespace cute;
 
-// threadIdx.x, read anew at every call: what follows from it need not stay in registers in between.
-CUTE_DEVICE int read_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
 // Issues the loads of the tile of this shape that begins at row `first` of a head.
 template <class Element, class TiledLoad, class Atom, class TileShape, class Target>
 CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int thread, TensorView const& view,
@@ -42,11 +35,11 @@ CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const&
 
 // acc += A B^T, both from shared memory.
 template <class Mma, class CopyA, class SharedA, class CopyB, class SharedB, class Acc>
-CUTE_DEVICE void multiply_shared(int thread_a, int thread, Mma const& mma, CopyA const& copy_a,
-                                 SharedA const& sA, CopyB const& copy_b, SharedB const& sB, Acc& acc) {
-  Tensor rA = mma.get_slice(thread_a).partition_fragment_A(plain_like(sA));
-  Tensor rA_copy = copy_a.get_slice(thread_a).retile_D(rA);
-  Tensor tA = copy_a.get_slice(thread_a).partition_S(sA);
+CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a, SharedA const& sA,
+                                 CopyB const& copy_b, SharedB const& sB, Acc& acc) {
+  Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));
+  Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
+  Tensor tA = copy_a.get_slice(thread).partition_S(sA);
   multiply_by_shared(
       thread, mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc);
 }

@@ -11,6 +11,9 @@ namespace flash_cute {
 
 using namespace cute;
 
+// Which kernels for keys add their part of dQ to its sums; asked: those that are given them.
+enum class DqSums { none, all, asked };
+
 template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm80 {
   using Instance = Instance_;
