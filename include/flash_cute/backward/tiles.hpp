@@ -39,7 +39,7 @@ struct QueryTile {
 struct BackwardTiles {
   static constexpr int kMost = 3;
   BackwardTile keys[kMost];
-  QueryTile queries;
+  QueryTile queries = {};
 
   constexpr int count() const {
     int count = 0;
@@ -66,6 +66,13 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       case 256:
         return {.keys = {{64, 64, 2, 2, 4, 2}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},
                 .queries = {64, 32, 1, 4}};
+    }
+  }
+  if (family == Family::sm90) {
+    switch (head_dim) {
+      case 64: return {.keys = {{128, 128, 2, 8, 1, 0}}};
+      case 96: return {.keys = {{64, 128, 2, 8, 1, 0}}};
+      case 128: return {.keys = {{64, 128, 2, 8, 1, 0}}};
     }
   }
   return {};

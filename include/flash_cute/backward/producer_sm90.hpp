@@ -1,0 +1,104 @@
+// The Hopper family's loading thread of the backward: K and V once a tile, Q and dO block by block, as far
+// ahead as there are free slots.
+#pragma once
+
+#include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/tma.hpp"
+
+namespace flash_cute {
+
+// Rows from one batch entry to the next; 0 where packed.
+struct BackwardEntries {
+  int q, k, v, dout;
+};
+
+// What is added to a row, and the coordinates behind it, in maps of five dimensions: (0, entry, 0) where
+// sequences are alike, else as RaggedPlace has it.
+struct MapPlace {
+  int shift, plane, bound;
+
+  CUTE_DEVICE static MapPlace dense(int entry) { return {0, entry, 0}; }
+  CUTE_DEVICE static MapPlace ragged(int first_row, int length) {
+    return {RaggedPlace::kBound - length, first_row + length, RaggedPlace::kBound};
+  }
+};
+
+template <class Traits>
+struct BackwardProducerSm90 {
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  KeyOrder const& order;
+  BackwardMaps const& maps;
+  BackwardEntries const& entries;
+  RingPosition<1> at_keys{};
+  RingPosition<Traits::kStages> at{};
+  RingPosition<2> at_tiles{};
+
+  CUTE_DEVICE void run() {
+    for (int index = blockIdx.x; index < order.tiles; index += gridDim.x) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      announce(tile);
+      load(tile);
+    }
+    announce({.sequence = {}, .batch = 0, .head_kv = 0, .n_begin = kThrough, .first_place = 0, .places = 0});
+  }
+
+ private:
+  CUTE_DEVICE void announce(KeyTile const& tile) {
+    auto& announced = shared.ring_tiles.acquire(at_tiles);
+    shared.tiles[at_tiles.slot] = tile;
+    announced.arrive();
+    at_tiles.advance();
+  }
+
+  CUTE_DEVICE void load(KeyTile const& tile) {
+    int const heads = params.shape.heads_q / params.shape.heads_kv;
+    QuerySteps steps(tile, heads, kBlockM, kBlockN);
+    if (steps.left == 0) return;
+    Sequence const& s = tile.sequence;
+    auto place = [&](int rows_of_entry, int first_row, int length) {
+      return params.lengths.given ? MapPlace::ragged(tile.batch * rows_of_entry + first_row, length)
+                                  : MapPlace::dense(tile.batch);
+    };
+    auto load_rows = [&]<int kRows>(std::integral_constant<int, kRows>, CUtensorMap const& map, auto& arrived,
+                                    auto* target, int head, int row, MapPlace const& place) {
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, head,
+                                                           place.shift + row, place.plane, place.bound);
+    };
+    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto* target, int rows_of_entry) {
+      load_rows(std::integral_constant<int, kBlockN>{}, map, ring.acquire(at_keys), target, tile.head_kv,
+                tile.n_begin, place(rows_of_entry, s.k_begin, s.mask.seqlen_k));
+    };
+    // Q comes with the LSE of its rows, dO with their delta.
+    MapPlace const place_q = place(entries.q, s.queries.begin, s.mask.seqlen_q);
+    MapPlace place_dout = place(entries.dout, s.queries.begin, s.mask.seqlen_q);
+    if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
+    auto load_queries = [&](CUtensorMap const& map, auto& ring, auto* slots, MapPlace const& place,
+                            float const* of_rows, float* target) {
+      auto& arrived = ring.acquire(at);
+      constexpr int kBytes = kBlockM * sizeof(float);
+      int64_t const block = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      arrived.expect_transaction(kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
+                                     target + at.slot * kBlockM, kBytes);
+      load_rows(std::integral_constant<int, kBlockM>{}, map, arrived, slots + at.slot * Traits::kSlotElements,
+                steps.head, steps.block * kBlockM, place);
+    };
+
+    load_keys(maps.k, shared.ring_k, shared.k, entries.k);
+    for (bool first = true; steps.left > 0; steps.advance(), first = false) {
+      load_queries(maps.q, shared.ring_q, shared.q, place_q, params.workspace.lse, shared.lse);
+      if (first) load_keys(maps.v, shared.ring_v, shared.v, entries.v);
+      load_queries(maps.dout, shared.ring_dout, shared.dout, place_dout, params.workspace.delta,
+                   shared.delta);
+      at.advance();
+    }
+    at_keys.advance();
+  }
+};
+
+}  // namespace flash_cute
