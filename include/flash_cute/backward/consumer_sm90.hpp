@@ -3,11 +3,12 @@
 #pragma once
 
 #include "flash_cute/attention/softmax.hpp"
-#include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/tma.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 
 namespace flash_cute {
@@ -20,6 +21,7 @@ struct BackwardConsumerSm90 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
+  BackwardMaps const& maps;
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
   RingPosition<1> at_keys{};
@@ -124,15 +126,15 @@ struct BackwardConsumerSm90 {
       int const head = steps.head, block = steps.block;
       steps.advance();
       sums.add(acc_dq, head, block);
-      if (steps.left == 0) break;
+      if (__all_sync(0xffffffffu, steps.left == 0)) break;
       issue_scores();
     }
     release(shared.ring_k, at_keys);
     release(shared.ring_v, at_keys);
     at_keys.advance();
     if (!params.dk.data) return;  // nobody asked for them
-    store(params.dv, tile, 1.f, acc_dv);
-    store(params.dk, tile, params.softmax_scale, acc_dk);
+    store(maps.dv, maps.entry_rows.dv, tile, 1.f, acc_dv);
+    store(maps.dk, maps.entry_rows.dk, tile, params.softmax_scale, acc_dk);
   }
 
   // One arrival a warp: its own products have read the slot.
@@ -173,16 +175,32 @@ struct BackwardConsumerSm90 {
     }
   }
 
+  // By each warp alone: its 16 rows leave through the memory of its sums of dQ.
   template <class Accumulator>
-  CUTE_DEVICE void store(TensorView const& view, KeyTile const& tile, float scale, Accumulator& acc) const {
-    typename Traits::MmaKeys const mma;
-    Tensor coords = mma.get_slice(warpgroup * 128 + thread).partition_C(make_identity_tensor(TileKV{}));
+  CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
+                         Accumulator const& acc) const {
+    int const warp = warpgroup * 4 + thread / 32, lane = thread % 32;
+    auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
+    Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
+    if (lane == 0) cute::tma_store_wait<0>();  // what was there has left
+    __syncwarp();
+    auto const values = row_col_view(acc);
+    auto word = [&](int row, int col) {
+      return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
+    };
     CUTE_UNROLL
-    for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
-    Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
-                                          int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
-    store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
-               params.shape.head_dim, acc, coords);
+    for (int col = 0; col < size<1>(values); col += 4) {  // that this lane owns, of 16
+      auto& target = sRows(lane % 16, 4 * col + lane / 16 * 8);
+      SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
+                              reinterpret_cast<uint128_t&>(target));
+    }
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (lane != 0) return;
+    MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
+    store_panels<Traits::kHeadDim, Traits::kPanel, Traits::kWarpRows>(
+        map, rows, 0, tile.head_kv, place.shift + tile.n_begin + warp * Traits::kWarpRows, place.plane,
+        place.bound);
   }
 };
 

@@ -11,8 +11,7 @@ namespace flash_cute {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ KeyOrder const order,
-                         __grid_constant__ BackwardMaps const maps,
-                         __grid_constant__ BackwardEntries const entries) {
+                         __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const warpgroup = cutlass::canonical_warp_group_idx();
@@ -33,11 +32,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
-      BackwardProducerSm90<Traits>{shared, params, order, maps, entries}.run();
+      BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    BackwardConsumerSm90<Traits>{shared, params, warpgroup - 1, int(threadIdx.x) % 128}.run();
+    BackwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run();
   }
 }
 

@@ -9,18 +9,19 @@
 
 namespace flash_cute {
 
-// Maps of five dimensions for every batch: columns, heads, rows, entries and one more where sequences are
-// alike, else those of RaggedPlace.
 template <class Traits>
-BackwardMaps maps_of(BackwardParams const& params, BackwardEntries const& entries) {
+BackwardMaps maps_of(BackwardParams const& params) {
   using Element = typename Traits::Element;
   ProblemShape const& shape = params.shape;
   bool const ragged = params.lengths.given;
-  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, int entry, int box_rows) {
+  auto entry_rows = [&](TensorView const& view) {
+    return ragged && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
+  };
+  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, int box_rows) {
     uint64_t const columns = shape.head_dim;
     TmaBox const box{Traits::kPanel, 1, box_rows};
-    if (ragged) {
-      uint64_t const planes = uint64_t(shape.batch - 1) * entry + rows + 1;
+    if (ragged) {  // see RaggedPlace
+      uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows(view) + rows + 1;
       int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
       return make_tensor_map<Element, 5>(
           params.device.index, view.data,
@@ -32,17 +33,23 @@ BackwardMaps maps_of(BackwardParams const& params, BackwardEntries const& entrie
         {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
-  int const blind = params.mask.first_seeing_row();
-  auto queries = [&](TensorView const& view, int entry) {
-    return encode(view, shape.heads_q, shape.seqlen_q, blind, entry, Traits::kBlockM);
+  auto queries = [&](TensorView const& view) {
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), Traits::kBlockM);
   };
-  auto keys = [&](TensorView const& view, int entry) {
-    return encode(view, shape.heads_kv, shape.seqlen_k, 0, entry, Traits::kBlockN);
+  auto keys = [&](TensorView const& view, int box_rows) {
+    return encode(view, shape.heads_kv, shape.seqlen_k, 0, box_rows);
   };
-  return {.q = queries(params.q, entries.q),
-          .k = keys(params.k, entries.k),
-          .v = keys(params.v, entries.v),
-          .dout = queries(params.dout.data ? params.dout : params.q, entries.dout)};
+  // What is not there is never loaded or stored, but a map has to point somewhere.
+  TensorView const &dout = params.dout.data ? params.dout : params.q,
+                   &dk = params.dk.data ? params.dk : params.k, &dv = params.dv.data ? params.dv : params.v;
+  return {.q = queries(params.q),
+          .k = keys(params.k, Traits::kBlockN),
+          .v = keys(params.v, Traits::kBlockN),
+          .dout = queries(dout),
+          .dk = keys(dk, Traits::kWarpRows),
+          .dv = keys(dv, Traits::kWarpRows),
+          .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(dout),
+                         entry_rows(dk), entry_rows(dv)}};
 }
 
 // Calls visitor(traits) for the kernel that a plan names.
@@ -65,11 +72,6 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_clear<Family::sm90, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
                                                              0, stream, params);
   }
-  auto rows = [&](TensorView const& view) {
-    return view.batch_stride == 0 ? 0 : int(view.batch_stride / view.row_stride);
-  };
-  BackwardEntries entries{};
-  if (params.lengths.given) entries = {rows(params.q), rows(params.k), rows(params.v), rows(params.dout)};
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
                                                                                0, stream, params);
@@ -78,7 +80,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                          Traits::kBlockN};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(
         device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params, order,
-        maps_of<Traits>(params, entries), entries);
+        maps_of<Traits>(params));
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);

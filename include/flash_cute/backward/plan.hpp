@@ -69,7 +69,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
   BlockPlaces const alone{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.query_tile.block_m};
   plan.key_blocks = keys.count();
-  plan.query_tiles = alone.count();
+  plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.blocks = plan.key_blocks * shape.heads_kv;

@@ -2,28 +2,12 @@
 // ahead as there are free slots.
 #pragma once
 
-#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
-
-// Rows from one batch entry to the next; 0 where packed.
-struct BackwardEntries {
-  int q, k, v, dout;
-};
-
-// What is added to a row, and the coordinates behind it, in maps of five dimensions: (0, entry, 0) where
-// sequences are alike, else as RaggedPlace has it.
-struct MapPlace {
-  int shift, plane, bound;
-
-  CUTE_DEVICE static MapPlace dense(int entry) { return {0, entry, 0}; }
-  CUTE_DEVICE static MapPlace ragged(int first_row, int length) {
-    return {RaggedPlace::kBound - length, first_row + length, RaggedPlace::kBound};
-  }
-};
 
 template <class Traits>
 struct BackwardProducerSm90 {
@@ -32,7 +16,6 @@ struct BackwardProducerSm90 {
   BackwardParams const& params;
   KeyOrder const& order;
   BackwardMaps const& maps;
-  BackwardEntries const& entries;
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
   RingPosition<2> at_tiles{};
@@ -59,23 +42,20 @@ struct BackwardProducerSm90 {
     int const heads = params.shape.heads_q / params.shape.heads_kv;
     QuerySteps steps(tile, heads, kBlockM, kBlockN);
     if (steps.left == 0) return;
-    Sequence const& s = tile.sequence;
-    auto place = [&](int rows_of_entry, int first_row, int length) {
-      return params.lengths.given ? MapPlace::ragged(tile.batch * rows_of_entry + first_row, length)
-                                  : MapPlace::dense(tile.batch);
-    };
+    bool const ragged = params.lengths.given;
+    auto const& rows = maps.entry_rows;
     auto load_rows = [&]<int kRows>(std::integral_constant<int, kRows>, CUtensorMap const& map, auto& arrived,
                                     auto* target, int head, int row, MapPlace const& place) {
       load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, head,
                                                            place.shift + row, place.plane, place.bound);
     };
-    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto* target, int rows_of_entry) {
+    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto* target, int entry_rows) {
       load_rows(std::integral_constant<int, kBlockN>{}, map, ring.acquire(at_keys), target, tile.head_kv,
-                tile.n_begin, place(rows_of_entry, s.k_begin, s.mask.seqlen_k));
+                tile.n_begin, MapPlace::of_keys(ragged, tile, entry_rows));
     };
     // Q comes with the LSE of its rows, dO with their delta.
-    MapPlace const place_q = place(entries.q, s.queries.begin, s.mask.seqlen_q);
-    MapPlace place_dout = place(entries.dout, s.queries.begin, s.mask.seqlen_q);
+    MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
+    MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
     auto load_queries = [&](CUtensorMap const& map, auto& ring, auto* slots, MapPlace const& place,
                             float const* of_rows, float* target) {
@@ -89,10 +69,10 @@ struct BackwardProducerSm90 {
                 steps.head, steps.block * kBlockM, place);
     };
 
-    load_keys(maps.k, shared.ring_k, shared.k, entries.k);
+    load_keys(maps.k, shared.ring_k, shared.k, rows.k);
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       load_queries(maps.q, shared.ring_q, shared.q, place_q, params.workspace.lse, shared.lse);
-      if (first) load_keys(maps.v, shared.ring_v, shared.v, entries.v);
+      if (first) load_keys(maps.v, shared.ring_v, shared.v, rows.v);
       load_queries(maps.dout, shared.ring_dout, shared.dout, place_dout, params.workspace.delta,
                    shared.delta);
       at.advance();

@@ -14,7 +14,7 @@ namespace flash_cute {
 template <class Traits>
 struct QuerySums {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
-  static constexpr int kWarps = 4 * Traits::kConsumers, kWarpFloats = kBlockM * kHeadDim / kWarps;
+  static constexpr int kWarps = 4 * Traits::kConsumers, kWarpFloats = Traits::kWarpFloats;
   using SharedStorage = typename Traits::SharedStorage;
   SharedStorage& shared;
   BackwardParams const& params;

@@ -1,11 +1,8 @@
 // Types of the Hopper family's backward: products, shared-memory layouts, who has how many registers.
 #pragma once
 
-#include <cuda.h>
-
 #include <cute/tensor.hpp>
 
-#include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
@@ -15,11 +12,6 @@
 namespace flash_cute {
 
 using namespace cute;
-
-// Where the operands lie, as TMA wants it.
-struct BackwardMaps {
-  CUtensorMap q, k, v, dout;
-};
 
 template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm90 {
@@ -80,6 +72,11 @@ struct BackwardTraitsSm90 {
   using LayoutDSt = decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kStages>>,
                                                             Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
+  static constexpr int kWarpFloats = kBlockM * kHeadDim / (4 * kConsumers), kWarpRows = 16;
+  using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kHeadDim>>{}));
+  static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
+                kWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
   // When P is packed before dS is known, its product runs beside that; where registers allow it.
   static constexpr bool kEarlyDV = kHeadDim + kBlockM * 5 / 4 <= 208;
@@ -90,7 +87,7 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element dout[cosize_v<LayoutQ>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
-    alignas(128) float dq[kBlockM * kHeadDim];
+    alignas(1024) float dq[kBlockM * kHeadDim];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
     TmaRing<1> ring_k, ring_v;
