@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   clear_around(
       keys,
       [&](int b) {
-        Sequence const s = sequence(params, b);
+        Sequence const s = sequence_for<family>(params, b);
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {

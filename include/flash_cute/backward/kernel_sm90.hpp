@@ -5,6 +5,7 @@
 
 #include "flash_cute/backward/consumer_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
+#include "flash_cute/backward/split_consumer_sm90.hpp"
 
 namespace flash_cute {
 
@@ -17,12 +18,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   int const warpgroup = cutlass::canonical_warp_group_idx();
 
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 4 * Traits::kConsumers;
+    // Those of the warpgroup that has dS are half of them where the work is split.
+    constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;
     shared.ring_k.init(kWarps);
-    shared.ring_v.init(kWarps);
+    shared.ring_v.init(kWarpsDS);
     shared.ring_q.init(kWarps);
     shared.ring_dout.init(kWarps);
-    shared.ring_ds.init(kWarps, kWarps);
+    shared.ring_ds.init(kWarps, kWarpsDS);
+    shared.ring_p.init(kWarpsDS, kWarpsDS);
     shared.ring_tiles.init(kWarps);
     cutlass::arch::fence_barrier_init();
   }
@@ -36,7 +39,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    BackwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128}.run();
+    BackwardWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
+    if constexpr (!Traits::kSplitsWork) {
+      own.run(BackwardConsumerSm90<Traits>{own});
+    } else if (warpgroup == 1) {
+      own.run(BackwardWeightsSm90<Traits>{own});
+    } else {
+      own.run(BackwardGradientsSm90<Traits>{own});
+    }
   }
 }
 

@@ -25,8 +25,9 @@ struct MaskOfKeys {
   }
 };
 
-// The sequence as a family's kernels see it. The Hopper family's tensor maps begin where TMA may read, so its
-// queries are those that see a key: the blind ones before them are no part of it.
+// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its queries
+// are those that see a key: the blind ones before them are no part of it, and without any it has no keys
+// either.
 template <Family family, class Params>
 FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
   Sequence s = sequence(params, b);
@@ -35,6 +36,7 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
     s.queries.begin += blind;
     s.used -= blind;
     s.mask.seqlen_q -= blind;
+    if (s.mask.seqlen_q == 0) s.mask.seqlen_k = 0;
   }
   return s;
 }

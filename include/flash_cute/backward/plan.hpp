@@ -9,7 +9,6 @@
 namespace flash_cute {
 
 struct BackwardPlan {
-  int bucket;  // the head dim of the kernel that serves the problem
   BackwardTile tile;
   QueryTile query_tile;
   bool runs_keys;     // the kernel for dK and dV
@@ -21,6 +20,7 @@ struct BackwardPlan {
   int blocks;       // of the grid of the first kernel
   TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
   int64_t rows;     // of the workspace, over all heads
+  int dq_columns;   // of the sums of dQ, 0 if there are none
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
@@ -28,7 +28,7 @@ struct BackwardPlan {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
     return {floats, floats + rows, sums_dq ? end : nullptr,
-            in_turns ? reinterpret_cast<int*>(end + rows * bucket) : nullptr};
+            in_turns ? reinterpret_cast<int*>(end + rows * dq_columns) : nullptr};
   }
 };
 
@@ -55,7 +55,6 @@ inline TileOrder key_order(BackwardParams const& params, int block_n) {
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
   BackwardPlan plan{};
-  plan.bucket = bucket;
   bool const one_kernel = family == Family::sm90;
   BackwardTiles const tiles = backward_tiles(family, bucket);
   plan.tile = tile_for(tiles, bucket, params);
@@ -74,7 +73,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.blocks = plan.key_blocks * shape.heads_kv;
   if (one_kernel && !params.lengths.given && plan.blocks > 0) plan.order = key_order(params, plan.tile.block_n);
-  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + (plan.sums_dq ? bucket : 0)) +
+  plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
+  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) +
                          (plan.in_turns ? plan.rows / plan.tile.block_m * int64_t(sizeof(int)) : 0);
   return plan;
 }

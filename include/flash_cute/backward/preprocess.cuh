@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
   if (!params.workspace.dq) return;
-  constexpr int kFloats = kBlockM * Instance::head_dim;
+  constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
 }

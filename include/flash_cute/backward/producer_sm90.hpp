@@ -18,6 +18,7 @@ struct BackwardProducerSm90 {
   BackwardMaps const& maps;
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
+  RingPosition<Traits::kStagesDO> at_dout{};
   RingPosition<2> at_tiles{};
 
   CUTE_DEVICE void run() {
@@ -53,29 +54,33 @@ struct BackwardProducerSm90 {
       load_rows(std::integral_constant<int, kBlockN>{}, map, ring.acquire(at_keys), target, tile.head_kv,
                 tile.n_begin, MapPlace::of_keys(ragged, tile, entry_rows));
     };
-    // Q comes with the LSE of its rows, dO with their delta.
+    // Q comes with the LSE and delta of its rows.
     MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
     MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
-    auto load_queries = [&](CUtensorMap const& map, auto& ring, auto* slots, MapPlace const& place,
-                            float const* of_rows, float* target) {
-      auto& arrived = ring.acquire(at);
+    auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* slot, MapPlace const& place) {
+      load_rows(std::integral_constant<int, kBlockM>{}, map, arrived, slot, steps.head, steps.block * kBlockM,
+                place);
+    };
+    auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
       constexpr int kBytes = kBlockM * sizeof(float);
       int64_t const block = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
       arrived.expect_transaction(kBytes);
       cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
-                                     target + at.slot * kBlockM, kBytes);
-      load_rows(std::integral_constant<int, kBlockM>{}, map, arrived, slots + at.slot * Traits::kSlotElements,
-                steps.head, steps.block * kBlockM, place);
+                                     slots + at.slot * kBlockM, kBytes);
     };
 
     load_keys(maps.k, shared.ring_k, shared.k, rows.k);
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
-      load_queries(maps.q, shared.ring_q, shared.q, place_q, params.workspace.lse, shared.lse);
-      if (first) load_keys(maps.v, shared.ring_v, shared.v, rows.v);
-      load_queries(maps.dout, shared.ring_dout, shared.dout, place_dout, params.workspace.delta,
-                   shared.delta);
+      auto& arrived = shared.ring_q.acquire(at);
+      load_floats(arrived, params.workspace.lse, shared.lse);
+      load_floats(arrived, params.workspace.delta, shared.delta);
+      load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();
+      if (first) load_keys(maps.v, shared.ring_v, shared.v, rows.v);
+      load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
+                   shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
+      at_dout.advance();
     }
     at_keys.advance();
   }

@@ -2,8 +2,7 @@
 // each warp's own.
 #pragma once
 
-#include "flash_cute/backward/key_order.hpp"
-#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/backward/warpgroup_sm90.hpp"
 #include "flash_cute/core/bulk_add.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 
@@ -13,43 +12,44 @@ namespace flash_cute {
 // side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
 struct QuerySums {
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kBlockFloats = kBlockM * Traits::kSumColumns;
   static constexpr int kWarps = 4 * Traits::kConsumers, kWarpFloats = Traits::kWarpFloats;
-  using SharedStorage = typename Traits::SharedStorage;
-  SharedStorage& shared;
+  typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   KeyTile const& tile;
   int warpgroup, warp, lane;
 
-  CUTE_DEVICE QuerySums(SharedStorage& shared_, BackwardParams const& params_, KeyTile const& tile_,
-                        int warpgroup_, int thread)
-      : shared(shared_),
-        params(params_),
+  CUTE_DEVICE QuerySums(BackwardWarpgroup<Traits> const& own, KeyTile const& tile_)
+      : shared(own.shared),
+        params(own.params),
         tile(tile_),
-        warpgroup(warpgroup_),
-        warp(warpgroup_ * 4 + thread / 32),
-        lane(thread % 32) {}
+        warpgroup(own.warpgroup),
+        warp(own.warpgroup * 4 + own.thread / 32),
+        lane(own.thread % 32) {}
 
-  // dS of all keys is there: puts dQ = dS K in flight.
-  CUTE_DEVICE auto issue(RingPosition<Traits::kStages> const& at) const {
+  // dS of all keys is there: puts a round of dQ = dS K in flight.
+  CUTE_DEVICE auto issue(RingPosition<Traits::kStages> const& at, int round = 0) const {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{});  // (M, N, STAGE)
     Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{});   // (D, N)
     typename Traits::MmaQueries mma;
     auto const slice = mma.get_slice(warpgroup * 128);
     Tensor tQrdS = slice.partition_fragment_A(sdS);  // (MMA, MMA_M, MMA_N, STAGE)
     Tensor tQrK = slice.partition_fragment_B(sKt);   // (MMA, MMA_D, MMA_N)
-    Tensor acc_dq = partition_fragment_C(mma, typename Traits::TileQ{});
+    Tensor acc_dq = partition_fragment_C(mma, typename Traits::RoundQ{});
+    static_assert(decltype(size<1>(tQrK))::value == Traits::kRoundsQ);
+    Tensor tQrK_round = make_tensor(tQrK(_, round, _).data(),
+                                    make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
     shared.ring_ds.wait(at);
-    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at.slot), tQrK, acc_dq);
+    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at.slot), tQrK_round, acc_dq);
     return acc_dq;
   }
 
   template <class Accumulator>
-  CUTE_DEVICE void add(Accumulator const& acc_dq, int head, int block) const {
+  CUTE_DEVICE void add(Accumulator const& acc_dq, int head, int block, int round = 0) const {
     if (!params.workspace.dq) return;
     static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
     float* const staged = shared.dq + warp * kWarpFloats;
-    if (lane == 0) cute::tma_store_wait<0>();  // the step before's has been read
+    if (lane == 0) cute::tma_store_wait<0>();  // what was there has been read
     __syncwarp();
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {
@@ -61,11 +61,12 @@ struct QuerySums {
     if (lane != 0) return;
     int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
     int* const turn = params.workspace.turns ? params.workspace.turns + place : nullptr;
-    if (turn) await_turn(turn, block);
-    bulk_add(params.workspace.dq + place * (kBlockM * kHeadDim) + warp * kWarpFloats, staged,
+    if (turn && round == 0) await_turn(turn, block);
+    int const part = warp * Traits::kRoundsQ + round;
+    bulk_add(params.workspace.dq + place * kBlockFloats + part * kWarpFloats, staged,
              kWarpFloats * sizeof(float));
     cute::tma_store_arrive();
-    if (turn) pass_turn(turn);
+    if (turn && round == Traits::kRoundsQ - 1) pass_turn(turn);
   }
 
  private:
