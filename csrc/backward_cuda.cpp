@@ -23,18 +23,15 @@ struct Kernel {
   decltype(&BackwardLaunch<void>::attributes) attributes;
 };
 
-// The Ampere family's kernels serve all GPUs, so far.
 Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
-  family_for(problem, gpu);  // refuses what this GPU or build has not
+  Family const family = family_for(problem, gpu);
   Kernel kernel{};
   bool const found =
-      visit_instance(Family::sm80, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        if constexpr (Instance::family == Family::sm80) {
-          kernel = {Family::sm80, Instance::head_dim, BackwardLaunch<Instance>::run,
-                    BackwardLaunch<Instance>::attributes};
-        }
+      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
+        kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
+                  BackwardLaunch<Instance>::attributes};
       });
-  require(found, "this build has no ", name_of(Family::sm80), " kernel for ", name_of(problem.element),
+  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
   return kernel;
 }
@@ -152,7 +149,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)
       .add("smem_bytes", attributes.smem_bytes)
-      .add("grid", call.launches ? call.launch.key_blocks * call.params.shape.heads_kv : 0)
+      .add("grid", call.launches ? call.launch.blocks : 0)
       .add("workspace_bytes", call.launches ? call.launch.workspace_bytes : 0)
       .add("seqlen_k_used", call.params.shape.seqlen_k);
   return add_backward_problem(plan, call.problem).text();

@@ -70,6 +70,8 @@ struct BackwardWorkspace {
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;
+  // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
+  int* turns = nullptr;
 };
 
 struct BackwardParams {

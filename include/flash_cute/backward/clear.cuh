@@ -1,11 +1,11 @@
-// Gradients of rows that no other kernel writes, in batches of unequal lengths, are 0: queries that do not
-// count, keys that do not or that no query can reach, and what lies before and behind packed sequences.
+// Gradients of rows that no other kernel writes are 0: in batches of unequal lengths queries that do not count,
+// keys that do not or that no query can reach, and what lies before and behind packed sequences; on Hopper
+// queries that see nothing.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "flash_cute/attention/block_places.hpp"
-#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 
 namespace flash_cute {
 
@@ -44,7 +44,7 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-template <int kThreads>
+template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   clear_around(
       queries,
       [&](int b) {
-        Sequence const s = sequence(params, b);
+        Sequence const s = sequence_for<family>(params, b);
         return Rows{s.queries.begin, s.queries.begin + s.used};
       },
       [&](int entry, Rows const& rows) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   clear_around(
       keys,
       [&](int b) {
-        Sequence const s = sequence(params, b);
+        Sequence const s = sequence_for<family>(params, b);
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {

@@ -2,31 +2,15 @@
 // queries that see it.
 #pragma once
 
-#include "flash_cute/attention/block_places.hpp"
 #include "flash_cute/attention/scheduler.hpp"
-#include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/operands_sm80.hpp"
 #include "flash_cute/backward/traits_sm80.hpp"
 #include "flash_cute/core/layout.hpp"
 
 namespace flash_cute {
-
-// A block of keys of one head, and the blocks of queries of its sequence.
-struct KeyTile {
-  Sequence sequence;
-  int batch, head_kv, n_begin;
-  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
-};
-
-// The mask seen from the keys, which are rows here; those past the end see nobody.
-struct MaskOfKeys {
-  WindowMask transposed;
-
-  CUTE_DEVICE int first_key(int key) const { return transposed.first_key(key); }
-  CUTE_DEVICE int end_key(int key) const { return key < transposed.seqlen_q ? transposed.end_key(key) : 0; }
-};
 
 template <class Traits, DqSums dq_sums>
 struct BackwardMainloopSm80 {

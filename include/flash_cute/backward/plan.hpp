@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/block_places.hpp"
+#include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/backward/tiles.hpp"
 
 namespace flash_cute {
@@ -13,15 +14,21 @@ struct BackwardPlan {
   bool runs_keys;     // the kernel for dK and dV
   bool runs_queries;  // the kernel for dQ alone
   bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
+  bool in_turns;      // and each of them in one order
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int64_t rows;  // of the workspace, over all heads
+  int blocks;       // of the grid of the first kernel
+  TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
+  int64_t rows;     // of the workspace, over all heads
+  int dq_columns;   // of the sums of dQ, 0 if there are none
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
-    return {floats, floats + rows, sums_dq ? floats + 2 * rows : nullptr};
+    float* const end = floats + 2 * rows;
+    return {floats, floats + rows, sums_dq ? end : nullptr,
+            in_turns ? reinterpret_cast<int*>(end + rows * dq_columns) : nullptr};
   }
 };
 
@@ -36,25 +43,39 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
   return tiles.keys[index];
 }
 
-// bucket: the head dim of the kernel that serves the problem.
+// The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys.
+inline TileOrder key_order(BackwardParams const& params, int block_n) {
+  ProblemShape const& shape = params.shape;
+  ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
+                             shape.seqlen_k, shape.seqlen_q, shape.head_dim};
+  return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(block_n, 1), params.device.l2_bytes,
+                         2 * params.device.multiprocessors);
+}
+
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
   BackwardPlan plan{};
+  bool const one_kernel = family == Family::sm90;
   BackwardTiles const tiles = backward_tiles(family, bucket);
   plan.tile = tile_for(tiles, bucket, params);
   plan.query_tile = tiles.queries;
   ProblemShape const& shape = params.shape;
-  plan.runs_keys = needs_dkv;
-  plan.sums_dq = needs_dq && needs_dkv && !deterministic;
+  plan.runs_keys = needs_dkv || one_kernel;
+  plan.sums_dq = needs_dq && (one_kernel || (needs_dkv && !deterministic));
+  plan.in_turns = plan.sums_dq && deterministic;
   plan.runs_queries = needs_dq && !plan.sums_dq;
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tile.block_n};
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
   BlockPlaces const alone{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.query_tile.block_m};
   plan.key_blocks = keys.count();
-  plan.query_tiles = alone.count();
+  plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
-  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + (plan.sums_dq ? bucket : 0));
+  plan.blocks = plan.key_blocks * shape.heads_kv;
+  if (one_kernel && !params.lengths.given && plan.blocks > 0) plan.order = key_order(params, plan.tile.block_n);
+  plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
+  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) +
+                         (plan.in_turns ? plan.rows / plan.tile.block_m * int64_t(sizeof(int)) : 0);
   return plan;
 }
 

@@ -3,8 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "flash_cute/attention/block_places.hpp"
-#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
-  Sequence const s = sequence(params, b);
+  Sequence const s = sequence_for<Instance::family>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
@@ -65,8 +64,9 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
+  if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
   if (!params.workspace.dq) return;
-  constexpr int kFloats = kBlockM * Instance::head_dim;
+  constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
 }

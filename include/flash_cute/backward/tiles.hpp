@@ -16,6 +16,7 @@ struct BackwardTile {
   int blocks_per_sm = 1;     // thread blocks that registers must leave room for
   int pays_from = 0;         // queries of a sequence
   bool asks_for_dq = false;  // one kernel with and without sums of dQ, which asks, instead of two
+  int stages_dout = 0;       // of dO, where fewer than of Q
 
   constexpr int warps() const { return warps_keys * warps_across; }
   constexpr bool operator==(BackwardTile const&) const = default;
@@ -40,7 +41,7 @@ struct QueryTile {
 struct BackwardTiles {
   static constexpr int kMost = 3;
   BackwardTile keys[kMost];
-  QueryTile queries;
+  QueryTile queries = {};
 
   constexpr int count() const {
     int count = 0;
@@ -48,6 +49,11 @@ struct BackwardTiles {
     return count;
   }
 };
+
+// Columns of the sums of dQ: on Hopper each of two warpgroups computes half of them, in panels of 32 or 64.
+constexpr int sum_columns(Family family, int head_dim) {
+  return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
+}
 
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
@@ -69,6 +75,15 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       case 256:
         return {.keys = {{64, 64, 2, 2, 4, 2}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},
                 .queries = {64, 32, 1, 4}};
+    }
+  }
+  if (family == Family::sm90) {
+    switch (head_dim) {
+      case 64: return {.keys = {{128, 128, 2, 8, 1, 0}}};
+      case 96: return {.keys = {{64, 128, 2, 8, 1, 0}}};
+      case 128: return {.keys = {{64, 128, 2, 8, 1, 0}}};
+      case 192: return {.keys = {{64, 64, 2, 4, 2, 0}}};
+      case 256: return {.keys = {{64, 64, 2, 4, 2, 0, 1, 0, 1}}};
     }
   }
   return {};

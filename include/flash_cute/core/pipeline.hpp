@@ -20,7 +20,7 @@ struct RingPosition {
   }
 };
 
-// kStages slots, filled by TMA and freed by `consumers` arrivals.
+// kStages slots, filled by TMA (or by `producers` arrivals) and freed by `consumers` arrivals.
 template <int kStages>
 struct TmaRing {
   using Position = RingPosition<kStages>;
@@ -28,9 +28,9 @@ struct TmaRing {
   cutlass::arch::ClusterBarrier empty[kStages];
 
   // By one thread, before a barrier of the whole block.
-  CUTE_DEVICE void init(int consumers) {
+  CUTE_DEVICE void init(int consumers, int producers = 1) {
     for (int slot = 0; slot < kStages; ++slot) {
-      full[slot].init(1);
+      full[slot].init(producers);
       empty[slot].init(consumers);
     }
   }

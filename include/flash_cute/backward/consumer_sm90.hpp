@@ -1,0 +1,115 @@
+// The Hopper family's backward maths, by one warpgroup: dK and dV of its 64 keys of every tile, and its half of
+// the tile's part of dQ.
+#pragma once
+
+#include "flash_cute/backward/query_sums_sm90.hpp"
+#include "flash_cute/backward/warpgroup_sm90.hpp"
+#include "flash_cute/core/warpgroup.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct BackwardConsumerSm90 {
+  using Element = typename Traits::Element;
+  using TileS = typename Traits::TileS;
+  using TileKV = typename Traits::TileKV;
+  static constexpr int kBlockM = Traits::kBlockM;
+  BackwardWarpgroup<Traits> const& own;
+  RingPosition<1> at_keys{};
+  RingPosition<Traits::kStages> at{};
+
+  // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
+  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. The
+  // next step's S is issued behind this one's products.
+  CUTE_DEVICE void compute(KeyTile const& tile) {
+    auto& shared = own.shared;
+    QuerySteps steps = own.steps_of(tile);
+    BlockRange const unmasked = own.unmasked(tile);
+    float const scale_log2 = own.scale_log2();
+
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});        // (N, D)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});     // (M, D, STAGE)
+    Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});       // (D, M, STAGE)
+    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});   // (D, M, STAGE)
+    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});     // (N, M, STAGE)
+    typename Traits::MmaScores mma_s;
+    typename Traits::MmaKeys mma_k;
+    auto const slice_s = mma_s.get_slice(own.warpgroup * 128);
+    auto const slice_k = mma_k.get_slice(own.warpgroup * 128);
+    Tensor tSrK = slice_s.partition_fragment_A(sK);     // (MMA, MMA_N, MMA_D)
+    Tensor tSrV = slice_s.partition_fragment_A(sV);     // (MMA, MMA_N, MMA_D)
+    Tensor tSrQ = slice_s.partition_fragment_B(sQ);     // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tSrdO = slice_s.partition_fragment_B(sdO);   // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tKrQ = slice_k.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor tKrdO = slice_k.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor cS = mma_s.get_slice(own.key_thread()).partition_C(make_identity_tensor(TileS{}));
+    auto const copy_ds = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_s);
+    auto const thread_ds = copy_ds.get_slice(own.key_thread());
+    Tensor tdSsdS = thread_ds.partition_D(sdS);
+    Tensor acc_dk = partition_fragment_C(mma_k, TileKV{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dv = partition_fragment_C(mma_k, TileKV{});  // likewise
+    clear(acc_dk);
+    clear(acc_dv);
+
+    QuerySums<Traits> const sums(own, tile);
+    Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
+    auto issue_scores = [&] {
+      shared.ring_q.wait(at);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
+    };
+    shared.ring_k.wait(at_keys);
+    issue_scores();
+    shared.ring_v.wait(at_keys);
+    wait_products<0>(acc_s);  // ptxas wants it: the loop's own are in flight when it begins anew
+    while (true) {
+      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
+      shared.ring_dout.wait(at);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
+      wait_products<1>(acc_s);
+      if (!unmasked.contains(steps.block)) {
+        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
+                                steps.block * kBlockM, cS, acc_s);
+      }
+      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      Tensor rP = make_tensor<Element>(acc_s.layout());
+      auto issue_dv = [&] {
+        convert_into<Element>(acc_s, rP);
+        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
+      };
+      if constexpr (Traits::kEarlyDV) issue_dv();
+      wait_products<Traits::kEarlyDV>(acc_ds);
+      own.differentiate(acc_ds, acc_s, cS, shared.delta + at.slot * kBlockM);
+      Tensor rdS = convert<Element>(acc_ds);
+      if constexpr (!Traits::kEarlyDV) issue_dv();
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
+      auto& full = shared.ring_ds.acquire(at);
+      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
+      cutlass::arch::fence_view_async_shared();
+      own.announce(full);
+
+      Tensor acc_dq = sums.issue(at);
+      wait_products<2>(acc_dv);
+      own.release(shared.ring_dout, at);
+      wait_products<1>(acc_dk);
+      own.release(shared.ring_q, at);
+      wait_products<0>(acc_dq);
+      own.release(shared.ring_ds, at);
+      at.advance();
+      int const head = steps.head, block = steps.block;
+      steps.advance();
+      sums.add(acc_dq, head, block);
+      if (__all_sync(0xffffffffu, steps.left == 0)) break;
+      issue_scores();
+    }
+    own.release(shared.ring_k, at_keys);
+    own.release(shared.ring_v, at_keys);
+    at_keys.advance();
+    if (!own.params.dk.data) return;  // nobody asked for them
+    own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+    own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+  }
+};
+
+}  // namespace flash_cute

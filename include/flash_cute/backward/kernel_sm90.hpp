@@ -1,0 +1,53 @@
+// The Hopper family's backward kernel: in a thread block one warp loads and two warpgroups compute.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "flash_cute/backward/consumer_sm90.hpp"
+#include "flash_cute/backward/producer_sm90.hpp"
+#include "flash_cute/backward/split_consumer_sm90.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ KeyOrder const order,
+                         __grid_constant__ BackwardMaps const maps) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  int const warpgroup = cutlass::canonical_warp_group_idx();
+
+  if (threadIdx.x == 0) {
+    // Those of the warpgroup that has dS are half of them where the work is split.
+    constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;
+    shared.ring_k.init(kWarps);
+    shared.ring_v.init(kWarpsDS);
+    shared.ring_q.init(kWarps);
+    shared.ring_dout.init(kWarps);
+    shared.ring_ds.init(kWarps, kWarpsDS);
+    shared.ring_p.init(kWarpsDS, kWarpsDS);
+    shared.ring_tiles.init(kWarps);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
+
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
+      BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    BackwardWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
+    if constexpr (!Traits::kSplitsWork) {
+      own.run(BackwardConsumerSm90<Traits>{own});
+    } else if (warpgroup == 1) {
+      own.run(BackwardWeightsSm90<Traits>{own});
+    } else {
+      own.run(BackwardGradientsSm90<Traits>{own});
+    }
+  }
+}
+
+}  // namespace flash_cute

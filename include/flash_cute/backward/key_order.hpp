@@ -1,0 +1,62 @@
+// Which block of keys comes at which place of the launch order, and the steps over the queries that see it.
+#pragma once
+
+#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/backward/key_tile.hpp"
+
+namespace flash_cute {
+
+// Of sequences that are alike the blocks of keys go as those of queries do in the forward: longest first, in
+// sections. Else sequence by sequence, as BlockPlaces numbers them.
+struct KeyOrder {
+  TileOrder dense;
+  int tiles;
+  int block_m, block_n;
+
+  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
+    ProblemShape const& shape = params.shape;
+    int const* const offsets_q = params.lengths.cu_seqlens_q;
+    BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
+    KeyTile tile{.sequence = {}, .batch = 0, .head_kv = 0, .n_begin = 0, .first_place = 0, .places = 0};
+    int b = 0;
+    if (params.lengths.given) {
+      BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
+      auto const [head_kv, place] = keys.of_block(index);
+      b = keys.sequence(place);
+      tile.head_kv = head_kv;
+      tile.n_begin = (place - keys.first(b)) * block_n;
+    } else {
+      TileCoord const found = dense(index);
+      b = found.batch;
+      tile.head_kv = found.head_kv;
+      tile.n_begin = found.m_begin;
+    }
+    tile.sequence = sequence_for<Family::sm90>(params, b);
+    tile.batch = offsets_q ? 0 : b;
+    tile.first_place = queries.first(b);
+    tile.places = queries.count();
+    return tile;
+  }
+};
+
+// The blocks of queries that see a block of keys, of one head after the other of those that share it.
+struct QuerySteps {
+  BlockRange visited;
+  int head, block, left;
+
+  FLASH_CUTE_HOST_DEVICE QuerySteps(KeyTile const& tile, int heads, int block_m, int block_n)
+      : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),
+        head(tile.head_kv * heads),
+        block(visited.begin),
+        left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
+
+  FLASH_CUTE_HOST_DEVICE void advance() {
+    --left;
+    if (++block == visited.end) {
+      block = visited.begin;
+      ++head;
+    }
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,44 @@
+// A block of keys, which a thread block of the backward keeps, and the queries that pass by it.
+#pragma once
+
+#include "flash_cute/attention/block_places.hpp"
+#include "flash_cute/attention/sequence.hpp"
+
+namespace flash_cute {
+
+constexpr int kThrough = -1;  // the n_begin of what comes after a thread block's last tile
+
+// A block of keys of one head, and the blocks of queries of its sequence.
+struct KeyTile {
+  Sequence sequence;
+  int batch, head_kv, n_begin;
+  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
+};
+
+// The mask seen from the keys, which are rows here; those past the end see nobody.
+struct MaskOfKeys {
+  WindowMask transposed;
+
+  FLASH_CUTE_HOST_DEVICE int first_key(int key) const { return transposed.first_key(key); }
+  FLASH_CUTE_HOST_DEVICE int end_key(int key) const {
+    return key < transposed.seqlen_q ? transposed.end_key(key) : 0;
+  }
+};
+
+// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its queries
+// are those that see a key: the blind ones before them are no part of it, and without any it has no keys
+// either.
+template <Family family, class Params>
+FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
+  Sequence s = sequence(params, b);
+  if constexpr (family == Family::sm90) {
+    int const blind = s.mask.first_seeing_row();
+    s.queries.begin += blind;
+    s.used -= blind;
+    s.mask.seqlen_q -= blind;
+    if (s.mask.seqlen_q == 0) s.mask.seqlen_k = 0;
+  }
+  return s;
+}
+
+}  // namespace flash_cute

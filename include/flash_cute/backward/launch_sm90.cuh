@@ -1,0 +1,99 @@
+// Launches the Hopper family's backward.
+#pragma once
+
+#include "flash_cute/backward/clear.cuh"
+#include "flash_cute/backward/kernel_sm90.hpp"
+#include "flash_cute/backward/launch.hpp"
+#include "flash_cute/backward/postprocess_sm90.hpp"
+#include "flash_cute/backward/preprocess.cuh"
+
+namespace flash_cute {
+
+template <class Traits>
+BackwardMaps maps_of(BackwardParams const& params) {
+  using Element = typename Traits::Element;
+  ProblemShape const& shape = params.shape;
+  bool const ragged = params.lengths.given;
+  auto entry_rows = [&](TensorView const& view) {
+    return ragged && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
+  };
+  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, int box_rows) {
+    uint64_t const columns = shape.head_dim;
+    TmaBox const box{Traits::kPanel, 1, box_rows};
+    if (ragged) {  // see RaggedPlace
+      uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows(view) + rows + 1;
+      int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+      return make_tensor_map<Element, 5>(
+          params.device.index, view.data,
+          {columns, uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+          {view.head_stride, view.row_stride, view.row_stride, back}, box);
+    }
+    return make_tensor_map<Element, 5>(
+        params.device.index, static_cast<Element*>(view.data) + first_row * view.row_stride,
+        {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
+        {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
+  };
+  auto queries = [&](TensorView const& view) {
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), Traits::kBlockM);
+  };
+  auto keys = [&](TensorView const& view, int box_rows) {
+    return encode(view, shape.heads_kv, shape.seqlen_k, 0, box_rows);
+  };
+  // What is not there is never loaded or stored, but a map has to point somewhere.
+  TensorView const &dout = params.dout.data ? params.dout : params.q,
+                   &dk = params.dk.data ? params.dk : params.k, &dv = params.dv.data ? params.dv : params.v;
+  return {.q = queries(params.q),
+          .k = keys(params.k, Traits::kBlockN),
+          .v = keys(params.v, Traits::kBlockN),
+          .dout = queries(dout),
+          .dk = keys(dk, Traits::kWarpRows),
+          .dv = keys(dv, Traits::kWarpRows),
+          .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(dout),
+                         entry_rows(dk), entry_rows(dv)}};
+}
+
+// Calls visitor(traits) for the kernel that a plan names.
+template <class Instance, int index = 0, class Visitor>
+auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  if constexpr (index + 1 < kTiles.count()) {
+    if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
+  }
+  return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index]>{});
+}
+
+template <class Instance>
+void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
+                                   cudaStream_t stream) {
+  DeviceInfo const& device = params.device;
+  int const queries = plan.query_blocks * params.shape.heads_q;
+  constexpr int kRowThreads = 256;
+  if (params.lengths.given || params.mask.first_seeing_row() > 0) {
+    launch_kernel<backward_clear<Family::sm90, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
+                                                             0, stream, params);
+  }
+  visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
+    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
+                                                                               0, stream, params);
+    constexpr bool kStartsEarly = true;
+    KeyOrder const order{plan.order, plan.key_blocks * params.shape.heads_kv, Traits::kBlockM,
+                         Traits::kBlockN};
+    launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(
+        device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params, order,
+        maps_of<Traits>(params));
+    if (plan.sums_dq) {
+      launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
+          device, queries, Traits::kConsumers * 128, 0, stream, params);
+    }
+  });
+}
+
+template <class Instance>
+KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) {
+  return visit_backward_sm90<Instance>(plan, []<class Traits>(Traits) {
+    return read_attributes(backward_kernel_sm90<Traits>, Traits::kThreads,
+                           sizeof(typename Traits::SharedStorage));
+  });
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,43 @@
+// The kernel after the Hopper family's backward: sums of dQ become rows of dQ.
+#pragma once
+
+#include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/traits_sm90.hpp"
+
+namespace flash_cute {
+
+// With as many threads as compute dQ.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kConsumers * 128)
+    backward_postprocess_sm90(__grid_constant__ BackwardParams const params) {
+  using TileQ = typename Traits::TileQ;
+  cudaGridDependencySynchronize();  // launched early
+  ProblemShape const& shape = params.shape;
+  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+  auto const [head, of_head] = queries.of_block(blockIdx.x);
+  int const b = queries.sequence(of_head), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Sequence const s = sequence_for<Family::sm90>(params, b);
+  int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
+  if (!has_rows(m_begin, s.used)) return;
+
+  typename Traits::MmaQueries const mma;
+  Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
+  Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
+  constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
+  auto const* const sums = reinterpret_cast<float4 const*>(params.workspace.dq + int64_t(blockIdx.x) * kFloats +
+                                                           32 * size(dq) * warp);
+  CUTE_UNROLL
+  for (int i = 0; i < size(dq) / 4; ++i) {
+    float4 const four = sums[i * 32 + lane];
+    dq(4 * i) = params.softmax_scale * four.x;
+    dq(4 * i + 1) = params.softmax_scale * four.y;
+    dq(4 * i + 2) = params.softmax_scale * four.z;
+    dq(4 * i + 3) = params.softmax_scale * four.w;
+  }
+  Tensor target = local_tensor<typename Traits::Element>(params.dq, params.lengths.cu_seqlens_q ? 0 : b, head,
+                                                         int64_t(s.queries.begin) + m_begin, TileQ{});
+  store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, dq, coords);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,89 @@
+// The Hopper family's loading thread of the backward: K and V once a tile, Q and dO block by block, as far
+// ahead as there are free slots.
+#pragma once
+
+#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/tma.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct BackwardProducerSm90 {
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  KeyOrder const& order;
+  BackwardMaps const& maps;
+  RingPosition<1> at_keys{};
+  RingPosition<Traits::kStages> at{};
+  RingPosition<Traits::kStagesDO> at_dout{};
+  RingPosition<2> at_tiles{};
+
+  CUTE_DEVICE void run() {
+    for (int index = blockIdx.x; index < order.tiles; index += gridDim.x) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      announce(tile);
+      load(tile);
+    }
+    announce({.sequence = {}, .batch = 0, .head_kv = 0, .n_begin = kThrough, .first_place = 0, .places = 0});
+  }
+
+ private:
+  CUTE_DEVICE void announce(KeyTile const& tile) {
+    auto& announced = shared.ring_tiles.acquire(at_tiles);
+    shared.tiles[at_tiles.slot] = tile;
+    announced.arrive();
+    at_tiles.advance();
+  }
+
+  CUTE_DEVICE void load(KeyTile const& tile) {
+    int const heads = params.shape.heads_q / params.shape.heads_kv;
+    QuerySteps steps(tile, heads, kBlockM, kBlockN);
+    if (steps.left == 0) return;
+    bool const ragged = params.lengths.given;
+    auto const& rows = maps.entry_rows;
+    auto load_rows = [&]<int kRows>(std::integral_constant<int, kRows>, CUtensorMap const& map, auto& arrived,
+                                    auto* target, int head, int row, MapPlace const& place) {
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, head,
+                                                           place.shift + row, place.plane, place.bound);
+    };
+    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto* target, int entry_rows) {
+      load_rows(std::integral_constant<int, kBlockN>{}, map, ring.acquire(at_keys), target, tile.head_kv,
+                tile.n_begin, MapPlace::of_keys(ragged, tile, entry_rows));
+    };
+    // Q comes with the LSE and delta of its rows.
+    MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
+    MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
+    if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
+    auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* slot, MapPlace const& place) {
+      load_rows(std::integral_constant<int, kBlockM>{}, map, arrived, slot, steps.head, steps.block * kBlockM,
+                place);
+    };
+    auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
+      constexpr int kBytes = kBlockM * sizeof(float);
+      int64_t const block = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      arrived.expect_transaction(kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
+                                     slots + at.slot * kBlockM, kBytes);
+    };
+
+    load_keys(maps.k, shared.ring_k, shared.k, rows.k);
+    for (bool first = true; steps.left > 0; steps.advance(), first = false) {
+      auto& arrived = shared.ring_q.acquire(at);
+      load_floats(arrived, params.workspace.lse, shared.lse);
+      load_floats(arrived, params.workspace.delta, shared.delta);
+      load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
+      at.advance();
+      if (first) load_keys(maps.v, shared.ring_v, shared.v, rows.v);
+      load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
+                   shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
+      at_dout.advance();
+    }
+    at_keys.advance();
+  }
+};
+
+}  // namespace flash_cute

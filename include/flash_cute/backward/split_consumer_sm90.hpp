@@ -1,0 +1,186 @@
+// The Hopper family's backward maths where registers do not hold dK and dV of 64 keys: one warpgroup has P and
+// dV, another dS and dK, and each half of the tile's part of dQ.
+#pragma once
+
+#include "flash_cute/backward/query_sums_sm90.hpp"
+#include "flash_cute/backward/warpgroup_sm90.hpp"
+#include "flash_cute/core/warpgroup.hpp"
+
+namespace flash_cute {
+
+// P times 2^kShiftP passes from thread to thread, as both own the same places of a tile: four words at a time,
+// so that neither way has bank conflicts.
+template <class Traits>
+struct WeightsSlot {
+  uint4* words;  // of this thread
+
+  CUTE_DEVICE WeightsSlot(BackwardWarpgroup<Traits> const& own, int slot)
+      : words(own.shared.p + slot * Traits::kSlotP + own.thread) {}
+
+  template <class Scores>
+  CUTE_DEVICE void put(Scores const& acc_p) const {
+    auto const word = [&](int i) { return pack<cutlass::half_t>(acc_p(i), acc_p(i + 1)); };
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc_p); i += 8) {
+      words[i / 8 * 128] = make_uint4(word(i), word(i + 2), word(i + 4), word(i + 6));
+    }
+  }
+  template <class Weights>
+  CUTE_DEVICE void get(Weights& weights) const {
+    auto fours = recast<uint4>(weights);
+    CUTE_UNROLL
+    for (int i = 0; i < size(fours); ++i) fours(i) = words[i * 128];
+  }
+};
+
+// S = K Q^T has keys as rows; P is an operand of dV += P dO from registers.
+template <class Traits>
+struct BackwardWeightsSm90 {
+  using Element = typename Traits::Element;
+  using TileS = typename Traits::TileS;
+  static constexpr int kBlockM = Traits::kBlockM;
+  BackwardWarpgroup<Traits> const& own;
+  RingPosition<1> at_keys{};
+  RingPosition<Traits::kStages> at{};
+  RingPosition<Traits::kStagesDO> at_dout{};
+
+  CUTE_DEVICE void compute(KeyTile const& tile) {
+    auto& shared = own.shared;
+    QuerySteps steps = own.steps_of(tile);
+    BlockRange const unmasked = own.unmasked(tile);
+    float const scale_log2 = own.scale_log2();
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
+    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
+    typename Traits::MmaScores mma_s;
+    typename Traits::MmaKeys mma_k;
+    Tensor tSrK = mma_s.get_slice(0).partition_fragment_A(sK);     // (MMA, MMA_N, MMA_D)
+    Tensor tSrQ = mma_s.get_slice(0).partition_fragment_B(sQ);     // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tKrdO = mma_k.get_slice(0).partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
+    Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
+    clear(acc_dv);
+    QuerySums<Traits> const sums(own, tile);
+
+    shared.ring_k.wait(at_keys);
+    while (true) {
+      Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
+      shared.ring_q.wait(at);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
+      wait_products<0>(acc_s);
+      if (!unmasked.contains(steps.block)) {
+        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
+                                steps.block * kBlockM, cS, acc_s);
+      }
+      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      own.release(shared.ring_q, at);
+      auto& full = shared.ring_p.acquire(at);
+      WeightsSlot<Traits>(own, at.slot).put(acc_s);
+      own.announce(full);
+      Tensor rP = convert<Element>(acc_s);
+      shared.ring_dout.wait(at_dout);
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
+      int const head = steps.head, block = steps.block;
+      steps.advance();
+      CUTE_UNROLL
+      for (int round = 0; round < Traits::kRoundsQ; ++round) {
+        Tensor acc_dq = sums.issue(at, round);
+        if (round == 0) {
+          wait_products<1>(acc_dv);
+          own.release(shared.ring_dout, at_dout);
+          at_dout.advance();
+        }
+        wait_products<0>(acc_dq);
+        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at);
+        sums.add(acc_dq, head, block, round);
+      }
+      at.advance();
+      if (__all_sync(0xffffffffu, steps.left == 0)) break;
+    }
+    own.release(shared.ring_k, at_keys);
+    at_keys.advance();
+    if (own.params.dv.data) {
+      own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f / (1 << Traits::kShiftP), acc_dv);
+    }
+  }
+};
+
+// dP = V dO^T, likewise; dS is an operand of dK += dS Q from registers, and of dQ = dS K through shared memory.
+template <class Traits>
+struct BackwardGradientsSm90 {
+  using Element = typename Traits::Element;
+  using TileS = typename Traits::TileS;
+  static constexpr int kBlockM = Traits::kBlockM;
+  BackwardWarpgroup<Traits> const& own;
+  RingPosition<1> at_keys{};
+  RingPosition<Traits::kStages> at{};
+  RingPosition<Traits::kStagesDO> at_dout{};
+
+  CUTE_DEVICE void compute(KeyTile const& tile) {
+    auto& shared = own.shared;
+    QuerySteps steps = own.steps_of(tile);
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});     // (N, D)
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
+    Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
+    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});   // (N, M, STAGE)
+    typename Traits::MmaScores mma_s;
+    typename Traits::MmaKeys mma_k;
+    Tensor tSrV = mma_s.get_slice(0).partition_fragment_A(sV);   // (MMA, MMA_N, MMA_D)
+    Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);  // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
+    auto const copy_ds = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_s);
+    auto const thread_ds = copy_ds.get_slice(own.thread);
+    Tensor tdSsdS = thread_ds.partition_D(sdS);
+    Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
+    clear(acc_dk);
+    QuerySums<Traits> const sums(own, tile);
+
+    shared.ring_k.wait(at_keys);
+    shared.ring_v.wait(at_keys);
+    while (true) {
+      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
+      shared.ring_dout.wait(at_dout);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at_dout.slot), acc_ds);
+      shared.ring_q.wait(at);
+      shared.ring_p.wait(at);
+      Tensor weights = make_tensor<cutlass::half_t>(acc_ds.layout());
+      WeightsSlot<Traits>(own, at.slot).get(weights);
+      wait_products<0>(acc_ds);
+      __syncwarp();
+      own.release(shared.ring_p, at);
+      own.release(shared.ring_dout, at_dout);
+      at_dout.advance();
+      own.differentiate(acc_ds, weights, cS, shared.delta + at.slot * kBlockM);
+      Tensor rdS = convert<Element>(acc_ds);
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
+      auto& full = shared.ring_ds.acquire(at);
+      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
+      cutlass::arch::fence_view_async_shared();
+      own.announce(full);
+      int const head = steps.head, block = steps.block;
+      steps.advance();
+      CUTE_UNROLL
+      for (int round = 0; round < Traits::kRoundsQ; ++round) {
+        Tensor acc_dq = sums.issue(at, round);
+        if (round == 0) {
+          wait_products<1>(acc_dk);
+          own.release(shared.ring_q, at);
+        }
+        wait_products<0>(acc_dq);
+        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at);
+        sums.add(acc_dq, head, block, round);
+      }
+      at.advance();
+      if (__all_sync(0xffffffffu, steps.left == 0)) break;
+    }
+    own.release(shared.ring_k, at_keys);
+    own.release(shared.ring_v, at_keys);
+    at_keys.advance();
+    if (own.params.dk.data) {
+      own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+    }
+  }
+};
+
+}  // namespace flash_cute

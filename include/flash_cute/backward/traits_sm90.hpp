@@ -1,0 +1,120 @@
+// Types of the Hopper family's backward: products, shared-memory layouts, who has how many registers.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/backward/key_tile.hpp"
+#include "flash_cute/backward/tiles.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/named_barrier.hpp"
+#include "flash_cute/core/pipeline.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+template <class Instance_, BackwardTile tile>
+struct BackwardTraitsSm90 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+
+  static constexpr BackwardTile kTile = tile;
+  static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0, "this head dim has no row in backward/tiles.hpp");
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
+  static constexpr int kHeadDim = Instance::head_dim;
+
+  // A warpgroup that loads, and two that compute. setmaxnreg shares the registers out.
+  static constexpr int kConsumers = kTile.warps() / 4;
+  static_assert(kConsumers == 2 && (kBlockM == 64 || kBlockM == 128));
+  // Each has its own keys; or all of them the same, one S, P and dV, the other dP, dS and dK.
+  static constexpr bool kSplitsWork = kTile.warps_across > 1;
+  static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
+  static_assert(kBlockN == 64 * kKeyGroups);
+  static constexpr int kThreads = (1 + kConsumers) * 128;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                    (1 + kConsumers) * (65536 / kThreads / 8 * 8),
+                "setmaxnreg would wait for registers that nobody gives back");
+
+  // S and dP have keys as rows, so P and dS are left operands of dV and dK as they lie in registers.
+  using KeyLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
+  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using MmaScores = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kBlockM>, Int<kHeadDim>>>(),
+      KeyLayout{}));
+  using MmaKeys = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      KeyLayout{}));
+  static_assert(size<1>(typename MmaScores::AtomShape_MNK{}) == kBlockM &&
+                    size<1>(typename MmaKeys::AtomShape_MNK{}) == kHeadDim,
+                "CuTe makes do with narrow products where it has none of this width");
+  // Of dQ each warpgroup computes 64 queries, or half of the columns, in rounds if registers are short.
+  static constexpr int kSumColumns = sum_columns(Family::sm90, kHeadDim);
+  static constexpr int kRowsQ = kBlockM / 64, kRoundsQ = kHeadDim > 192 ? 2 : 1;
+  static constexpr int kColumnsQ = kSumColumns * kRowsQ / kConsumers / kRoundsQ;
+  using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
+  using RoundQ = Shape<Int<kBlockM>, Int<kSumColumns / kRoundsQ>>;
+  using MmaQueries = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kColumnsQ>, Int<kBlockN>>,
+                           GMMA::Major::MN, GMMA::Major::MN>(),
+      Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>{}));
+  static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
+
+  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each is read both ways: its rows are
+  // rows of an operand of S and dP, and its columns those of one of dV, dK and dQ.
+  static constexpr int kPanel = kHeadDim == 64 || kHeadDim % 128 == 0 ? 64 : 32;
+  template <class Wide, class Narrow>
+  using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
+  using RowAtom = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+  using ColumnAtom = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
+  using LayoutKV = decltype(tile_to_shape(RowAtom{}, TileKV{}));
+  // With room for columns that are summed up although nobody loads them.
+  using LayoutKt =
+      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kSumColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
+  using LayoutQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutQt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
+                                          Step<_2, _1, _3>{}));
+  using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesDO>>{}));
+  using LayoutDOt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStagesDO>>{},
+                                           Step<_2, _1, _3>{}));
+  using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                          Shape<Int<kBlockM>, Int<kBlockN>, Int<kStages>>{}));
+  using LayoutDSt = decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kStages>>,
+                                                            Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>>{}));
+  using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
+  static constexpr int kWarpFloats = kBlockM * kSumColumns / (4 * kConsumers) / kRoundsQ, kWarpRows = 16;
+  static constexpr int kStoreColumns = kHeadDim / kRoundsQ;
+  using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
+  static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
+                kWarpFloats * sizeof(float) % 1024 == 0);
+  // P goes from one warpgroup to the other as halves, of which 2^12 keep small weights normal: as exact as
+  // fp16 and more so than bf16.
+  static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
+  static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
+  // When P is packed before dS is known, its product runs beside that; where registers allow it.
+  static constexpr bool kEarlyDV = kHeadDim + kBlockM * 5 / 4 <= 208;
+
+  struct SharedStorage {
+    alignas(1024) Element k[cosize_v<LayoutKt>];
+    alignas(1024) Element v[cosize_v<LayoutKV>];
+    alignas(1024) Element q[cosize_v<LayoutQ>];
+    alignas(1024) Element dout[cosize_v<LayoutDO>];
+    alignas(1024) Element ds[cosize_v<LayoutDS>];
+    alignas(1024) float dq[4 * kConsumers * kWarpFloats];
+    alignas(128) uint4 p[kStages * kSlotP];
+    alignas(128) float lse[kStages * kBlockM];
+    alignas(128) float delta[kStages * kBlockM];
+    TmaRing<1> ring_k, ring_v;
+    TmaRing<kStages> ring_q, ring_ds, ring_p;
+    TmaRing<kStagesDO> ring_dout;
+    TmaRing<2> ring_tiles;
+    KeyTile tiles[2];
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+}  // namespace flash_cute

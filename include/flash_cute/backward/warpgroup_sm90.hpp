@@ -1,0 +1,133 @@
+// What the Hopper family's computing warpgroups of the backward have in common: the walk over tiles, P and dS
+// element by element, and how dK and dV leave.
+#pragma once
+
+#include "flash_cute/attention/softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/tma.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct BackwardWarpgroup {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  BackwardMaps const& maps;
+  int warpgroup;  // among the consumers
+  int thread;     // of the warpgroup
+
+  // The thread's number among those that share the keys of a tile, and its warp's.
+  CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
+  CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
+  CUTE_DEVICE float scale_log2() const { return params.softmax_scale * float(M_LOG2E); }
+
+  template <class Consumer>
+  CUTE_DEVICE void run(Consumer consumer) const {
+    RingPosition<2> at{};
+    while (true) {
+      shared.ring_tiles.wait(at);
+      KeyTile const& tile = shared.tiles[at.slot];
+      if (tile.n_begin == kThrough) break;
+      consumer.compute(tile);
+      __syncwarp();
+      release(shared.ring_tiles, at);
+      at.advance();
+    }
+    if (thread % 32 == 0) cute::tma_store_wait<0>();  // the last sums have been read
+  }
+
+  CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
+    return QuerySteps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
+  }
+
+  // Blocks of queries that see all of this warpgroup's keys.
+  CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
+    WindowMask const& mask = tile.sequence.mask;
+    int const begin = tile.n_begin + key_warp() / 4 * 64;
+    return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
+  }
+
+  // One arrival a warp: its own products have read the slot, or its lanes filled it.
+  template <class Ring, class Position>
+  CUTE_DEVICE static void release(Ring& ring, Position const& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+  }
+  CUTE_DEVICE static void announce(auto& full) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) full.arrive();
+  }
+
+  // Scores become weights times 2^kShiftP: 2^(score * scale - LSE of its query), whose column it is.
+  template <class Scores, class Coords>
+  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
+    auto scores = row_col_view(acc_s);
+    auto const coords = row_col_view(cS);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      float const lse = lse_of_queries[get<1>(coords(0, col))] - float(Traits::kShiftP);
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(scores); ++row) {
+        scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
+      }
+    }
+  }
+
+  // dS = P (dP + dLSE - D), the last two those of its query, whose column it is.
+  template <class Gradients, class Weights, class Coords>
+  CUTE_DEVICE static void differentiate(Gradients& acc_ds, Weights const& acc_p, Coords const& cS,
+                                        float const* delta_of_queries) {
+    constexpr float kUnit = 1.f / (1 << Traits::kShiftP);
+    auto gradients = row_col_view(acc_ds);
+    auto const weights = row_col_view(acc_p);
+    auto const coords = row_col_view(cS);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(gradients); ++col) {
+      float const delta = kUnit * delta_of_queries[get<1>(coords(0, col))];
+      CUTE_UNROLL
+      for (int row = 0; row < size<0>(gradients); ++row) {
+        gradients(row, col) = float(weights(row, col)) * fmaf(gradients(row, col), kUnit, delta);
+      }
+    }
+  }
+
+  // By each warp alone: its 16 rows leave through the memory of its sums of dQ, as many columns at a time as fit.
+  template <class Accumulator>
+  CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
+                         Accumulator const& acc) const {
+    int const warp = warpgroup * 4 + thread / 32, lane = thread % 32;
+    auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
+    Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
+    auto const values = row_col_view(acc);
+    auto word = [&](int row, int col) {
+      return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
+    };
+    MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
+    constexpr int kColumns = Traits::kStoreColumns, kOwned = kColumns / 4;  // of them, by a lane
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kRoundsQ; ++part) {
+      if (lane == 0) cute::tma_store_wait<0>();  // what was there has left
+      __syncwarp();
+      CUTE_UNROLL
+      for (int i = 0; i < kOwned; i += 4) {  // 16 columns
+        auto& target = sRows(lane % 16, 4 * i + lane / 16 * 8);
+        int const col = part * kOwned + i;
+        SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
+                                reinterpret_cast<uint128_t&>(target));
+      }
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
+            map, rows, part * kColumns, tile.head_kv,
+            place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+      }
+    }
+  }
+};
+
+}  // namespace flash_cute
