@@ -15,8 +15,8 @@ struct BackwardTile {
   int warps_queries;         // of the same warps, along the queries of dQ; the others lie along its columns
   int blocks_per_sm = 1;     // thread blocks that registers must leave room for
   int pays_from = 0;         // queries of a sequence
-  bool asks_for_dq = false;  // one kernel with and without sums of dQ, which asks, instead of two
   int stages_dout = 0;       // of dO, where fewer than of Q
+  bool asks_for_dq = false;  // one kernel with and without sums of dQ, which asks, instead of two
 
   constexpr int warps() const { return warps_keys * warps_across; }
   constexpr bool operator==(BackwardTile const&) const = default;
@@ -68,7 +68,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. A
       // kernel that asks about dQ wins 2 to 3%; elsewhere two kernels win 1 to 5%.
       case 128:
-        return {.keys = {{64, 64, 2, 2, 2, 2, 2, 0, true}, {64, 64, 1, 2, 2, 2, 1, 0, true}},
+        return {.keys = {{64, 64, 2, 2, 2, 2, 2, 0, 0, true}, {64, 64, 1, 2, 2, 2, 1, 0, 0, true}},
                 .queries = {64, 64, 2, 4, 2}};
       case 192: return {.keys = {{64, 64, 2, 4, 2, 4}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
       // One stage loses 6 to 10%, four warps along the keys 12 to 15%; 32 x 64 20%.
