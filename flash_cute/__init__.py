@@ -2,9 +2,9 @@
 
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
-forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, merge makes one
-result of those for parts of the keys, supported and explain tell with what, flash_cute.reference checks.
-flash_cute.integrations and flash_cute.compat are faces under other libraries' names, to be imported by themselves.
+forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, merge makes
+one result of those for parts of the keys, supported and explain tell with what, flash_cute.reference checks.
+flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
 """
 
 from pkgutil import extend_path

@@ -49,8 +49,8 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
 def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"flash_cute.merge: there are {len(outs)} outs and {len(lses)} lses; as many of both are accepted, "
-            "one or more"
+            f"flash_cute.merge: there are {len(outs)} outs and {len(lses)} lses; as many of both, and at "
+            "least one, are accepted"
         )
     for name, tensors in (("outs", outs), ("lses", lses)):
         for index, tensor in enumerate(tensors):
