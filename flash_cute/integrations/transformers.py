@@ -88,7 +88,7 @@ def cute_mask(
     # Packed sequences are looked for by transformers where there is neither padding nor a cache.
     packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
     packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    _check_kind(mask_function.__qualname__, packed, local_size, use_vmap, config)
+    _check_kind(mask_function.__name__, packed, local_size, use_vmap, config)
 
     if local_size is None:
         options = {"causal": not bidirectional}
@@ -161,8 +161,8 @@ def cute_attention(
         )
     if mask.size != (query.shape[2], key.shape[2]):
         raise ValueError(
-            f"flash_cute.transformers: the mask is for {mask.size[0]} queries and {mask.size[1]} keys, and there "
-            f"are {query.shape[2]} and {key.shape[2]}"
+            f"flash_cute.transformers: the mask is for {mask.size[0]} queries and {mask.size[1]} keys, and "
+            f"there are {query.shape[2]} and {key.shape[2]}"
         )
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
     if cu_seq_lens_q is not None:
@@ -186,7 +186,7 @@ def _check_kind(name: str, packed: bool, local_size: int | None, use_vmap: bool,
     if local_size is not None and local_size == chunk_size:
         raise _error(f"attention is in chunks of {chunk_size}", accepted)
     known = name in ("causal_mask_function", "bidirectional_mask_function")
-    if not known and (name != "and_masks.<locals>.and_mask" or not (packed or local_size is not None)):
+    if not known and (name != "and_mask" or not (packed or local_size is not None)):
         raise _error(f"the mask function is {name}", accepted)
 
 
@@ -238,8 +238,8 @@ def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     holes = end - first != present.sum(1)
     if lengths.CHECKED and not torch.compiler.is_compiling() and holes.any():
         raise ValueError(
-            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding at "
-            "the begin and at the end is accepted"
+            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding "
+            "at the begin and at the end is accepted"
         )
     factor = torch.where(holes, torch.nan, 1.0)
     return first, end, factor[:, None, None, None]
