@@ -3,9 +3,9 @@
     python examples/train_llama.py [file ...]
 
 Trains the same model from one seed on the same batches with eager attention, SDPA and flash_cute. A batch is
-one row of whole paragraphs, one behind the other, whose positions restart; flash_cute is told their offsets, too.
-A token is a byte. Without files it reads the sources of Python's standard library. Everything runs under autocast
-to bfloat16. Exits with 1 where the last losses with flash_cute and SDPA are further than --tolerance apart.
+one row of whole paragraphs, one behind the other, whose positions restart; flash_cute is told their offsets.
+A token is a byte. Without files it reads the sources of Python's standard library. Everything runs under
+autocast to bfloat16. Exits with 1 where the last losses of flash_cute and SDPA are over --tolerance apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = {"cpu": (2, 4, 2, 32, 1024, 12), "cuda": (8, 16, 4, 64, 8192, 60)}
 
 
 def batches(text: bytes, tokens: int, steps: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """The model's inputs, each `tokens` bytes, or one less, of whole paragraphs, but for the last, which is cut."""
+    """The model's inputs, each `tokens` bytes, or one less, of paragraphs; the last one is cut."""
     made, rows, size = [], [], 0
     for paragraph in text.split(b"\n\n"):
         row = paragraph[: tokens - size]

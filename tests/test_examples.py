@@ -21,8 +21,9 @@ def example(name: str, device, folder, *arguments: str) -> subprocess.CompletedP
 
 def test_char_gpt(device, tmp_path):
     sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+    options = [*sizes, "--contexts", "30", "64", "--plot", "curves.png"]
     files = [str(ROOT / "flash_cute" / "interface.py"), str(ROOT / "tests" / "cases.py")]
-    ran = example("char_gpt.py", device, tmp_path, *sizes, "--contexts", "30", "64", "--plot", "curves.png", *files)
+    ran = example("char_gpt.py", device, tmp_path, *options, *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "the losses agree" in ran.stdout
     assert (tmp_path / "curves.png").stat().st_size > 0
@@ -46,7 +47,7 @@ def test_train_llama(device, tmp_path):
         ("--plot=nowhere/curves.png", "there is no such folder"),
     ],
 )
-def test_wrong_options_of_example("char_gpt.py", device, tmp_path, argument, sentence):
+def test_wrong_options_of_char_gpt(device, tmp_path, argument, sentence):
     """Before anything is computed."""
     ran = example("char_gpt.py", device, tmp_path, argument)
     assert ran.returncode == 2
