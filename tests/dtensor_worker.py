@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py runs in each of two processes: flash_cute on DTensors, beside float64."""
+"""What tests/test_distributed.py runs in each of two processes: DTensors, and a ring, beside float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from cases import (
 )
 from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 import flash_cute.integrations.dtensor
+import flash_cute.integrations.sdpa
 
 DTYPE = torch.bfloat16
 ALL, BATCH, HEADS, ROWS, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
@@ -96,6 +99,42 @@ def ragged(packed: bool, placement, mesh) -> None:
     assert_ragged_gradients(whole(gradients, tensors), batch, dout, dlse, MASKS["causal"])
 
 
+def ring(mesh, method: str) -> None:
+    """What context_parallel calls on GPUs: each process has an early and a late part of the sequence."""
+    inputs = make_inputs(Shape(2, 4, 4, 64, 64, 32), DTYPE, "cpu", seed=shared(5))
+    dout, _ = make_gradients(inputs[0], seed=6)
+    pairs = [(part, 2 * mesh.size() - 1 - part) for part in range(mesh.size())]
+    mine = pairs[mesh.get_local_rank()]
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(2 * mesh.size(), 2)
+        return torch.cat([parts[place] for place in mine], 2)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in pairs]
+        dist.all_gather(found, x.contiguous())
+        parts = {
+            place: part
+            for places, both in zip(pairs, found, strict=True)
+            for place, part in zip(places, both.chunk(2, 2), strict=True)
+        }
+        return torch.cat([parts[place] for place in sorted(parts)], 2)
+
+    context_parallel.set_rotate_method(method)
+    activate_flash_attention_impl("flash_cute")
+    tensors = [local(x) for x in inputs]
+    out, lse, *rest = context_parallel._scaled_dot_product_ring_flash_attention(
+        mesh, *tensors, is_causal=True
+    )
+    arguments = *tensors, out, lse, *rest[:4], 0.0, True, *rest[4:6]
+    backward = context_parallel._scaled_dot_product_ring_flash_attention_backward
+    gradients = backward(mesh, local(dout), *arguments)
+    restore_flash_attention_impl()
+    assert_attention((gathered(out), gathered(lse)), *inputs, MASKS["causal"])
+    gradients = [torch.empty_like(x).copy_(gathered(g)) for x, g in zip(inputs, gradients, strict=False)]
+    assert_gradients(gradients, *inputs, dout, None, MASKS["causal"])
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -105,6 +144,9 @@ def main() -> None:
     for packed, placement in ((False, ALL), (False, BATCH), (False, HEADS), (True, ALL), (True, HEADS)):
         ragged(packed, placement, mesh)
         print("passed:", "packed" if packed else "padded", placement, flush=True)
+    for method in ("allgather", "alltoall"):
+        ring(mesh, method)
+        print("passed: ring,", method, flush=True)
     dist.destroy_process_group()
 
 
