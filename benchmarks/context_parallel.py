@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.context_parallel
 
-Forward and backward, one process a GPU. PyTorch merges the partial results, gathers K and V or passes them on,
-and shares out the causal work evenly. Times are the slowest process's, medians over the repeats. Exits with 1
+Forward and backward, one process a GPU. PyTorch merges partial results, gathers K and V or passes them on, and
+shares out the causal work evenly. Times are the slowest process's, medians over the repeats. Exits with 1
 where the results of a ring are not those of one GPU.
 """
 

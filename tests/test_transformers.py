@@ -266,12 +266,12 @@ def test_trainer(device, tmp_path):
 
 @pytest.mark.gpu
 def test_nothing_waits(device):
-    """But transformers itself, which looks whether positions restart."""
+    """Without transformers' sliding cache, which does."""
     trio, ids, mask = Trio("mistral", device), tokens(device), padding("both", device)
-    trio.ours(ids, attention_mask=mask)
+    trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trio.ours(ids, attention_mask=mask)
+        trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
