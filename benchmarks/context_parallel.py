@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.context_parallel
 
-Forward and backward, one process a GPU. PyTorch merges partial results, gathers K and V or passes them on, and
-shares out the causal work evenly. Times are the slowest process's, medians over the repeats. Exits with 1
-where the results of a ring are not those of one GPU.
+Forward and backward, one process a GPU. PyTorch merges partial results, gathers K and V or passes them on
+and shares out the causal work. Times are the slowest process's, medians over the repeats. Exits with 1 where
+the results of a ring are not those of one GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_cute.integrations.sdpa  # noqa: F401
 
-from .report import table
+from .report import source, table
 from .results import environment, save_and_show
 
 KERNELS = {
@@ -116,17 +116,24 @@ def measure_all(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     return rows
 
 
-def show(rows: list[dict], options: argparse.Namespace) -> str:
-    flops = 3.5 * 2 * options.heads * options.tokens**2 * options.head_dim  # causal: half of 4 a pair
+def markdown(results: dict) -> str:
+    """The table, and where it comes from."""
+    options, rows = results["options"], results["rows"]
+    tokens, heads, head_dim = (options[name] for name in ("tokens", "heads", "head_dim"))
+    flops = (
+        3.5 * 2 * heads * tokens**2 * head_dim
+    )  # a causal half of 4 a pair, and the backward's 2.5 times that
     alone = {row["kernels"]: row["milliseconds"] for row in rows if row["gpus"] == 1}
     lines = []
     for row in rows:
-        rate = flops / row["milliseconds"] / 1e9
-        gain = alone[row["kernels"]] / row["milliseconds"]
-        cells = f"{row['milliseconds']:.1f}", f"{rate:.0f}", f"{gain:.2f}", f"{row['apart']:.1e}"
-        lines.append([row["kernels"], str(row["gpus"]), row["rotation"] or "", *cells])
+        milliseconds = row["milliseconds"]
+        speed = f"{flops / milliseconds / 1e9:.0f}", f"{alone[row['kernels']] / milliseconds:.2f}"
+        cells = row["rotation"] or "", f"{milliseconds:.1f}", *speed, f"{row['apart']:.1e}"
+        lines.append([row["kernels"], str(row["gpus"]), *cells])
     titles = ["kernels", "GPUs", "K and V", "ms", "TFLOP/s", "times one GPU", "apart"]
-    return "\n".join(table(titles, lines))
+    sizes = f"Causal, bf16, {tokens} tokens, {heads} heads, head dim {head_dim}, forward and backward."
+    apart = "Apart: RMS of the difference from flash_cute on one GPU, of that of the results themselves."
+    return "\n".join([*source(results["environment"]), "", f"{sizes} {apart}", "", *table(titles, lines)])
 
 
 def parse() -> argparse.Namespace:
@@ -148,14 +155,12 @@ def main() -> int:
     rows = measure_all(options, mesh)
     agree = all(row["apart"] <= APART for row in rows)
     if dist.get_rank() == 0:
-        sizes = f"{options.tokens} tokens, {options.heads} heads, head_dim {options.head_dim}"
-        text = f"Causal, bfloat16, {sizes}, forward and backward.\n\n{show(rows, options)}"
         results = {
             "environment": environment(device),
             "options": vars(options) | {"output": None},
             "rows": rows,
         }
-        save_and_show(results, text, "context-parallel", options.output)
+        save_and_show(results, markdown(results), "context-parallel", options.output)
         print("results agree" if agree else "results DO NOT AGREE")
     dist.destroy_process_group()
     return not agree

@@ -1,4 +1,4 @@
-"""flash_cute on two processes of this machine's CPUs: DTensor, DDP, FSDP2, tensor parallelism."""
+"""flash_cute on two processes: DTensor, DDP, FSDP2, tensor parallelism; context_parallel on two GPUs."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def test_wrong_options():
     ran = subprocess.run(command, env=environment(WORLD_SIZE="2"), capture_output=True, text=True)
     assert ran.returncode == 2
     assert "heads is 3; a multiple of the 2 processes is accepted" in ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+def test_context_parallel(tmp_path):
+    """The benchmark, in a small size, finds that results are those of one GPU."""
+    sizes = "--tokens=4096", "--heads=4", "--repeats=1", f"--output={tmp_path}"
+    ran = on_two_processes("-m", "benchmarks.context_parallel", *sizes)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "results agree" in ran.stdout

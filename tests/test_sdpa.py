@@ -408,35 +408,69 @@ def test_sdpa_in_a_cuda_graph_and_without_waiting(device):
     assert_gradients(gradients, *detached(*inputs), ones, None, CAUSAL)
 
 
+SEQUENCE = 150
+HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+PADDING = torch.arange(SEQUENCE).expand(2, SEQUENCE) > 100
+MULTIHEAD = {  # arguments of MultiheadAttention's forward, and whether PyTorch gives them to FlashAttention
+    "plain": ({"need_weights": False}, True),
+    "is_causal": ({"need_weights": False, "is_causal": True, "attn_mask": HIDDEN}, True),
+    "attn_mask": ({"need_weights": False, "attn_mask": HIDDEN}, False),
+    "key_padding_mask": ({"need_weights": False, "key_padding_mask": PADDING}, False),
+    "need_weights": ({"need_weights": True, "average_attn_weights": False}, None),  # of no backend
+}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("arguments", MULTIHEAD)
 @pytest.mark.parametrize("training", [True, False])
-def test_multihead_attention(device, training):
+def test_multihead_attention(device, training, arguments):
+    arguments, is_for_flash = MULTIHEAD[arguments]
+    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     module = torch.nn.MultiheadAttention(256, 4, batch_first=True, device=device, dtype=DTYPE).train(training)
     exact = torch.nn.MultiheadAttention(256, 4, batch_first=True, device=device, dtype=torch.float64)
     exact.load_state_dict(module.state_dict())
-    x = torch.randn(2, 150, 256, device=device, dtype=DTYPE)
+    x = torch.randn(2, SEQUENCE, 256, device=device, dtype=DTYPE)
     results = []
-    with torch.set_grad_enabled(training), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        names = kernels_of(lambda: results.append(module(x, x, x, need_weights=False)[0]))
-    assert is_ours(names)
-    with torch.set_grad_enabled(training), sdpa_kernel(SDPBackend.MATH):
-        yardstick = module(x, x, x, need_weights=False)[0]
-        oracle = exact(*(x.double() for _ in range(3)), need_weights=False)[0]
+    with torch.set_grad_enabled(training):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            if is_for_flash is False:
+                with pytest.raises(RuntimeError, match="No available kernel"):
+                    module(x, x, x, **arguments)
+                return
+            names = kernels_of(lambda: results.append(module(x, x, x, **arguments)[0]))
+        with sdpa_kernel(SDPBackend.MATH):
+            yardstick = module(x, x, x, **arguments)[0]
+            oracle = exact(*(x.double() for _ in range(3)), **arguments)[0]
+    assert is_ours(names) == bool(is_for_flash)
     assert_within_rule("out", *detached(results[0], yardstick, oracle))
 
 
 @pytest.mark.gpu
+def test_dropout_of_multihead_attention(device):
+    module = torch.nn.MultiheadAttention(256, 4, 0.1, batch_first=True, device=device, dtype=DTYPE)
+    x = torch.randn(2, SEQUENCE, 256, device=device, dtype=DTYPE)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with pytest.raises(
+            NotImplementedError, match=r"^flash_cute\.sdpa: dropout_p is 0\.1; 0 is accepted$"
+        ):
+            module(x, x, x, need_weights=False)
+        assert module.eval()(x, x, x, need_weights=False)[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors(device, layout):
+def test_nested_tensors(device, layout, is_causal):
     lengths = 30, 1, 129
     parts = [[torch.randn(length, 4, 64, device=device, dtype=DTYPE) for length in lengths] for _ in "qkv"]
     nested = [torch.nested.nested_tensor(part, layout=layout).transpose(1, 2) for part in parts]
     results = []
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        names = kernels_of(lambda: results.append(scaled_dot_product_attention(*nested)))
+        names = kernels_of(lambda: results.append(scaled_dot_product_attention(*nested, is_causal=is_causal)))
     assert is_ours(names)
     for out, *sequence in zip(results[0].unbind(), *parts, strict=True):
-        assert_out(out.unsqueeze(0), [x.transpose(0, 1).unsqueeze(0) for x in sequence])
+        sequence = [x.transpose(0, 1).unsqueeze(0) for x in sequence]
+        assert_out(out.unsqueeze(0), sequence, CAUSAL if is_causal else FULL)
 
 
 @pytest.mark.gpu

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from flash_cute.compat._translate import dense, packed, unstacked
 
 __version__ = "2.8.3"  # the release whose functions these are
@@ -52,9 +50,8 @@ def flash_attn_func(
         (batch, heads_q, seqlen_q), S_dmask an empty tensor, as there is no dropout.
     """
     refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = dense("flash_attn_func", q, k, v, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_kvpacked_func(
@@ -70,12 +67,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ):
     """flash_attn_func of kv, (batch, seqlen_k, 2, heads_kv, head_dim)."""
-    name = "flash_attn_kvpacked_func"
-    tensors = unstacked(name, "kv", kv, 2)
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = dense(name, q, *tensors, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    k, v = unstacked("kv", kv, 2)
+    return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -90,12 +84,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ):
     """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim)."""
-    name = "flash_attn_qkvpacked_func"
-    tensors = unstacked(name, "qkv", qkv, 3)
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = dense(name, *tensors, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    q, k, v = unstacked("qkv", qkv, 3)
+    return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -127,16 +118,11 @@ def flash_attn_varlen_func(
         out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
         (heads_q, total_q).
     """
+    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    refused["block_table"] = block_table
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    refused = {
-        "dropout_p": dropout_p,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "block_table": block_table,
-    }
-    mask = softmax_scale, causal, window_size, deterministic
-    result = packed("flash_attn_varlen_func", q, k, v, lengths, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -156,13 +142,10 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ):
     """flash_attn_varlen_func of kv, (total_k, 2, heads_kv, head_dim)."""
-    name = "flash_attn_varlen_kvpacked_func"
-    tensors = unstacked(name, "kv", kv, 2)
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = packed(name, q, *tensors, lengths, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    k, v = unstacked("kv", kv, 2)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -179,13 +162,10 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):
     """flash_attn_varlen_func of qkv, (total, 3, heads, head_dim)."""
-    name = "flash_attn_varlen_qkvpacked_func"
-    tensors = unstacked(name, "qkv", qkv, 3)
-    lengths = {"cu_seqlens_q": cu_seqlens}
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = packed(name, *tensors, lengths, *mask, **refused)
-    return _returned(*result, return_attn_probs)
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    q, k, v = unstacked("qkv", qkv, 3)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
 
 
 def flash_attn_with_kvcache(*args, **options):
@@ -215,7 +195,3 @@ def install() -> None:
         if sys.modules.get(name, module) is not module:
             raise ImportError(f"flash_cute.compat: {name} has been imported before; call install() first")
     sys.modules.update(modules)
-
-
-def _returned(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool):
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out

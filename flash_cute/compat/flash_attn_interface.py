@@ -46,9 +46,8 @@ def flash_attn_func(
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
     refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = dense("flash_attn_func", q, k, v, *mask, **refused)
-    return result if return_attn_probs else result[0]
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
@@ -70,17 +69,15 @@ def flash_attn_qkvpacked_func(
 
     With num_heads_q also (batch, seqlen, num_heads_q + 2 * heads_kv, head_dim).
     """
-    name = "flash_attn_qkvpacked_func"
     if num_heads_q is None or qkv.dim() == 5:
-        tensors = unstacked(name, "qkv", qkv, 3)
+        q, k, v = unstacked("qkv", qkv, 3)
     else:
         heads_kv = (qkv.shape[-2] - num_heads_q) // 2
-        tensors = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = dense(name, *tensors, *mask, **refused)
-    return result if return_attn_probs else result[0]
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(
@@ -117,11 +114,10 @@ def flash_attn_varlen_func(
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse), softmax_lse float32 (heads_q, total_q).
     """
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
     refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
-    mask = softmax_scale, causal, window_size, deterministic
-    result = packed("flash_attn_varlen_func", q, k, v, lengths, *mask, **refused)
-    return result if return_attn_probs else result[0]
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
