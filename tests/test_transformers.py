@@ -32,6 +32,10 @@ SIZES = {
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+BOTH = {"d_model": 64, "dropout": 0.0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+BOTH |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+BOTH |= {name: SIZES[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id")}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 WINDOWED = GROUPED | {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 MODELS = {
@@ -41,8 +45,9 @@ MODELS = {
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 6}),
     "one layer of two with a window": ("Qwen2ForCausalLM", "Qwen2Config", WINDOWED),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
 }
-DECODERS = [name for name in MODELS if name != "bert"]
+DECODERS = [name for name in MODELS if name not in ("bert", "bart")]
 BATCH, LENGTH = 3, 20
 
 
@@ -324,11 +329,14 @@ def qkv(device, **changes) -> dict:
         ("cache is list; none is accepted", {"cache": ["paged"]}),
         ("output_attentions is True; none is accepted", {"output_attentions": True}),
         ("attention_mask is a Tensor of shape (2, 1, 10, 10)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
+        ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_q": torch.zeros(2)}),
+        ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_k": torch.zeros(2)}),
         ("sliding_window is given without a mask", {"sliding_window": 4, "is_causal": False}),
         (
             "cu_seq_lens_q is given beside padding",
             {
                 "cu_seq_lens_q": torch.zeros(2),
+                "cu_seq_lens_k": torch.zeros(2),
                 "attention_mask": CuteMask((10, 10), {}, {"leftpad_k": torch.zeros(2)}),
             },
         ),
@@ -379,6 +387,13 @@ def test_refused_kinds_of_masks(device):
         )
     with pytest.raises(NotImplementedError, match="the mask function is every_second; causal"):
         cute_mask(2, 10, 10, mask_function=every_second)
+    config.sliding_window = 3
+    make = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    longer = torch.empty(2, 14, 0, device=device)
+    with pytest.raises(
+        NotImplementedError, match="there are 10 queries and 14 keys in a window to both sides"
+    ):
+        make(config, embeddings, None, encoder_hidden_states=longer)
 
 
 def test_a_custom_mask_of_four_dimensions(device):

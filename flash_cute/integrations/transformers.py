@@ -88,7 +88,14 @@ def cute_mask(
     # Packed sequences are looked for by transformers where there is neither padding nor a cache.
     packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
     packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    _check_kind(mask_function.__name__, packed, local_size, use_vmap, config)
+    _check_kind(mask_function.__name__, bidirectional, packed, local_size, use_vmap, config)
+    # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
+    shift = q_offset - kv_offset
+    aligned = isinstance(shift, int) and shift + q_length == kv_length
+    if bidirectional and local_size is not None and not aligned:
+        raise _error(
+            f"there are {q_length} queries and {kv_length} keys in a window to both sides", "as many"
+        )
 
     if local_size is None:
         options = {"causal": not bidirectional}
@@ -97,23 +104,20 @@ def cute_mask(
     else:  # a causal window counts the query's own key, too
         options = {"window": (local_size - 1, 0)}
     size = q_length, kv_length
+    everything = bidirectional and local_size is None  # is seen, whatever stands where
     if packed:
         return CuteMask(size, options, offsets=_offsets(batch_size, q_length, mask_function, device))
-    # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
-    shift = q_offset - kv_offset
-    aligned = bidirectional or (isinstance(shift, int) and shift + q_length == kv_length)
     if attention_mask is None:
-        if aligned:
+        if aligned or everything:
             return CuteMask(size, options)
         end = torch.as_tensor(shift + q_length, device=device).to(torch.int32)
         return CuteMask(size, options, {"seqused_k": end.expand(batch_size).contiguous()})
 
     first, end, factor = _padding(attention_mask, kv_length, kv_offset)
     given = {"leftpad_k": first, "seqused_k": end}
-    if not bidirectional or local_size is not None:
+    if not everything:
         end = end.clamp(max=shift + q_length)
-        given = {"leftpad_k": torch.minimum(first, end), "seqused_k": end}
-        given["seqused_q"] = (end - shift).clamp(min=0)
+        given = {"leftpad_k": first.minimum(end), "seqused_k": end, "seqused_q": (end - shift).clamp(min=0)}
     given = {name: tensor.to(torch.int32) for name, tensor in given.items()}
     return CuteMask(size, options, given, factor=factor)
 
@@ -156,15 +160,16 @@ def cute_attention(
         mask = _mask_of_module(module, query, key, is_causal, sliding_window)
     elif not isinstance(mask, CuteMask):
         shape = tuple(getattr(mask, "shape", ()))
-        raise _error(
-            f"attention_mask is a {type(mask).__name__} of shape {shape}", "padding of two dimensions"
-        )
+        found = f"attention_mask is a {type(mask).__name__} of shape {shape}"
+        raise _error(found, "padding of two dimensions, given to the model,")
     if mask.size != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"flash_cute.transformers: the mask is for {mask.size[0]} queries and {mask.size[1]} keys, and "
             f"there are {query.shape[2]} and {key.shape[2]}"
         )
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise _error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
         if mask.lengths:
             raise _error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
@@ -178,15 +183,21 @@ def cute_attention(
     return out if mask.factor is None else out * mask.factor.to(out.dtype), None
 
 
-def _check_kind(name: str, packed: bool, local_size: int | None, use_vmap: bool, config: Any) -> None:
+def _check_kind(
+    name: str, bidirectional: bool, packed: bool, local_size: int | None, use_vmap: bool, config: Any
+) -> None:
     chunk_size = getattr(config, "attention_chunk_size", None)
     accepted = "causal, bidirectional, sliding-window or packed attention"
     if use_vmap:
         raise _error("and_mask_function or or_mask_function is given", accepted)
     if local_size is not None and local_size == chunk_size:
         raise _error(f"attention is in chunks of {chunk_size}", accepted)
-    known = name in ("causal_mask_function", "bidirectional_mask_function")
-    if not known and (name != "and_mask" or not (packed or local_size is not None)):
+    known = {
+        "causal_mask_function": not bidirectional,
+        "bidirectional_mask_function": bidirectional,
+        "and_mask": packed or local_size is not None,
+    }
+    if not known.get(name, False):
         raise _error(f"the mask function is {name}", accepted)
 
 
@@ -197,9 +208,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in _NOT_OFFERED:
         value = options.get(name)
         if isinstance(value, torch.Tensor) or value:
-            shown = (
-                type(value).__name__ if name in ("cache", "position_bias", "s_aux", "head_mask") else value
-            )
+            shown = value if isinstance(value, bool | int | float) else type(value).__name__
             raise _error(f"{name} is {shown}", "none")
 
 
@@ -229,9 +238,8 @@ def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> t
 def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     """The first of the keys that are no padding, (batch,), the end of them, and a CuteMask's factor."""
     present = attention_mask[:, kv_offset : kv_offset + kv_length]
-    present = torch.nn.functional.pad(
-        present, (0, kv_length - present.shape[1])
-    )  # what a static cache awaits
+    awaited = kv_length - present.shape[1]  # by a static cache
+    present = torch.nn.functional.pad(present, (0, awaited))
     place = torch.arange(kv_length, device=present.device)
     end = (place + 1).where(present, 0).amax(1)
     first = place.where(present, kv_length).amin(1).minimum(end)
