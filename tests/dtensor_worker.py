@@ -99,11 +99,13 @@ def ragged(packed: bool, placement, mesh) -> None:
     assert_ragged_gradients(whole(gradients, tensors), batch, dout, dlse, MASKS["causal"])
 
 
-def ring(mesh, method: str) -> None:
-    """What context_parallel calls on GPUs: each process has an early and a late part of the sequence."""
+def ring(mesh, method: str, causal: bool, balanced: bool) -> None:
+    """What context_parallel calls on GPUs; balanced: each process has an early and a late part."""
     inputs = make_inputs(Shape(2, 4, 4, 64, 64, 32), DTYPE, "cpu", seed=shared(5))
     dout, _ = make_gradients(inputs[0], seed=6)
     pairs = [(part, 2 * mesh.size() - 1 - part) for part in range(mesh.size())]
+    if not balanced:
+        pairs = [(2 * part, 2 * part + 1) for part in range(mesh.size())]
     mine = pairs[mesh.get_local_rank()]
 
     def local(x: torch.Tensor) -> torch.Tensor:
@@ -121,18 +123,19 @@ def ring(mesh, method: str) -> None:
         return torch.cat([parts[place] for place in sorted(parts)], 2)
 
     context_parallel.set_rotate_method(method)
+    context_parallel._cp_options.enable_load_balance = balanced
     activate_flash_attention_impl("flash_cute")
     tensors = [local(x) for x in inputs]
-    out, lse, *rest = context_parallel._scaled_dot_product_ring_flash_attention(
-        mesh, *tensors, is_causal=True
-    )
-    arguments = *tensors, out, lse, *rest[:4], 0.0, True, *rest[4:6]
+    forward = context_parallel._scaled_dot_product_ring_flash_attention
     backward = context_parallel._scaled_dot_product_ring_flash_attention_backward
+    out, lse, *rest = forward(mesh, *tensors, is_causal=causal)
+    arguments = *tensors, out, lse, *rest[:4], 0.0, causal, *rest[4:6]
     gradients = backward(mesh, local(dout), *arguments)
     restore_flash_attention_impl()
-    assert_attention((gathered(out), gathered(lse)), *inputs, MASKS["causal"])
+    mask = MASKS["causal" if causal else "full"]
+    assert_attention((gathered(out), gathered(lse)), *inputs, mask)
     gradients = [torch.empty_like(x).copy_(gathered(g)) for x, g in zip(inputs, gradients, strict=False)]
-    assert_gradients(gradients, *inputs, dout, None, MASKS["causal"])
+    assert_gradients(gradients, *inputs, dout, None, mask)
 
 
 def main() -> None:
@@ -145,8 +148,9 @@ def main() -> None:
         ragged(packed, placement, mesh)
         print("passed:", "packed" if packed else "padded", placement, flush=True)
     for method in ("allgather", "alltoall"):
-        ring(mesh, method)
-        print("passed: ring,", method, flush=True)
+        for causal, balanced in ((True, True), (True, False), (False, False)):
+            ring(mesh, method, causal, balanced)
+            print("passed: ring,", method, causal, balanced, flush=True)
     dist.destroy_process_group()
 
 

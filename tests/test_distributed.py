@@ -39,7 +39,7 @@ def test_dtensor():
     """tests/dtensor_worker.py has the cases, and says which failed."""
     ran = on_two_processes(ROOT / "tests" / "dtensor_worker.py")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("passed:") == 2 * 15
+    assert ran.stdout.count("passed:") == 2 * 19
 
 
 def test_training():

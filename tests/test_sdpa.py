@@ -10,9 +10,7 @@ import re
 import pytest
 import torch
 from cases import (
-    BATCHES,
     MASKS,
-    SHAPES,
     Mask,
     Sequence,
     Shape,
@@ -44,7 +42,18 @@ if not hasattr(attention, "restore_flash_attention_impl"):
 aten = torch.ops.aten
 DTYPE = torch.bfloat16
 FULL, CAUSAL = MASKS["full"], MASKS["causal"]
-SHAPE = Shape(2, 4, 4, 197, 197, 64)
+# Small: the kernels have tests of their own.
+SHAPE = Shape(2, 4, 4, 97, 97, 64)
+SHAPES = {
+    "more_keys": Shape(2, 2, 2, 37, 71, 64),
+    "more_queries": Shape(2, 2, 2, 71, 37, 64),
+    "grouped_heads": Shape(2, 6, 2, 50, 70, 64),
+    "single_query": Shape(3, 4, 4, 1, 90, 64),
+}
+BATCHES = {
+    "unequal": (Sequence(1, 1), Sequence(30, 50), Sequence(40, 20), Sequence(3, 100)),
+    "some empty": tuple(Sequence(*rows) for rows in ((0, 0), (20, 0), (0, 20), (33, 33), (0, 7))),
+}
 KEYS_USED = Sequence(60, 100, used_k=70), Sequence(9, 50, used_k=0), Sequence(130, 140, used_k=140)
 
 
@@ -110,7 +119,7 @@ def test_activate_and_restore(device):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("name", ["no_tile_divides", "more_queries", "grouped_heads", "single_query"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_sdpa_operator(device, name, mask):
     inputs = leaves(make_inputs(SHAPES[name], DTYPE, device))
     out, lse, *rest = aten._scaled_dot_product_flash_attention(*inputs, is_causal=mask == "causal")
@@ -130,9 +139,9 @@ def test_scale(device):
 @pytest.mark.parametrize("mask", ["full", "causal", "window_symmetric", "window_left", "window_causal"])
 def test_flash_operator(device, mask):
     mask = MASKS[mask]
-    inputs = leaves(x.transpose(1, 2) for x in make_inputs(SHAPES["no_tile_divides"], DTYPE, device))
+    inputs = leaves(x.transpose(1, 2) for x in make_inputs(SHAPES["more_keys"], DTYPE, device))
     left, right = window_arguments(mask)
-    lengths = None, None, 197, 331
+    lengths = None, None, 37, 71
     options = {"scale": 0.3, "window_size_left": left, "window_size_right": right}
     out, lse, *_ = aten._flash_attention_forward(*inputs, *lengths, 0.0, mask.causal, False, **options)
     results, tensors = (heads_first(out)[0], lse), heads_first(*inputs)
@@ -187,7 +196,7 @@ def test_seqused_k(device):
 )  # fmt: skip
 def test_refusals_of_the_flash_operator(device, sentence, options):
     arguments = {
-        "cum_seq_q": None, "cum_seq_k": None, "max_q": 197, "max_k": 197,
+        "cum_seq_q": None, "cum_seq_k": None, "max_q": 97, "max_k": 97,
         "dropout_p": 0.0, "is_causal": False, "return_debug_mask": False,
     }  # fmt: skip
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -202,7 +211,7 @@ def test_refusals_of_the_flash_operator(device, sentence, options):
     ("sentence", "change"),
     [
         ("q has dtype torch.float32", lambda q, k, v: (q.float(), k.float(), v.float())),
-        ("v has shape (2, 4, 197, 32)", lambda q, k, v: (q, k, v[..., :32])),
+        ("v has shape (2, 4, 97, 32)", lambda q, k, v: (q, k, v[..., :32])),
     ],
 )
 def test_refusals_of_the_sdpa_operator(device, sentence, change):
@@ -228,7 +237,7 @@ def test_partial_results_of_a_ring(device):
     dout, _ = make_gradients(q)
     out, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v)
     parts = []
-    for keys in (slice(0, 100), slice(100, None)):
+    for keys in (slice(0, 40), slice(40, None)):
         arguments = dout, q, k[:, :, keys], v[:, :, keys], out, lse, *rest[:4], 0.0, False, *rest[4:6]
         parts.append(aten._scaled_dot_product_flash_attention_backward(*arguments))
     dq = parts[0][0].float() + parts[1][0].float()
@@ -260,7 +269,7 @@ def test_varlen_attn(device, window_size):
     mask = Mask(window=limits)
     batch = make_ragged(BATCHES["unequal"], (4, 2), 64, DTYPE, device, packed=True)
     inputs = leaves((batch.q, batch.k, batch.v))
-    arguments = *inputs, *batch.lengths.values(), 200, 300
+    arguments = *inputs, *batch.lengths.values(), 40, 100
     options = {"window_size": window_size, "scale": 0.2}
     out, lse = varlen_attn(*arguments, return_aux=AuxRequest(lse=True), **options)
     assert_ragged((out.detach(), lse.detach()), batch, mask, 0.2)
@@ -384,7 +393,7 @@ def test_sdpa_in_a_cuda_graph_and_without_waiting(device):
     def step():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = scaled_dot_product_attention(*inputs, is_causal=True)
-        varlen_attn(packed.q, packed.k, packed.v, *packed.lengths.values(), 200, 300)
+        varlen_attn(packed.q, packed.k, packed.v, *packed.lengths.values(), 40, 100)
         return out, torch.autograd.grad(out.float().sum(), inputs)
 
     stream = torch.cuda.Stream()

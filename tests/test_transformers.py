@@ -240,15 +240,23 @@ def test_compiled_generation(device):
     assert torch.equal(trio.ours.generate(ids, **options), expected)
 
 
-def test_trainer(device, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_trainer(device, tmp_path, packed):
+    """A few steps on padded rows, and on rows that its collator packs."""
     pytest.importorskip("accelerate", reason="needs accelerate, for Trainer")
     model = build("llama", device)
     model.set_attn_implementation("cute_attention")
-    ids = tokens(device, 8).cpu()
-    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
-    for row in rows[::2]:
-        row["attention_mask"][:5] = 0
-        row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(device, 8).cpu()]
+    if packed:
+        rows = [
+            {name: row[: 4 + 2 * i].tolist() for name, row in pair.items()} for i, pair in enumerate(rows)
+        ]
+        collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    else:
+        collator = transformers.default_data_collator
+        for index, row in enumerate(rows):
+            row["attention_mask"] = (torch.arange(LENGTH) >= 5 * (index % 2)).long()
+            row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=8,
@@ -262,7 +270,7 @@ def test_trainer(device, tmp_path):
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8
