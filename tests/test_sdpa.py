@@ -420,12 +420,14 @@ def test_sdpa_in_a_cuda_graph_and_without_waiting(device):
 SEQUENCE = 150
 HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
 PADDING = torch.arange(SEQUENCE).expand(2, SEQUENCE) > 100
-MULTIHEAD = {  # arguments of MultiheadAttention's forward, and whether PyTorch gives them to FlashAttention
-    "plain": ({"need_weights": False}, True),
-    "is_causal": ({"need_weights": False, "is_causal": True, "attn_mask": HIDDEN}, True),
-    "attn_mask": ({"need_weights": False, "attn_mask": HIDDEN}, False),
-    "key_padding_mask": ({"need_weights": False, "key_padding_mask": PADDING}, False),
-    "need_weights": ({"need_weights": True, "average_attn_weights": False}, None),  # of no backend
+# Arguments of MultiheadAttention's forward, and whether PyTorch gives them to FlashAttention, in training and in
+# evaluation, where its fast path passes the mask on. Weights are of no backend.
+MULTIHEAD = {
+    "plain": ({"need_weights": False}, (True, True)),
+    "is_causal": ({"need_weights": False, "is_causal": True, "attn_mask": HIDDEN}, (True, False)),
+    "attn_mask": ({"need_weights": False, "attn_mask": HIDDEN}, (False, False)),
+    "key_padding_mask": ({"need_weights": False, "key_padding_mask": PADDING}, (False, False)),
+    "need_weights": ({"need_weights": True, "average_attn_weights": False}, (None, None)),
 }
 
 
@@ -433,7 +435,8 @@ MULTIHEAD = {  # arguments of MultiheadAttention's forward, and whether PyTorch 
 @pytest.mark.parametrize("arguments", MULTIHEAD)
 @pytest.mark.parametrize("training", [True, False])
 def test_multihead_attention(device, training, arguments):
-    arguments, is_for_flash = MULTIHEAD[arguments]
+    arguments, (in_training, in_evaluation) = MULTIHEAD[arguments]
+    is_for_flash = in_training if training else in_evaluation
     arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     module = torch.nn.MultiheadAttention(256, 4, batch_first=True, device=device, dtype=DTYPE).train(training)
     exact = torch.nn.MultiheadAttention(256, 4, batch_first=True, device=device, dtype=torch.float64)
