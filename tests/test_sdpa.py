@@ -420,8 +420,8 @@ def test_sdpa_in_a_cuda_graph_and_without_waiting(device):
 SEQUENCE = 150
 HIDDEN = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
 PADDING = torch.arange(SEQUENCE).expand(2, SEQUENCE) > 100
-# Arguments of MultiheadAttention's forward, and whether PyTorch gives them to FlashAttention, in training and in
-# evaluation, where its fast path passes the mask on. Weights are of no backend.
+# Arguments of MultiheadAttention's forward, and whether PyTorch gives them to FlashAttention in training and
+# in evaluation, whose fast path passes a mask on. Weights are of no backend.
 MULTIHEAD = {
     "plain": ({"need_weights": False}, (True, True)),
     "is_causal": ({"need_weights": False, "is_causal": True, "attn_mask": HIDDEN}, (True, False)),
