@@ -35,6 +35,9 @@ def on_two_processes(script: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="needs torch 2.11"
+)
 def test_dtensor():
     """tests/dtensor_worker.py has the cases, and says which failed."""
     ran = on_two_processes(ROOT / "tests" / "dtensor_worker.py")

@@ -43,6 +43,8 @@ MASK3 += "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_marg
 QKV3 = f"softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
 QKV3 += "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False"
 PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+CACHE = "q, k_cache, v_cache, k=None, v=None"
+PLACES = "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None"
 SIGNATURES = {
     (fa2, "flash_attn_func"): f"q, k, v, {MASK2}",
     (fa2, "flash_attn_kvpacked_func"): f"q, kv, {MASK2}",
@@ -53,6 +55,20 @@ SIGNATURES = {
     (fa3, "flash_attn_func"): f"q, k, v, {MASK3}",
     (fa3, "flash_attn_varlen_func"): f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {MASK3}",
     (fa3, "flash_attn_qkvpacked_func"): f"qkv, {QKV3}",
+    (
+        fa2,
+        "flash_attn_with_kvcache",
+    ): f"{CACHE}, rotary_cos=None, rotary_sin=None, {PLACES}, block_table=None, "
+    "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, "
+    "alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+    (
+        fa3,
+        "flash_attn_with_kvcache",
+    ): f"{CACHE}, qv=None, rotary_cos=None, rotary_sin=None, {PLACES}, page_table=None, "
+    f"cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, "
+    "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+    "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+    "return_softmax_lse=False",
 }
 FUNCTIONS = [pytest.param(*key, id=f"{key[0].__name__.rpartition('.')[2]}.{key[1]}") for key in SIGNATURES]
 
@@ -99,7 +115,7 @@ def with_lse(module, result) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(result)
 
 
-DENSE = [f for f in FUNCTIONS if "varlen" not in f.values[1]]
+DENSE = [f for f in FUNCTIONS if "varlen" not in f.values[1] and "kvcache" not in f.values[1]]
 VARLEN = [f for f in FUNCTIONS if "varlen" in f.values[1]]
 
 
@@ -181,6 +197,13 @@ REFUSED = {
     "num_splits": (4, "4; 0 or 1 is accepted"),
     "pack_gqa": (True, "True; None is accepted"),
     "sm_margin": (8, "8; 0 is accepted"),
+    "rotary_cos": (torch.ones(4), "a tensor; None is accepted"),
+    "rotary_sin": (torch.ones(4), "a tensor; None is accepted"),
+    "rotary_seqlens": (torch.ones(4), "a tensor; None is accepted"),
+    "cache_batch_idx": (torch.ones(4), "a tensor; None is accepted"),
+    "page_table": (torch.ones(4), "a tensor; None is accepted"),
+    "cu_seqlens_k_new": (torch.ones(4), "a tensor; None is accepted"),
+    "scheduler_metadata": (torch.ones(4), "a tensor; None is accepted"),
 }
 REFUSALS = [
     pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
@@ -230,10 +253,62 @@ def test_wrong_stacks(device, function, name, count):
         function(torch.ones(2, 50, 2, 4, 64, device=device, dtype=DTYPE))
 
 
-def test_kvcache_is_refused():
-    for module in (fa2, fa3):
-        with pytest.raises(NotImplementedError, match="there is no flash_attn_with_kvcache"):
-            module.flash_attn_with_kvcache(None, None, None)
+# A cache
+
+
+KVCACHE = "flash_attn_with_kvcache"
+CACHES = {  # rows that count before the call, in a cache of 60, and at its begin do not; rows that are new
+    "all": (None, None, 0),
+    "a number": (33, None, 0),
+    "numbers": ((60, 1, 0), None, 0),
+    "left padding": ((60, 33, 7), (10, 0, 7), 0),
+    "new rows": ((50, 0, 7), None, 10),
+    "new rows behind a number": (40, None, 3),
+    "new rows, left padding": ((50, 8, 7), (10, 0, 7), 10),
+}
+
+
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
+def test_kvcache(device, module, name, arguments):
+    """Beside each entry of the batch alone."""
+    options, mask = ARGUMENTS[arguments]
+    used, leftpad, new = CACHES[name]
+    counts = [60 if used is None else used] * 3 if not isinstance(used, tuple) else used
+    q, *cache = (x.transpose(1, 2) for x in make_inputs(Shape(3, 4, 2, 5, 60, 32), DTYPE, device))
+    cache = [x.clone() for x in cache]
+    before = [x.clone() for x in cache]
+    rows = [torch.randn(3, new, 2, 32, device=device, dtype=DTYPE) for _ in "kv"] if new else [None, None]
+    to_tensor = lambda x: torch.tensor(x, dtype=torch.int32, device=device) if isinstance(x, tuple) else x  # noqa: E731
+    lengths = {"cache_seqlens": to_tensor(used), "cache_leftpad": to_tensor(leftpad)}
+    function = getattr(module, KVCACHE)
+    result = function(q, *cache, *rows, **lengths, **options, softmax_scale=0.2, return_softmax_lse=True)
+    assert len(result) == (2 if module is fa2 else 4)
+    for entry, count in enumerate(counts):
+        for mine, old, fresh in zip(cache, before, rows, strict=True):
+            if new:
+                old[entry, count : count + new] = fresh[entry]
+            assert torch.equal(mine[entry], old[entry])
+        keys = slice(leftpad[entry] if leftpad else 0, count + new)
+        sequence = [
+            x[entry : entry + 1, part].transpose(1, 2)
+            for x, part in zip((q, *cache), (slice(None), keys, keys), strict=True)
+        ]
+        out, lse = result[0][entry : entry + 1].transpose(1, 2), result[1][entry : entry + 1]
+        assert_attention((out, lse.contiguous()), *sequence, mask, 0.2)
+    if not new:
+        assert torch.equal(function(q, *cache, **lengths, **options, softmax_scale=0.2), result[0])
+
+
+@pytest.mark.parametrize("missing", ["k", "v", "cache_seqlens"])
+def test_new_rows_want_a_place(device, missing):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    given = {"k": k[:, :3], "v": v[:, :3], "cache_seqlens": 5, missing: None}
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.compat: of k, v and cache_seqlens some are None; all three"
+    ):
+        fa2.flash_attn_with_kvcache(q, k, v, **given)
 
 
 def test_compiled(device):

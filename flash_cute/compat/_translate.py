@@ -20,6 +20,14 @@ _ACCEPTED = {
     "num_splits": (0, 1),
     "pack_gqa": (None,),
     "sm_margin": (0,),
+    "rotary_cos": (None,),
+    "rotary_sin": (None,),
+    "rotary_seqlens": (None,),
+    "cache_batch_idx": (None,),
+    "page_table": (None,),
+    "cu_seqlens_q": (None,),
+    "cu_seqlens_k_new": (None,),
+    "scheduler_metadata": (None,),
 }
 
 
@@ -40,6 +48,31 @@ def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, 
     """
     options = _options(softmax_scale, causal, window_size, deterministic, refused)
     return flash_cute.forward_varlen(q, k, v, **lengths, **options)
+
+
+def with_cache(
+    q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, scale, causal, window_size, **refused
+):
+    """(out, lse) as of dense, after k and v are written into the cache behind its cache_seqlens rows.
+
+    cache_seqlens: int, int32 (batch,) or None, which is all rows. cache_leftpad: int32 (batch,) or None.
+    """
+    options = _options(scale, causal, window_size, False, refused)
+    if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
+        raise ValueError(
+            "flash_cute.compat: of k, v and cache_seqlens some are None; all three, or None for both k and v, "
+            "are accepted"
+        )
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k is not None:
+        entry = torch.arange(k.shape[0], device=k.device)[:, None]
+        row = cache_seqlens[:, None] + torch.arange(k.shape[1], device=k.device)
+        cache[0][entry, row], cache[1][entry, row] = k, v
+        cache_seqlens = cache_seqlens + k.shape[1]
+    tensors = (x.transpose(1, 2) for x in (q, *cache))
+    out, lse = flash_cute.forward(*tensors, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, **options)
+    return out.transpose(1, 2), lse
 
 
 def unstacked(name, tensor, count):

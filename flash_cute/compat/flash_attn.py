@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 
-from flash_cute.compat._translate import dense, packed, unstacked
+from flash_cute.compat._translate import dense, packed, unstacked, with_cache
 
 __version__ = "2.8.3"  # the release whose functions these are
 
@@ -168,12 +168,44 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
 
 
-def flash_attn_with_kvcache(*args, **options):
-    """Refused: there are no keys in pages and no update of a cache yet."""
-    raise NotImplementedError(
-        "flash_cute.compat: there is no flash_attn_with_kvcache; flash_cute.forward with seqused_k, which is "
-        "cache_seqlens, and leftpad_k, which is cache_leftpad, attends to a cache"
-    )
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
+
+    Args:
+        k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, which has room, or None.
+        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
+        cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
+        rotary_interleaved: not needed, as rotary_cos and rotary_sin are None.
+        cache_batch_idx, block_table: None. num_splits: 0 or 1. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
+    """
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
+    refused |= {"block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, num_splits=num_splits, **refused)
+    return (out, lse) if return_softmax_lse else out
 
 
 def install() -> None:

@@ -10,8 +10,7 @@ Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 
 
 from __future__ import annotations
 
-from flash_cute.compat._translate import dense, packed, unstacked
-from flash_cute.compat.flash_attn import flash_attn_with_kvcache  # noqa: F401  refuses
+from flash_cute.compat._translate import dense, packed, unstacked, with_cache
 
 
 def flash_attn_func(
@@ -121,3 +120,56 @@ def flash_attn_varlen_func(
     lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
     out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
     return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
+
+    Args:
+        k, v, cache_seqlens, cache_leftpad, rotary_interleaved: as in flash_cute.compat.flash_attn.
+        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx,
+            scheduler_metadata: None. max_seqlen_q: not needed. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_softmax_lse=True (out, softmax_lse) and two empty tensors.
+    """
+    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa, "scheduler_metadata": scheduler_metadata}
+    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
+    refused |= {"cache_batch_idx": cache_batch_idx, "page_table": page_table}
+    refused |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
