@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from cases import ROOT
+from torch.nn import attention
 
 if not torch.distributed.is_available():
     pytest.skip("needs a torch with distributed", allow_module_level=True)
@@ -35,9 +36,7 @@ def on_two_processes(script: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="needs torch 2.11"
-)
+@pytest.mark.skipif(not hasattr(attention, "restore_flash_attention_impl"), reason="needs torch 2.11")
 def test_dtensor():
     """tests/dtensor_worker.py has the cases, and says which failed."""
     ran = on_two_processes(ROOT / "tests" / "dtensor_worker.py")

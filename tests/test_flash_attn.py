@@ -44,7 +44,14 @@ QKV3 = f"softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), att
 QKV3 += "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False"
 PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 CACHE = "q, k_cache, v_cache, k=None, v=None"
+ROTARY = "rotary_cos=None, rotary_sin=None"
 PLACES = "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None"
+CACHE2 = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, "
+CACHE2 += "alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+CACHE3 = f"cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, "
+CACHE3 += "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+CACHE3 += "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+CACHE3 += "return_softmax_lse=False"
 SIGNATURES = {
     (fa2, "flash_attn_func"): f"q, k, v, {MASK2}",
     (fa2, "flash_attn_kvpacked_func"): f"q, kv, {MASK2}",
@@ -55,20 +62,8 @@ SIGNATURES = {
     (fa3, "flash_attn_func"): f"q, k, v, {MASK3}",
     (fa3, "flash_attn_varlen_func"): f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {MASK3}",
     (fa3, "flash_attn_qkvpacked_func"): f"qkv, {QKV3}",
-    (
-        fa2,
-        "flash_attn_with_kvcache",
-    ): f"{CACHE}, rotary_cos=None, rotary_sin=None, {PLACES}, block_table=None, "
-    "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, "
-    "alibi_slopes=None, num_splits=0, return_softmax_lse=False",
-    (
-        fa3,
-        "flash_attn_with_kvcache",
-    ): f"{CACHE}, qv=None, rotary_cos=None, rotary_sin=None, {PLACES}, page_table=None, "
-    f"cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, "
-    "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-    "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
-    "return_softmax_lse=False",
+    (fa2, "flash_attn_with_kvcache"): f"{CACHE}, {ROTARY}, {PLACES}, block_table=None, {CACHE2}",
+    (fa3, "flash_attn_with_kvcache"): f"{CACHE}, qv=None, {ROTARY}, {PLACES}, page_table=None, {CACHE3}",
 }
 FUNCTIONS = [pytest.param(*key, id=f"{key[0].__name__.rpartition('.')[2]}.{key[1]}") for key in SIGNATURES]
 
@@ -280,8 +275,10 @@ def test_kvcache(device, module, name, arguments):
     cache = [x.clone() for x in cache]
     before = [x.clone() for x in cache]
     rows = [torch.randn(3, new, 2, 32, device=device, dtype=DTYPE) for _ in "kv"] if new else [None, None]
-    to_tensor = lambda x: torch.tensor(x, dtype=torch.int32, device=device) if isinstance(x, tuple) else x  # noqa: E731
-    lengths = {"cache_seqlens": to_tensor(used), "cache_leftpad": to_tensor(leftpad)}
+    lengths = {
+        name: torch.tensor(value, dtype=torch.int32, device=device) if isinstance(value, tuple) else value
+        for name, value in (("cache_seqlens", used), ("cache_leftpad", leftpad))
+    }
     function = getattr(module, KVCACHE)
     result = function(q, *cache, *rows, **lengths, **options, softmax_scale=0.2, return_softmax_lse=True)
     assert len(result) == (2 if module is fa2 else 4)
@@ -291,10 +288,8 @@ def test_kvcache(device, module, name, arguments):
                 old[entry, count : count + new] = fresh[entry]
             assert torch.equal(mine[entry], old[entry])
         keys = slice(leftpad[entry] if leftpad else 0, count + new)
-        sequence = [
-            x[entry : entry + 1, part].transpose(1, 2)
-            for x, part in zip((q, *cache), (slice(None), keys, keys), strict=True)
-        ]
+        parts = q[entry : entry + 1], *(x[entry : entry + 1, keys] for x in cache)
+        sequence = [x.transpose(1, 2) for x in parts]
         out, lse = result[0][entry : entry + 1].transpose(1, 2), result[1][entry : entry + 1]
         assert_attention((out, lse.contiguous()), *sequence, mask, 0.2)
     if not new:
@@ -305,9 +300,7 @@ def test_kvcache(device, module, name, arguments):
 def test_new_rows_want_a_place(device, missing):
     q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
     given = {"k": k[:, :3], "v": v[:, :3], "cache_seqlens": 5, missing: None}
-    with pytest.raises(
-        ValueError, match=r"^flash_cute\.compat: of k, v and cache_seqlens some are None; all three"
-    ):
+    with pytest.raises(ValueError, match=r"^flash_cute\.compat: of k, v and cache_seqlens some are None"):
         fa2.flash_attn_with_kvcache(q, k, v, **given)
 
 

@@ -50,18 +50,18 @@ def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, 
     return flash_cute.forward_varlen(q, k, v, **lengths, **options)
 
 
-def with_cache(
-    q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, scale, causal, window_size, **refused
-):
-    """(out, lse) as of dense, after k and v are written into the cache behind its cache_seqlens rows.
+def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, **refused):
+    """(out, lse) as of dense, after what is new is written into the cache behind its cache_seqlens rows.
 
-    cache_seqlens: int, int32 (batch,) or None, which is all rows. cache_leftpad: int32 (batch,) or None.
+    cache, new: (k, v); both new ones may be None. cache_seqlens: int, int32 (batch,), or None, which is all.
+    cache_leftpad: int32 (batch,) or None.
     """
-    options = _options(scale, causal, window_size, False, refused)
+    options = _options(softmax_scale, causal, window_size, False, refused)
+    k, v = new
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError(
-            "flash_cute.compat: of k, v and cache_seqlens some are None; all three, or None for both k and v, "
-            "are accepted"
+            "flash_cute.compat: of k, v and cache_seqlens some are None; all three, or None for k and v, are "
+            "accepted"
         )
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
