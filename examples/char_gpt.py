@@ -112,15 +112,18 @@ class Block(nn.Module):
     def __init__(self, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         width = heads * head_dim
-        self.head_counts, self.head_dim = (heads, kv_heads, kv_heads), head_dim
+        self.head_dim = head_dim
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, sum(self.head_counts) * head_dim, bias=False)
+        self.qkv = nn.ModuleList(
+            nn.Linear(width, count * head_dim, bias=False) for count in (heads, kv_heads, kv_heads)
+        )
         self.project = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor, attend: Attention, positions: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(self.head_counts, dim=1)  # (batch, heads, seqlen, head_dim)
+        normed = self.attention_norm(x)
+        heads = (project(normed).unflatten(-1, (-1, self.head_dim)) for project in self.qkv)
+        q, k, v = (x.transpose(1, 2) for x in heads)  # (batch, heads, seqlen, head_dim)
         mixed = attend(rotate(q, positions).bfloat16(), rotate(k, positions).bfloat16(), v.bfloat16())
         x = x + self.project(mixed.transpose(1, 2).flatten(2).to(x.dtype))
         return x + self.mlp(self.mlp_norm(x))

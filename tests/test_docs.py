@@ -1,9 +1,12 @@
-"""Documentation that machines can check: the API page, and links to files and headings."""
+"""Documentation that machines can check: the API page, links to files and headings, snippets that run."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "docs", "examples", "tests", "third_party")  # not build, nor virtual environments
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
+SNIPPET = re.compile(r"^## (.+?)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -54,3 +58,26 @@ def test_every_page_of_docs_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target).resolve() for target in links(index)}
     assert {page.resolve() for page in (ROOT / "docs").glob("*.md")} - named == {index}
+
+
+def snippets(page: Path) -> dict[str, str]:
+    """The Python code of a page's sections by their headings, each behind that before the first heading."""
+    parts = {"": ""}
+    for heading, code in SNIPPET.findall(page.read_text()):
+        if heading:
+            parts[heading] = parts[""]
+        else:
+            parts[next(reversed(parts))] += code
+    return {heading: code for heading, code in parts.items() if code != parts[""]}
+
+
+INTEGRATIONS = snippets(ROOT / "docs" / "integrations.md")
+
+
+@pytest.mark.parametrize("section", INTEGRATIONS)
+def test_snippets_of_integrations_run(section):
+    """Each in a process of its own, as they change what PyTorch runs."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    command = [sys.executable, "-c", INTEGRATIONS[section]]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The example runs from end to end, in a small size, and finds that the losses agree."""
+"""The examples run from end to end, in a small size, and find that the losses agree."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ import sys
 import pytest
 from cases import ROOT
 
+LLAMA = {"layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "tokens": 200, "steps": 4}
 SIZES = {"layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "batch": 2, "context": 48, "steps": 8}
 
 
-def char_gpt(device, folder, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "examples" / "char_gpt.py"), f"--device={device.type}"]
+def example(name: str, device, folder, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "examples" / name), f"--device={device.type}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
     return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_char_gpt(device, tmp_path):
     sizes = [f"--{name}={size}" for name, size in SIZES.items()]
+    options = [*sizes, "--contexts", "30", "64", "--plot", "curves.png"]
     files = [str(ROOT / "flash_cute" / "interface.py"), str(ROOT / "tests" / "cases.py")]
-    ran = char_gpt(device, tmp_path, *sizes, "--contexts", "30", "64", "--plot", "curves.png", *files)
+    ran = example("char_gpt.py", device, tmp_path, *options, *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "the losses agree" in ran.stdout
     assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_train_llama(device, tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers")
+    sizes = [f"--{name}={size}" for name, size in LLAMA.items()]
+    ran = example("train_llama.py", device, tmp_path, *sizes, str(ROOT / "tests" / "cases.py"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "the losses agree" in ran.stdout
+    assert all(attention in ran.stdout for attention in ("eager", "SDPA", "flash_cute"))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +49,7 @@ def test_char_gpt(device, tmp_path):
 )
 def test_wrong_options_of_char_gpt(device, tmp_path, argument, sentence):
     """Before anything is computed."""
-    ran = char_gpt(device, tmp_path, argument)
+    ran = example("char_gpt.py", device, tmp_path, argument)
     assert ran.returncode == 2
     assert sentence in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -1,0 +1,1 @@
+"""flash_cute under the names of other libraries, for code that was written for them."""

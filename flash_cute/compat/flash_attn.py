@@ -1,0 +1,229 @@
+"""FlashAttention-2's functions: flash_attn's names, arguments, defaults and return values.
+
+    from flash_cute.compat.flash_attn import flash_attn_func
+
+or, for code that can't be changed, before it imports flash_attn:
+
+    flash_cute.compat.flash_attn.install()
+
+Tensors are (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); float16 or bfloat16, on CUDA or
+the CPU. What flash_cute has not (dropout_p, softcap, alibi_slopes, block_table) raises NotImplementedError.
+max_seqlen arguments are not needed, and may hold anything.
+
+Two differences: the LSE of a row that sees no key is -inf, as in FlashAttention-3, not inf; and the LSE is
+differentiable, where flash_attn drops its gradient.
+
+Source: flash_attn/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flash_cute.compat._translate import dense, packed, unstacked, with_cache
+
+__version__ = "2.8.3"  # the release whose functions these are
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), with k and v, (batch, seqlen_k, heads_kv, ...).
+
+    Args:
+        window_size: (left, right), how many keys a query sees before and after its own; -1 is unlimited.
+        softmax_scale, causal, deterministic: as in flash_cute.forward.
+        dropout_p, softcap: 0. alibi_slopes: None.
+
+    Returns:
+        out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
+        (batch, heads_q, seqlen_q), S_dmask an empty tensor, as there is no dropout.
+    """
+    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash_attn_func of kv, (batch, seqlen_k, 2, heads_kv, head_dim)."""
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    k, v = unstacked("kv", kv, 2)
+    return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim)."""
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    q, k, v = unstacked("qkv", qkv, 3)
+    return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """Attention of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim).
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), as in flash_cute.forward_varlen.
+        max_seqlen_q, max_seqlen_k: not needed.
+        block_table: None. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
+        (heads_q, total_q).
+    """
+    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    refused["block_table"] = block_table
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash_attn_varlen_func of kv, (total_k, 2, heads_kv, head_dim)."""
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    k, v = unstacked("kv", kv, 2)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash_attn_varlen_func of qkv, (total, 3, heads, head_dim)."""
+    mask = softmax_scale, causal, window_size, softcap, alibi_slopes
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    q, k, v = unstacked("qkv", qkv, 3)
+    return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
+
+    Args:
+        k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, which has room, or None.
+        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
+        cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
+        rotary_interleaved: not needed, as rotary_cos and rotary_sin are None.
+        cache_batch_idx, block_table: None. num_splits: 0 or 1. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
+    """
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
+    refused |= {"block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, num_splits=num_splits, **refused)
+    return (out, lse) if return_softmax_lse else out
+
+
+def install() -> None:
+    """Makes `import flash_attn` find this module, and `import flash_attn_interface` that of FlashAttention-3.
+
+    For the whole process, also where the real ones are installed. Raises ImportError if one of them has been
+    imported.
+    """
+    from flash_cute.compat import flash_attn_interface
+
+    ours = sys.modules[__name__]
+    ours.flash_attn_interface = ours
+    modules = {
+        "flash_attn": ours,
+        "flash_attn.flash_attn_interface": ours,
+        "flash_attn_interface": flash_attn_interface,
+    }
+    for name, module in modules.items():
+        if sys.modules.get(name, module) is not module:
+            raise ImportError(f"flash_cute.compat: {name} has been imported before; call install() first")
+    sys.modules.update(modules)

@@ -1,0 +1,175 @@
+"""FlashAttention-3's functions, as flash_cute.compat.flash_attn has FlashAttention-2's.
+
+    from flash_cute.compat.flash_attn_interface import flash_attn_func
+
+What flash_cute has not (qv, descales, attention_chunk, softcap, splits, pack_gqa, sm_margin) raises
+NotImplementedError.
+
+Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
+"""
+
+from __future__ import annotations
+
+from flash_cute.compat._translate import dense, packed, unstacked, with_cache
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), with k and v, (batch, seqlen_k, heads_kv, ...).
+
+    Args:
+        window_size: (left, right), how many keys a query sees before and after its own; -1 is unlimited.
+        softmax_scale, causal, deterministic: as in flash_cute.forward.
+        attention_chunk, softcap, sm_margin: 0. num_splits: 0 or 1. qv, descales, pack_gqa: None.
+
+    Returns:
+        out, like q; with return_attn_probs=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
+    """
+    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim).
+
+    With num_heads_q also (batch, seqlen, num_heads_q + 2 * heads_kv, head_dim).
+    """
+    if num_heads_q is None or qkv.dim() == 5:
+        q, k, v = unstacked("qkv", qkv, 3)
+    else:
+        heads_kv = (qkv.shape[-2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
+    refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """Attention of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim).
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in flash_cute.forward_varlen.
+        max_seqlen_q, max_seqlen_k: not needed. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_attn_probs=True (out, softmax_lse), softmax_lse float32 (heads_q, total_q).
+    """
+    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
+
+    Args:
+        k, v, cache_seqlens, cache_leftpad, rotary_interleaved: as in flash_cute.compat.flash_attn.
+        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx,
+            scheduler_metadata: None. max_seqlen_q: not needed. The others: as in flash_attn_func.
+
+    Returns:
+        out, like q; with return_softmax_lse=True (out, softmax_lse) and two empty tensors.
+    """
+    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa, "scheduler_metadata": scheduler_metadata}
+    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
+    refused |= {"cache_batch_idx": cache_batch_idx, "page_table": page_table}
+    refused |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out

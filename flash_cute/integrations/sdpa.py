@@ -1,0 +1,155 @@
+"""flash_cute as PyTorch's flash attention.
+
+    import flash_cute.integrations.sdpa
+
+    torch.nn.attention.activate_flash_attention_impl("flash_cute")
+
+The import registers the name; PyTorch's own function then puts flash_cute in the place of the operators
+
+    aten::_scaled_dot_product_flash_attention, aten::_flash_attention_forward, and their backwards,
+
+on CUDA and, where PyTorch has no kernel for them, on the CPU; its restore_flash_attention_impl (torch 2.11)
+undoes that. Autograd, autocast, vmap, DTensor and torch.compile remain PyTorch's.
+
+These operators align a causal mask at the bottom right, as ours do. scaled_dot_product_attention aligns its
+is_causal at the top left, and calls them only where both lengths are the same.
+
+Source: torch/nn/attention/_registry.py and _fa4.py of torch 2.11.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flash_cute import ops
+
+NAME = "flash_cute"
+
+
+def sdpa_forward(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention: q, k and v are (batch, heads, seqlen, head_dim).
+
+    Returns out, lse (float32, (batch, heads, seqlen_q)), None, None, both lengths and _without_dropout.
+    """
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
+    out, lse = _run(ops._forward, query, key, value, causal=is_causal, softmax_scale=scale)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_without_dropout(query)
+
+
+def sdpa_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    _refuse(dropout_p=dropout_p)
+    tensors = grad_out, None, query, key, value, out, logsumexp
+    options = {"softmax_scale": scale, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return _run(ops._backward, *tensors, causal=is_causal, **options)
+
+
+def flash_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+) -> tuple:  # fmt: skip
+    """aten::_flash_attention_forward: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
+
+    window_size_left and _right: keys before and after a query's own; None or -1 is unlimited. max_q and max_k
+    are not needed. Returns out, lse (float32, (batch, heads, seqlen_q) or packed (heads, total_q)) and
+    _without_dropout.
+    """
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes)
+    tensors = query, key, value
+    if seqused_k is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "flash_cute.sdpa: seqused_k is given and gradients are needed, but PyTorch doesn't tell it to "
+            "aten::_flash_attention_backward; flash_cute.forward_varlen has both"
+        )
+    options = {"softmax_scale": scale, "seqused_k": seqused_k}
+    options |= _mask(is_causal, window_size_left, window_size_right)
+    if _is_packed(cum_seq_q, cum_seq_k):
+        out, lse = _run(ops._forward_varlen, *tensors, cum_seq_q, cum_seq_k, **options)
+    else:
+        out, lse = _run(ops._forward, *_transposed(*tensors), **options)
+        out = out.transpose(1, 2)
+    return out, lse, *_without_dropout(query)
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """aten::_flash_attention_backward."""
+    _refuse(dropout_p=dropout_p)
+    options = {"softmax_scale": scale, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    options |= _mask(is_causal, window_size_left, window_size_right)
+    if _is_packed(cum_seq_q, cum_seq_k):
+        tensors = grad_out, None, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
+        return _run(ops._backward_varlen, *tensors, **options)
+    grad_out, *tensors = _transposed(grad_out, query, key, value, out)
+    return _transposed(*_run(ops._backward, grad_out, None, *tensors, logsumexp, **options))
+
+
+KERNELS = {
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+}
+
+
+class Registration:
+    """What PyTorch's registry holds while flash_cute is active."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for name, kernel in KERNELS.items():
+            for key in ("CUDA", "CPU"):
+                self._library.impl(name, kernel, key)
+
+    def remove(self) -> None:
+        self._library = None  # the kernels go with it
+
+
+def _run(op, *tensors, **options):
+    try:
+        return op(*tensors, **options)
+    except RuntimeError as error:
+        raise ops.as_python_error(error, "sdpa") from None
+
+
+def _refuse(dropout_p=0.0, return_debug_mask=False, alibi_slopes=None) -> None:
+    if dropout_p:
+        raise NotImplementedError(f"flash_cute.sdpa: dropout_p is {dropout_p}; 0 is accepted")
+    if return_debug_mask:
+        raise NotImplementedError("flash_cute.sdpa: return_debug_mask is True; False is accepted")
+    if alibi_slopes is not None:
+        raise NotImplementedError("flash_cute.sdpa: alibi_slopes is a tensor; None is accepted")
+
+
+def _mask(causal: bool, left: int | None, right: int | None) -> dict[str, bool | int | None]:
+    left, right = (None if limit == -1 else limit for limit in (left, right))
+    return {"causal": causal, "window_left": left, "window_right": right}
+
+
+def _is_packed(cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None) -> bool:
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        missing = "cum_seq_q" if cum_seq_q is None else "cum_seq_k"
+        raise ValueError(
+            f"flash_cute.sdpa: only {missing} is None; cum_seq_q and cum_seq_k, or neither, are accepted"
+        )
+    return cum_seq_q is not None
+
+
+def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def _without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two states of random numbers and debug_attn_mask: nobody reads them where there is no dropout."""
+    seed, offset = (query.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
+    return seed, offset, query.new_empty(0)
+
+
+torch.nn.attention.register_flash_attention_impl(NAME, register_fn=Registration)

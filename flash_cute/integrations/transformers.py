@@ -1,0 +1,261 @@
+"""flash_cute as an attention implementation of transformers (version 5).
+
+    import flash_cute.integrations.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(..., dtype="bfloat16", attn_implementation="cute_attention")
+
+The import registers the name with transformers' AttentionInterface and AttentionMaskInterface. Nothing waits
+for the GPU: on the device, padding becomes lengths, and packed sequences become offsets.
+
+Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import flash_cute
+from flash_cute import lengths
+
+NAME = "cute_attention"
+
+
+@dataclass(frozen=True)
+class CuteMask:
+    """transformers' mask in the terms of flash_cute.forward, made once for all layers that share it.
+
+    size: (q_length, kv_length) that it is for. options: causal or window. lengths: those of forward. offsets:
+    int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor: float32
+    (batch, 1, 1, 1), NaN where the padding has holes, else 1.
+    """
+
+    size: tuple[int, int]
+    options: dict[str, Any]
+    lengths: dict[str, torch.Tensor] = field(default_factory=dict)
+    offsets: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+
+    # generate() makes the masks of a static cache before it calls the model. That takes them for padding of
+    # two dimensions, handles them so, and asks cute_mask for the mask that goes with them.
+    ndim = 2
+
+    def contiguous(self) -> CuteMask:
+        return self
+
+    def to(self, *args, **options) -> CuteMask:
+        return self
+
+    def view(self, *size: int) -> CuteMask:
+        return self
+
+
+def cute_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: torch.Tensor | CuteMask | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> CuteMask:
+    """The mask function that transformers calls for "cute_attention".
+
+    Args:
+        q_length, kv_length, q_offset, kv_offset: how many queries and keys there are, and the first ones'
+            positions; q_offset is a tensor with a static cache.
+        mask_function: transformers' function for the mask, but for the padding.
+        attention_mask: bool (batch, positions), True for tokens that are no padding.
+        local_size: the sliding window.
+
+    Raises:
+        NotImplementedError: for masks other than causal, bidirectional, sliding-window and packed ones.
+        ValueError: for padding with holes, where FLASH_CUTE_CHECK=1 looks for them.
+    """
+    if isinstance(attention_mask, CuteMask):
+        return attention_mask
+    bidirectional = "allow_is_bidirectional_skip" in options
+    # Packed sequences are looked for by transformers where there is neither padding nor a cache.
+    packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
+    packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    _check_kind(mask_function.__name__, bidirectional, packed, local_size, use_vmap, config)
+    # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
+    shift = q_offset - kv_offset
+    aligned = isinstance(shift, int) and shift + q_length == kv_length
+    if bidirectional and local_size is not None and not aligned:
+        raise _error(
+            f"there are {q_length} queries and {kv_length} keys in a window to both sides", "as many"
+        )
+
+    if local_size is None:
+        options = {"causal": not bidirectional}
+    elif bidirectional:
+        options = {"window": (local_size, local_size)}
+    else:  # a causal window counts the query's own key, too
+        options = {"window": (local_size - 1, 0)}
+    size = q_length, kv_length
+    everything = bidirectional and local_size is None  # is seen, whatever stands where
+    if packed:
+        return CuteMask(size, options, offsets=_offsets(batch_size, q_length, mask_function, device))
+    if attention_mask is None:
+        if aligned or everything:
+            return CuteMask(size, options)
+        end = torch.as_tensor(shift + q_length, device=device).to(torch.int32)
+        return CuteMask(size, options, {"seqused_k": end.expand(batch_size).contiguous()})
+
+    first, end, factor = _padding(attention_mask, kv_length, kv_offset)
+    given = {"leftpad_k": first, "seqused_k": end}
+    if not everything:
+        end = end.clamp(max=shift + q_length)
+        given = {"leftpad_k": first.minimum(end), "seqused_k": end, "seqused_q": (end - shift).clamp(min=0)}
+    given = {name: tensor.to(torch.int32) for name, tensor in given.items()}
+    return CuteMask(size, options, given, factor=factor)
+
+
+def cute_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: CuteMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls for "cute_attention".
+
+    Args:
+        query, key, value: (batch, heads, length, head_dim), float16 or bfloat16, or float32 under autocast.
+        attention_mask: of cute_mask; without it is_causal (else module.is_causal) and sliding_window say it.
+        scaling: multiplies the scores.
+        cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin among the tokens of all rows, and the last
+            one ends. max_length_q and max_length_k are not needed.
+
+    Returns:
+        (batch, q_length, heads, head_dim), and None, as there are no weights. Queries that are padding have
+        an out of 0, or in bidirectional attention of no meaning.
+
+    Raises:
+        NotImplementedError: dropout, softcap, s_aux, position_bias, head_mask, output_attentions, a paged
+            cache or a mask that is not of cute_mask is given.
+        ValueError, TypeError: as flash_cute.forward.
+    """
+    _check_options(options | {"dropout": dropout})
+    mask = attention_mask
+    if mask is None:
+        mask = _mask_of_module(module, query, key, is_causal, sliding_window)
+    elif not isinstance(mask, CuteMask):
+        shape = tuple(getattr(mask, "shape", ()))
+        found = f"attention_mask is a {type(mask).__name__} of shape {shape}"
+        raise _error(found, "padding of two dimensions, given to the model,")
+    if mask.size != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"flash_cute.transformers: the mask is for {mask.size[0]} queries and {mask.size[1]} keys, and "
+            f"there are {query.shape[2]} and {key.shape[2]}"
+        )
+    given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise _error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
+    if cu_seq_lens_q is not None:
+        if mask.lengths:
+            raise _error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
+        offsets = cu_seq_lens_q, cu_seq_lens_k
+    if offsets[0] is not None:
+        tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        offsets = (None if x is None else x.to(torch.int32) for x in offsets)
+        out = flash_cute.attention_varlen(*tensors, *offsets, **given)
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    out = flash_cute.attention(query, key, value, **given, **mask.lengths).transpose(1, 2)
+    return out if mask.factor is None else out * mask.factor.to(out.dtype), None
+
+
+def _check_kind(
+    name: str, bidirectional: bool, packed: bool, local_size: int | None, use_vmap: bool, config: Any
+) -> None:
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    accepted = "causal, bidirectional, sliding-window or packed attention"
+    if use_vmap:
+        raise _error("and_mask_function or or_mask_function is given", accepted)
+    if local_size is not None and local_size == chunk_size:
+        raise _error(f"attention is in chunks of {chunk_size}", accepted)
+    known = {
+        "causal_mask_function": not bidirectional,
+        "bidirectional_mask_function": bidirectional,
+        "and_mask": packed or local_size is not None,
+    }
+    if not known.get(name, False):
+        raise _error(f"the mask function is {name}", accepted)
+
+
+_NOT_OFFERED = "softcap", "s_aux", "position_bias", "head_mask", "cache", "output_attentions", "dropout"
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in _NOT_OFFERED:
+        value = options.get(name)
+        if isinstance(value, torch.Tensor) or value:
+            shown = value if isinstance(value, bool | int | float) else type(value).__name__
+            raise _error(f"{name} is {shown}", "none")
+
+
+def _mask_of_module(module, query, key, is_causal: bool | None, sliding_window: int | None) -> CuteMask:
+    """What holds where transformers has made no mask."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {"causal": bool(causal)}
+    if sliding_window is not None:
+        if not causal:
+            raise _error("sliding_window is given without a mask, where is_causal is False", "a mask")
+        options["window"] = (sliding_window - 1, 0)
+    return CuteMask((query.shape[2], key.shape[2]), options)
+
+
+def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> torch.Tensor:
+    """Where packed sequences begin among all tokens: where one doesn't see the token before it.
+
+    As the host doesn't know how many there are, there are as many as tokens; those too many are empty.
+    """
+    row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(length, device=device)[None]
+    begins = ~mask_function(row, 0, token, token - 1) | (token == 0)
+    total = batch_size * length
+    places = torch.arange(total, device=device).where(begins.expand(batch_size, length).flatten(), total)
+    return torch.nn.functional.pad(places.sort().values, (0, 1), value=total).to(torch.int32)
+
+
+def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
+    """The first of the keys that are no padding, (batch,), the end of them, and a CuteMask's factor."""
+    present = attention_mask[:, kv_offset : kv_offset + kv_length]
+    awaited = kv_length - present.shape[1]  # by a static cache
+    present = torch.nn.functional.pad(present, (0, awaited))
+    place = torch.arange(kv_length, device=present.device)
+    end = (place + 1).where(present, 0).amax(1)
+    first = place.where(present, kv_length).amin(1).minimum(end)
+    holes = end - first != present.sum(1)
+    if lengths.CHECKED and not torch.compiler.is_compiling() and holes.any():
+        raise ValueError(
+            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding "
+            "at the begin and at the end is accepted"
+        )
+    factor = torch.where(holes, torch.nan, 1.0)
+    return first, end, factor[:, None, None, None]
+
+
+def _error(found: str, accepted: str) -> NotImplementedError:
+    return NotImplementedError(f"flash_cute.transformers: {found}; {accepted} is accepted")
+
+
+AttentionInterface.register(NAME, cute_attention)
+AttentionMaskInterface.register(NAME, cute_mask)

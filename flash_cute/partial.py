@@ -1,0 +1,77 @@
+"""Attention to some of the keys at a time: one result of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of queries to all of their keys, from its results for parts of these keys.
+
+    For those who write a ring of their own: any number of parts, in any order, makes what forward would have
+    returned, up to the rounding of each out to its type. Plain PyTorch, computed in float32.
+
+    Args:
+        outs: one or more of forward, (batch, heads_q, seqlen_q, head_dim), or of forward_varlen,
+            (total_q, heads_q, head_dim), all alike. Together their keys are those of the whole, each once.
+        lses: of the same calls, (batch, heads_q, seqlen_q), or (heads_q, total_q).
+
+    Returns:
+        out: as outs in shape and dtype.
+        lse: as lses; -inf, where out is 0, for queries that see no key in any part.
+
+        Both are differentiable in all outs and lses. Where a part sees no key, its gradients are 0.
+
+    Raises:
+        ValueError, TypeError: the arguments are no tensors, or don't belong together.
+
+    Source: Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1, which does this block by block.
+    """
+    outs, lses = list(outs), list(lses)
+    _check(outs, lses)
+    stacked = torch.stack(lses)
+    highest = stacked.detach().amax(0)
+    highest = highest.where(highest.isfinite(), 0)
+    parts = (stacked - highest).exp()
+    total = parts.sum(0)
+    seen = total != 0
+    total = total.where(seen, 1)
+    lse = (total.log() + highest).where(seen, -torch.inf)
+    weights = (parts / total).unsqueeze(-1)
+    if outs[0].dim() == 3:
+        weights = weights.transpose(1, 2)
+    out = sum(out * weight for out, weight in zip(outs, weights, strict=True))
+    return out.to(outs[0].dtype), lse
+
+
+def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"flash_cute.merge: there are {len(outs)} outs and {len(lses)} lses; as many of both, and at "
+            "least one, are accepted"
+        )
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        for index, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise TypeError(
+                    f"flash_cute.merge: {name}[{index}] is of type {kind}; a torch.Tensor is accepted"
+                )
+            if tensor.is_nested:
+                raise ValueError(f"flash_cute.merge: {name}[{index}] is nested; dense tensors are accepted")
+    shape = outs[0].shape
+    if len(shape) not in (3, 4):
+        raise ValueError(
+            f"flash_cute.merge: outs[0] has shape {tuple(shape)}; (batch, heads, seqlen, head_dim) or "
+            "(total, heads, head_dim) is accepted"
+        )
+    expected = {"outs": shape, "lses": shape[:3] if len(shape) == 4 else shape[1::-1]}
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        for index, tensor in enumerate(tensors):
+            if tensor.shape != expected[name] or tensor.dtype != tensors[0].dtype:
+                raise ValueError(
+                    f"flash_cute.merge: {name}[{index}] is {tensor.dtype} {tuple(tensor.shape)}; "
+                    f"{tensors[0].dtype} {tuple(expected[name])} is accepted beside outs[0] of {tuple(shape)}"
+                )

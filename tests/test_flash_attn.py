@@ -1,0 +1,358 @@
+"""flash_attn's functions: same arguments, defaults and results, or a refusal by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import (
+    MASKS,
+    ROOT,
+    Mask,
+    Sequence,
+    Shape,
+    make_gradients,
+    make_inputs,
+    make_ragged,
+    make_ragged_gradients,
+)
+from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
+
+from flash_cute.compat import flash_attn as fa2
+from flash_cute.compat import flash_attn_interface as fa3
+
+DTYPE = torch.bfloat16
+SHAPE = Shape(2, 4, 2, 37, 61, 32)  # small: kernels have tests of their own
+SQUARE = Shape(2, 4, 4, 53, 53, 32)
+UNEQUAL = Sequence(1, 1), Sequence(30, 50), Sequence(0, 7), Sequence(20, 4), Sequence(5, 0)
+USED = Sequence(40, 60, 30, 35), Sequence(20, 20, 0, 20), Sequence(20, 20, 20, 0)
+SELF = tuple(Sequence(rows, rows) for rows in (1, 40, 0, 33))
+
+# As their sources have them.
+MASK2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+)
+MASK2 += "deterministic=False, return_attn_probs=False"
+DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+MASK3 = f"softmax_scale=None, causal=False, qv=None, {DESCALES}, window_size=(-1, -1), attention_chunk=0, "
+MASK3 += "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+QKV3 = f"softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+QKV3 += "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False"
+PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+CACHE = "q, k_cache, v_cache, k=None, v=None"
+ROTARY = "rotary_cos=None, rotary_sin=None"
+PLACES = "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None"
+CACHE2 = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, "
+CACHE2 += "alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+CACHE3 = f"cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, "
+CACHE3 += "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+CACHE3 += "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+CACHE3 += "return_softmax_lse=False"
+SIGNATURES = {
+    (fa2, "flash_attn_func"): f"q, k, v, {MASK2}",
+    (fa2, "flash_attn_kvpacked_func"): f"q, kv, {MASK2}",
+    (fa2, "flash_attn_qkvpacked_func"): f"qkv, {MASK2}",
+    (fa2, "flash_attn_varlen_func"): f"q, k, v, {PACKED}, {MASK2}, block_table=None",
+    (fa2, "flash_attn_varlen_kvpacked_func"): f"q, kv, {PACKED}, {MASK2}",
+    (fa2, "flash_attn_varlen_qkvpacked_func"): f"qkv, cu_seqlens, max_seqlen, {MASK2}",
+    (fa3, "flash_attn_func"): f"q, k, v, {MASK3}",
+    (fa3, "flash_attn_varlen_func"): f"q, k, v, {PACKED}, seqused_q=None, seqused_k=None, {MASK3}",
+    (fa3, "flash_attn_qkvpacked_func"): f"qkv, {QKV3}",
+    (fa2, "flash_attn_with_kvcache"): f"{CACHE}, {ROTARY}, {PLACES}, block_table=None, {CACHE2}",
+    (fa3, "flash_attn_with_kvcache"): f"{CACHE}, qv=None, {ROTARY}, {PLACES}, page_table=None, {CACHE3}",
+}
+FUNCTIONS = [pytest.param(*key, id=f"{key[0].__name__.rpartition('.')[2]}.{key[1]}") for key in SIGNATURES]
+
+# Of each mask, flash_attn's arguments.
+ARGUMENTS = {
+    "full": ({}, MASKS["full"]),
+    "causal": ({"causal": True}, MASKS["causal"]),
+    "window": ({"window_size": (17, 9)}, Mask(window=(17, 9))),
+    "window to the left": ({"window_size": (40, -1)}, Mask(window=(40, None))),
+    "window to the right": ({"window_size": [-1, 9]}, Mask(window=(None, 9))),
+    "causal window": ({"causal": True, "window_size": (33, 5)}, Mask(window=(33, 0))),
+    "causal by its window": ({"window_size": (-1, 0)}, MASKS["causal"]),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_signatures(module, name):
+    assert str(inspect.signature(getattr(module, name))) == f"({SIGNATURES[module, name]})"
+
+
+def call(module, name, tensors, lengths, options):
+    """The function of inputs that are q, k and v, stacked as it wants them."""
+    q, k, v = tensors
+    packed = {key: lengths[key] for key in lengths if key.startswith("cu_seqlens")}
+    if "qkvpacked" in name:
+        tensors = [torch.stack([q, k, v], -3)]
+        packed = {"cu_seqlens": packed["cu_seqlens_q"]} if packed else {}
+    elif "kvpacked" in name:
+        tensors = [q, torch.stack([k, v], -3)]
+    maxima = [None] * len(packed)  # not needed
+    used = {key: lengths[key] for key in lengths if key.startswith("seqused")}
+    return getattr(module, name)(*tensors, *packed.values(), *maxima, **used, **options)
+
+
+def leaves(tensors) -> list[torch.Tensor]:
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def with_lse(module, result) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call with return_attn_probs; FlashAttention-2's third is empty without dropout."""
+    if module is fa2:
+        *result, dropped = result
+        assert dropped.shape == (0,)
+    return tuple(result)
+
+
+DENSE = [f for f in FUNCTIONS if "varlen" not in f.values[1] and "kvcache" not in f.values[1]]
+VARLEN = [f for f in FUNCTIONS if "varlen" in f.values[1]]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize(("module", "name"), DENSE)
+def test_dense(device, module, name, arguments):
+    options, mask = ARGUMENTS[arguments]
+    shape = SQUARE if "qkv" in name else SHAPE
+    inputs = leaves(x.transpose(1, 2) for x in make_inputs(shape, DTYPE, device))
+    options = options | {"softmax_scale": 0.2, "deterministic": True}
+    out, lse = with_lse(module, call(module, name, inputs, {}, options | {"return_attn_probs": True}))
+    assert torch.equal(call(module, name, inputs, {}, options), out)
+    transposed = [x.detach().transpose(1, 2) for x in (out, *inputs)]
+    assert_attention((transposed[0], lse.detach()), *transposed[1:], mask, 0.2)
+    dout, dlse = make_gradients(transposed[1])
+    gradients = torch.autograd.grad((out, lse), inputs, (dout.transpose(1, 2), dlse))
+    gradients = [
+        torch.empty_like(x).copy_(g.transpose(1, 2)) for x, g in zip(transposed[1:], gradients, strict=True)
+    ]
+    assert_gradients(gradients, *transposed[1:], dout, dlse, mask, 0.2)
+
+
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize(("module", "name"), VARLEN)
+def test_varlen(device, module, name, arguments):
+    options, mask = ARGUMENTS[arguments]
+    sequences, heads = (SELF, (4, 4)) if "qkv" in name else (UNEQUAL, (4, 2))
+    if module is fa3:
+        sequences = USED
+    batch = make_ragged(sequences, heads, 64, DTYPE, device, packed=True, layout="transposed", margins=(0, 0))
+    inputs = leaves((batch.q, batch.k, batch.v))
+    options = options | {"softmax_scale": 0.2}
+    result = call(module, name, inputs, batch.lengths, options | {"return_attn_probs": True})
+    out, lse = with_lse(module, result)
+    assert torch.equal(call(module, name, inputs, batch.lengths, options), out)
+    assert_ragged((out.detach(), lse.detach()), batch, mask, 0.2)
+    dout, dlse = make_ragged_gradients(batch)
+    gradients = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    gradients = [
+        torch.empty_like(x).copy_(g) for x, g in zip((batch.q, batch.k, batch.v), gradients, strict=True)
+    ]
+    assert_ragged_gradients(gradients, batch, dout, dlse, mask, 0.2)
+
+
+def test_grouped_heads_in_one_tensor(device):
+    """FlashAttention-3's qkv of 4 dimensions."""
+    q, k, v = make_inputs(Shape(2, 6, 2, 150, 150, 64), DTYPE, device)
+    qkv = torch.cat([x.transpose(1, 2) for x in (q, k, v)], 2)
+    out, lse = fa3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=6, return_attn_probs=True)
+    assert_attention((out.transpose(1, 2), lse), q, k, v, MASKS["causal"])
+
+
+def test_defaults(device):
+    """Scale, mask and dropout where nothing is said."""
+    q, k, v = make_inputs(SHAPE, DTYPE, device)
+    for module in (fa2, fa3):
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = with_lse(module, module.flash_attn_func(*tensors, return_attn_probs=True))
+        assert_attention((out.transpose(1, 2), lse), q, k, v)
+
+
+def test_accepted_values_of_refused_options(device):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    expected = fa2.flash_attn_func(q, k, v)
+    assert torch.equal(fa2.flash_attn_func(q, k, v, 0, softcap=0, alibi_slopes=None), expected)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, num_splits=0, softcap=0.0, sm_margin=0), expected)
+
+
+REFUSED = {
+    "dropout_p": (0.1, "0.1; 0.0 is accepted"),
+    "softcap": (30.0, "30.0; 0.0 is accepted"),
+    "alibi_slopes": (torch.ones(4), "a tensor; None is accepted"),
+    "block_table": (torch.ones(2, 2), "a tensor; None is accepted"),
+    "qv": (torch.ones(4), "a tensor; None is accepted"),
+    "q_descale": (torch.ones(4), "a tensor; None is accepted"),
+    "k_descale": (torch.ones(4), "a tensor; None is accepted"),
+    "v_descale": (torch.ones(4), "a tensor; None is accepted"),
+    "attention_chunk": (128, "128; 0 is accepted"),
+    "num_splits": (4, "4; 0 or 1 is accepted"),
+    "pack_gqa": (True, "True; None is accepted"),
+    "sm_margin": (8, "8; 0 is accepted"),
+    "rotary_cos": (torch.ones(4), "a tensor; None is accepted"),
+    "rotary_sin": (torch.ones(4), "a tensor; None is accepted"),
+    "rotary_seqlens": (torch.ones(4), "a tensor; None is accepted"),
+    "cache_batch_idx": (torch.ones(4), "a tensor; None is accepted"),
+    "page_table": (torch.ones(4), "a tensor; None is accepted"),
+    "cu_seqlens_k_new": (torch.ones(4), "a tensor; None is accepted"),
+    "scheduler_metadata": (torch.ones(4), "a tensor; None is accepted"),
+}
+REFUSALS = [
+    pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
+    for module, name in SIGNATURES
+    for option in inspect.signature(getattr(module, name)).parameters
+    if option in REFUSED
+]
+
+
+@pytest.mark.parametrize(("module", "name", "option"), REFUSALS)
+def test_refused_options(device, module, name, option):
+    value, sentence = REFUSED[option]
+    if "varlen" in name:
+        batch = make_ragged(SELF, (4, 4), 64, DTYPE, device, packed=True)
+        tensors, lengths = (batch.q, batch.k, batch.v), batch.lengths
+    else:
+        tensors, lengths = [x.transpose(1, 2) for x in make_inputs(SQUARE, DTYPE, device)], {}
+    with pytest.raises(NotImplementedError) as raised:
+        call(module, name, tensors, lengths, {option: value})
+    assert str(raised.value) == f"flash_cute.compat: {option} is {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "wrong"),
+    [
+        ("flash_cute.compat: window_size is 3; (left, right)", {"window_size": 3}),
+        ("flash_cute.forward: window's left limit is -2", {"window_size": (-2, 3)}),
+        ("flash_cute.forward: causal is 1; True or False", {"causal": 1}),
+        ("flash_cute.forward: softmax_scale is", {"softmax_scale": "1"}),
+    ],
+)
+def test_wrong_options(device, sentence, wrong):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    with pytest.raises((TypeError, ValueError)) as raised:
+        fa2.flash_attn_func(q, k, v, **wrong)
+    assert str(raised.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "count"),
+    [(fa2.flash_attn_qkvpacked_func, "qkv", 3), (fa3.flash_attn_qkvpacked_func, "qkv", 3)],
+)
+def test_wrong_stacks(device, function, name, count):
+    with pytest.raises(
+        ValueError, match=rf"{name} has shape .*; \(\.\.\., {count}, heads, head_dim\) is accepted"
+    ):
+        function(torch.ones(2, 50, 2, 4, 64, device=device, dtype=DTYPE))
+
+
+# A cache
+
+
+KVCACHE = "flash_attn_with_kvcache"
+CACHES = {  # rows that count before the call, in a cache of 60, and at its begin do not; rows that are new
+    "all": (None, None, 0),
+    "a number": (33, None, 0),
+    "numbers": ((60, 1, 0), None, 0),
+    "left padding": ((60, 33, 7), (10, 0, 7), 0),
+    "new rows": ((50, 0, 7), None, 10),
+    "new rows behind a number": (40, None, 3),
+    "new rows, left padding": ((50, 8, 7), (10, 0, 7), 10),
+}
+
+
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
+def test_kvcache(device, module, name, arguments):
+    """Beside each entry of the batch alone."""
+    options, mask = ARGUMENTS[arguments]
+    used, leftpad, new = CACHES[name]
+    counts = [60 if used is None else used] * 3 if not isinstance(used, tuple) else used
+    q, *cache = (x.transpose(1, 2) for x in make_inputs(Shape(3, 4, 2, 5, 60, 32), DTYPE, device))
+    cache = [x.clone() for x in cache]
+    before = [x.clone() for x in cache]
+    rows = [torch.randn(3, new, 2, 32, device=device, dtype=DTYPE) for _ in "kv"] if new else [None, None]
+    lengths = {
+        name: torch.tensor(value, dtype=torch.int32, device=device) if isinstance(value, tuple) else value
+        for name, value in (("cache_seqlens", used), ("cache_leftpad", leftpad))
+    }
+    function = getattr(module, KVCACHE)
+    result = function(q, *cache, *rows, **lengths, **options, softmax_scale=0.2, return_softmax_lse=True)
+    assert len(result) == (2 if module is fa2 else 4)
+    for entry, count in enumerate(counts):
+        for mine, old, fresh in zip(cache, before, rows, strict=True):
+            if new:
+                old[entry, count : count + new] = fresh[entry]
+            assert torch.equal(mine[entry], old[entry])
+        keys = slice(leftpad[entry] if leftpad else 0, count + new)
+        parts = q[entry : entry + 1], *(x[entry : entry + 1, keys] for x in cache)
+        sequence = [x.transpose(1, 2) for x in parts]
+        out, lse = result[0][entry : entry + 1].transpose(1, 2), result[1][entry : entry + 1]
+        assert_attention((out, lse.contiguous()), *sequence, mask, 0.2)
+    if not new:
+        assert torch.equal(function(q, *cache, **lengths, **options, softmax_scale=0.2), result[0])
+
+
+@pytest.mark.parametrize("missing", ["k", "v", "cache_seqlens"])
+def test_new_rows_want_a_place(device, missing):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    given = {"k": k[:, :3], "v": v[:, :3], "cache_seqlens": 5, missing: None}
+    with pytest.raises(ValueError, match=r"^flash_cute\.compat: of k, v and cache_seqlens some are None"):
+        fa2.flash_attn_with_kvcache(q, k, v, **given)
+
+
+def test_compiled(device):
+    @torch.compile(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    def compiled(qkv, cu_seqlens):
+        dense = fa2.flash_attn_qkvpacked_func(qkv.unsqueeze(0), causal=True)
+        return dense, fa2.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 130, causal=True)
+
+    torch._dynamo.reset()
+    batch = make_ragged(SELF, (4, 4), 64, DTYPE, device, packed=True, margins=(0, 0))
+    tensors = batch.q, batch.k, batch.v
+    out, packed = compiled(torch.stack(tensors, 1), batch.lengths["cu_seqlens_q"])
+    options = {"causal": True, "return_attn_probs": True}
+    expected = fa2.flash_attn_func(*(x.unsqueeze(0) for x in tensors), **options)
+    assert torch.equal(out, expected[0])
+    lse = fa2.flash_attn_varlen_func(*tensors, *batch.lengths.values(), 0, 0, **options)[1]
+    assert_ragged((packed, lse), batch, MASKS["causal"])
+
+
+INSTALLED = """
+import flash_cute.compat.flash_attn
+flash_cute.compat.flash_attn.install()
+flash_cute.compat.flash_attn.install()  # again
+import importlib.util
+import flash_attn
+import flash_attn.flash_attn_interface as fa2
+import flash_attn_interface as fa3
+from flash_attn import flash_attn_func
+from flash_attn.flash_attn_interface import flash_attn_varlen_func
+assert flash_attn_func is fa2.flash_attn_func is flash_cute.compat.flash_attn.flash_attn_func
+assert fa3.flash_attn_func is flash_cute.compat.flash_attn_interface.flash_attn_func
+assert flash_attn.__version__ == "2.8.3"
+assert importlib.util.find_spec("flash_attn") is not None
+"""
+TOO_LATE = """
+import sys
+import types
+sys.modules["flash_attn"] = types.ModuleType("flash_attn")
+import flash_cute.compat.flash_attn
+try:
+    flash_cute.compat.flash_attn.install()
+except ImportError as error:
+    assert str(error) == "flash_cute.compat: flash_attn has been imported before; call install() first"
+else:
+    raise AssertionError
+assert "flash_attn_interface" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("program", [INSTALLED, TOO_LATE], ids=["installed", "too late"])
+def test_install(program):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,451 @@
+"""flash_cute under transformers: small models of random weights beside the same models with other attention.
+
+The project's rule, for whole models: errors against SDPA in float64 are at most twice those of eager
+attention in bfloat16. (In float64, that gives NaN where a query sees nothing.) Padding is not compared.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tolerance import assert_within_rule
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+
+from flash_cute import lengths  # noqa: E402
+from flash_cute.integrations import transformers as face  # noqa: E402
+from flash_cute.integrations.transformers import CuteMask, cute_attention, cute_mask  # noqa: E402
+
+DTYPE = torch.bfloat16
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+BOTH = {"d_model": 64, "dropout": 0.0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+BOTH |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+BOTH |= {name: SIZES[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id")}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+WINDOWED = GROUPED | {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", SIZES | GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "qwen": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 6}),
+    "one layer of two with a window": ("Qwen2ForCausalLM", "Qwen2Config", WINDOWED),
+    "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
+}
+DECODERS = [name for name in MODELS if name not in ("bert", "bart")]
+BATCH, LENGTH = 3, 20
+
+
+def build(name: str, device) -> torch.nn.Module:
+    """The model in float32 on the CPU's random weights, so that they are the same on every device."""
+    model_class, config_class, sizes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**sizes)
+    return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").to(device)
+
+
+class Trio:
+    """A model with our attention and with eager attention in bfloat16, and with SDPA in float64."""
+
+    def __init__(self, name: str, device):
+        rounded = build(name, device).to(DTYPE).eval()
+        self.yardstick, self.oracle = rounded, copy.deepcopy(rounded).double()
+        self.ours = copy.deepcopy(rounded)
+        self.ours.set_attn_implementation("cute_attention")
+        self.oracle.set_attn_implementation("sdpa")
+        self.all = self.ours, self.yardstick, self.oracle
+
+
+@pytest.fixture(params=MODELS)
+def trio(request, device) -> Trio:
+    torch._dynamo.reset()
+    return Trio(request.param, device)
+
+
+def tokens(device, batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length), device=device)
+
+
+def padding(kind: str, device, length: int = LENGTH) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    mask = torch.ones(BATCH, length, dtype=torch.long, device=device)
+    if kind in ("left", "both"):
+        mask[0, :7] = 0
+        mask[2, : length - 1] = 0
+    if kind in ("right", "both"):
+        mask[1, length - 4 :] = 0
+    return mask
+
+
+def assert_logits(trio: Trio, inputs: dict, present: torch.Tensor | None = None) -> None:
+    """present: bool (batch, length), the tokens to compare."""
+    ours, yardstick, oracle = (model(**inputs).logits.detach() for model in trio.all)
+    if present is not None:
+        ours, yardstick, oracle = (logits[present] for logits in (ours, yardstick, oracle))
+    assert ours.isfinite().all()
+    assert_within_rule("logits", ours, yardstick, oracle)
+
+
+# Logits, loss and gradients
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both"])
+def test_logits(trio, device, kind):
+    mask = padding(kind, device)
+    inputs = {"input_ids": tokens(device), "attention_mask": mask}
+    assert_logits(trio, inputs, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("kind", ["none", "both"])
+def test_losses_and_gradients(trio, device, kind):
+    """The losses of the tokens one by one: their mean may be right by chance."""
+    ids, mask = tokens(device), padding(kind, device)
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    losses, gradients = [], []
+    for model in trio.all:
+        result = model.train()(input_ids=ids, attention_mask=mask, labels=labels)
+        result.loss.backward()
+        each = torch.nn.functional.cross_entropy(result.logits.double().mT, labels, reduction="none")
+        losses.append(each.detach())
+        gradients.append(
+            torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+        )
+    assert_within_rule("losses", *losses)
+    assert_within_rule("gradients", *gradients)
+
+
+def test_position_ids_that_restart(trio, device):
+    """Several sequences in a row, told from their positions; encoders have no such thing."""
+    if not trio.ours.config.model_type.startswith(("gpt2", "llama", "qwen", "mistral")):
+        pytest.skip("an encoder")
+    positions = torch.stack([torch.cat([torch.arange(n) for n in rows]) for rows in ((9, 11), (1, 4, 15))])
+    assert_logits(
+        trio, {"input_ids": tokens(device, 2), "position_ids": positions.to(device), "use_cache": False}
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_cu_seq_lens(device, name):
+    """Of transformers' collator without padding, beside positions."""
+    trio, ids = Trio(name, device), tokens(device, 1)
+    offsets = torch.tensor([0, 9, 20], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None].to(device)
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    lens = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 11, "max_length_k": 11}
+    ours = trio.ours(**inputs, **lens).logits
+    yardstick, oracle = (model(**inputs).logits for model in (trio.yardstick, trio.oracle))
+    assert_within_rule("logits", *(x.detach() for x in (ours, yardstick, oracle)))
+
+
+def test_autocast(device):
+    """Of a float32 model; the yardstick is eager attention under autocast, too."""
+    model = build("llama", device).eval()
+    ids, mask = tokens(device), padding("left", device)
+    results = []
+    for implementation in ("cute_attention", "eager"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast(device.type, DTYPE):
+            results.append(model(ids, attention_mask=mask).logits[mask.bool()].detach())
+    model.set_attn_implementation("sdpa")
+    oracle = model.double()(ids, attention_mask=mask).logits[mask.bool()].detach()
+    assert_within_rule("logits", *results, oracle)
+
+
+# Caches and generation
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_generate(device, name, cache):
+    """Logits of each step beside those of the whole text at once; the tokens follow from them."""
+    trio, mask = Trio(name, device), padding("left", device)
+    ids, steps = tokens(device), 12
+    options = {
+        "max_new_tokens": steps,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    if cache:
+        options |= {"cache_implementation": cache, "disable_compile": True}
+    result = trio.ours.generate(ids, attention_mask=mask, **options)
+    assert result.sequences.shape == (BATCH, LENGTH + steps)
+    ours = torch.stack(result.logits, 1)
+    assert torch.equal(ours.argmax(-1), result.sequences[:, LENGTH:])
+    text = result.sequences[:, :-1]
+    mask = torch.nn.functional.pad(mask, (0, steps - 1), value=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    yardstick, oracle = (
+        model(text, attention_mask=mask, position_ids=positions).logits[:, LENGTH - 1 :]
+        for model in (trio.yardstick, trio.oracle)
+    )
+    assert_within_rule("logits", ours, yardstick, oracle)
+
+
+@torch.no_grad()
+def test_prompts_in_pieces(device):
+    """Several queries at a time behind a cache."""
+    trio, ids = Trio("mistral", device), tokens(device)
+    cache = transformers.DynamicCache(config=trio.ours.config)
+    pieces = [trio.ours(piece, past_key_values=cache).logits for piece in ids.split([9, 7, 4], 1)]
+    yardstick, oracle = (model(ids).logits for model in (trio.yardstick, trio.oracle))
+    assert_within_rule("logits", torch.cat(pieces, 1), yardstick, oracle)
+
+
+# Under torch.compile, in Trainer, without waiting
+
+
+@pytest.mark.parametrize("kind", ["none", "both"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_compiled(device, name, kind):
+    trio, mask = Trio(name, device), padding(kind, device)
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    inputs = {"input_ids": tokens(device), "attention_mask": mask, "use_cache": False}
+    inputs = {key: value for key, value in inputs.items() if name != "bert" or key != "use_cache"}
+    compiled = torch.compile(trio.ours, fullgraph=True, backend=backend)
+    trio.all = compiled, trio.yardstick, trio.oracle
+    assert_logits(trio, inputs, None if mask is None else mask.bool())
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_compiled_generation(device):
+    """As generate() compiles a model with a static cache by itself."""
+    trio, ids, mask = Trio("llama", device), tokens(device), padding("left", device)
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+    }
+    expected = trio.ours.generate(ids, **options, disable_compile=True)
+    assert torch.equal(trio.ours.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_trainer(device, tmp_path, packed):
+    """A few steps on padded rows, and on rows that its collator packs."""
+    pytest.importorskip("accelerate", reason="needs accelerate, for Trainer")
+    model = build("llama", device)
+    model.set_attn_implementation("cute_attention")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(device, 8).cpu()]
+    if packed:
+        rows = [
+            {name: row[: 4 + 2 * i].tolist() for name, row in pair.items()} for i, pair in enumerate(rows)
+        ]
+        collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    else:
+        collator = transformers.default_data_collator
+        for index, row in enumerate(rows):
+            row["attention_mask"] = (torch.arange(LENGTH) >= 5 * (index % 2)).long()
+            row["labels"] = row["labels"].masked_fill(row["attention_mask"] == 0, -100)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=8,
+        per_device_train_batch_size=8,
+        learning_rate=5e-3,
+        lr_scheduler_type="constant",
+        bf16=True,
+        use_cpu=device.type == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 8
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.gpu
+def test_nothing_waits(device):
+    """Without transformers' sliding cache, which does."""
+    trio, ids, mask = Trio("mistral", device), tokens(device), padding("both", device)
+    trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Holes
+
+
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+
+
+def test_padding_with_holes_gives_nan(device):
+    trio = Trio("llama", device)
+    logits = trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device)).logits
+    assert logits[0].isnan().all()
+    assert logits[1:].isfinite().all()
+
+
+def test_padding_with_holes_is_found(device, monkeypatch):
+    monkeypatch.setattr(lengths, "CHECKED", True)
+    trio = Trio("llama", device)
+    sentence = (
+        r"^flash_cute\.transformers: the padding of sequence 0 has holes; padding at the begin and at the end"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device))
+
+
+# Refusals
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+def qkv(device, **changes) -> dict:
+    tensors = {
+        name: torch.randn(2, 4, 10, 16, device=device, dtype=DTYPE) for name in ("query", "key", "value")
+    }
+    return {"module": Module(), "attention_mask": None, **tensors, **changes}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "changes"),
+    [
+        ("dropout is 0.1; none is accepted", {"dropout": 0.1}),
+        ("softcap is 30.0; none is accepted", {"softcap": 30.0}),
+        ("s_aux is Tensor; none is accepted", {"s_aux": torch.zeros(4)}),
+        ("position_bias is Tensor; none is accepted", {"position_bias": torch.zeros(4)}),
+        ("head_mask is Tensor; none is accepted", {"head_mask": torch.zeros(4)}),
+        ("cache is list; none is accepted", {"cache": ["paged"]}),
+        ("output_attentions is True; none is accepted", {"output_attentions": True}),
+        ("attention_mask is a Tensor of shape (2, 1, 10, 10)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
+        ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_q": torch.zeros(2)}),
+        ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_k": torch.zeros(2)}),
+        ("sliding_window is given without a mask", {"sliding_window": 4, "is_causal": False}),
+        (
+            "cu_seq_lens_q is given beside padding",
+            {
+                "cu_seq_lens_q": torch.zeros(2),
+                "cu_seq_lens_k": torch.zeros(2),
+                "attention_mask": CuteMask((10, 10), {}, {"leftpad_k": torch.zeros(2)}),
+            },
+        ),
+    ],
+)
+def test_refused_options(device, sentence, changes):
+    with pytest.raises(NotImplementedError) as raised:
+        cute_attention(**qkv(device, **changes))
+    assert str(raised.value).startswith(f"flash_cute.transformers: {sentence}")
+
+
+def test_wrong_tensors(device):
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.transformers: the mask is for 5 queries and 10 keys, and there"
+    ):
+        cute_attention(**qkv(device, attention_mask=CuteMask((5, 10), {})))
+    with pytest.raises(ValueError, match=r"^flash_cute\.attention: q has dtype torch\.float32"):
+        cute_attention(
+            **qkv(device, **{name: torch.randn(2, 4, 10, 16) for name in ("query", "key", "value")})
+        )
+
+
+def every_second(batch_idx, head_idx, q_idx, kv_idx):
+    return kv_idx % 2 == 0
+
+
+@pytest.mark.parametrize("argument", ["and_mask_function", "or_mask_function"])
+def test_refused_mask_functions(device, argument):
+    config = build("llama", "cpu").config
+    config._attn_implementation = "cute_attention"
+    embeddings = torch.empty(2, 10, 0, device=device)
+    options = {argument: every_second}
+    with pytest.raises(NotImplementedError, match=r"and_mask_function or or_mask_function is given; causal"):
+        transformers.masking_utils.create_causal_mask(config, embeddings, None, None, **options)
+
+
+def test_refused_kinds_of_masks(device):
+    """In chunks, and in blocks."""
+    config = build("llama", "cpu").config
+    config._attn_implementation, config.attention_chunk_size = "cute_attention", 4
+    embeddings = torch.empty(2, 10, 0, device=device)
+    with pytest.raises(NotImplementedError, match="attention is in chunks of 4; causal"):
+        transformers.masking_utils.create_chunked_causal_mask(config, embeddings, None, None)
+    blocks = torch.zeros(2, 10, dtype=torch.long, device=device)
+    with pytest.raises(NotImplementedError, match=r"the mask function is or_mask; causal"):
+        transformers.masking_utils.create_causal_mask(
+            config, embeddings, None, None, block_sequence_ids=blocks
+        )
+    with pytest.raises(NotImplementedError, match="the mask function is every_second; causal"):
+        cute_mask(2, 10, 10, mask_function=every_second)
+    config.sliding_window = 3
+    make = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    longer = torch.empty(2, 14, 0, device=device)
+    with pytest.raises(
+        NotImplementedError, match="there are 10 queries and 14 keys in a window to both sides"
+    ):
+        make(config, embeddings, None, encoder_hidden_states=longer)
+
+
+def test_a_custom_mask_of_four_dimensions(device):
+    trio = Trio("llama", device)
+    mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool, device=device)
+    with pytest.raises(NotImplementedError, match=r"attention_mask is a Tensor of shape \(3, 1, 20, 20\)"):
+        trio.ours(tokens(device), attention_mask=mask)
+
+
+# What no model here asks for
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_without_a_mask(device, window):
+    """As models call it that make none."""
+    arguments = qkv(device, scaling=0.3, sliding_window=window)
+    out, weights = cute_attention(**arguments)
+    assert weights is None
+    tensors = [arguments[name] for name in ("query", "key", "value")]
+    options = {"causal": True, "softmax_scale": 0.3, "window": None if window is None else (window - 1, None)}
+    assert torch.equal(out, face.flash_cute.attention(*tensors, **options).transpose(1, 2))
+    out, _ = cute_attention(
+        **qkv(device, **dict(zip(("query", "key", "value"), tensors, strict=True)), is_causal=False)
+    )
+    assert torch.equal(out, face.flash_cute.attention(*tensors).transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["none", "both"])
+def test_bidirectional_window(device, kind):
+    """transformers' own function for it: who is at most so far away is seen."""
+    config = build("mistral", "cpu").config
+    config._attn_implementation = "cute_attention"
+    embeddings = torch.empty(BATCH, LENGTH, 0, device=device)
+    make = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    present = padding(kind, device)
+    mask = make(config, embeddings, present)
+    tensors = [torch.randn(BATCH, 4, LENGTH, 16, device=device, dtype=DTYPE) for _ in "qkv"]
+    out, _ = cute_attention(Module(), *tensors, mask)
+    config._attn_implementation = "sdpa"
+    seen = make(config, embeddings, present, allow_is_bidirectional_skip=False)
+    present = torch.ones(BATCH, LENGTH, device=device).bool() if present is None else present.bool()
+    results = []
+    for dtype in (DTYPE, torch.float64):
+        q, k, v = (x.to(dtype) for x in tensors)
+        weights = (q @ k.mT / 4).masked_fill(~seen, -torch.inf).softmax(-1)
+        results.append((weights @ v).transpose(1, 2)[present])
+    assert_within_rule("out", out[present], *results)
