@@ -416,7 +416,9 @@ def test_a_custom_mask_of_four_dimensions(device):
 
 
 def test_an_older_transformers():
-    program = "import transformers as t; t.__version__ = '4.57.1'; import flash_cute.integrations.transformers"
+    program = (
+        "import transformers as t; t.__version__ = '4.57.1'; import flash_cute.integrations.transformers"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ran.stderr.rstrip().endswith("flash_cute.transformers: this is transformers 4.57.1; 5 is needed")
