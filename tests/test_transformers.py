@@ -7,9 +7,13 @@ attention in bfloat16. (In float64, that gives NaN where a query sees nothing.) 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from cases import ROOT
 from tolerance import assert_within_rule
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
@@ -409,6 +413,15 @@ def test_a_custom_mask_of_four_dimensions(device):
     mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool, device=device)
     with pytest.raises(NotImplementedError, match=r"attention_mask is a Tensor of shape \(3, 1, 20, 20\)"):
         trio.ours(tokens(device), attention_mask=mask)
+
+
+def test_an_older_transformers():
+    program = (
+        "import transformers as t; t.__version__ = '4.57.1'; import flash_cute.integrations.transformers"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ran.stderr.rstrip().endswith("flash_cute.transformers: this is transformers 4.57.1; 5 is needed")
 
 
 # What no model here asks for

@@ -17,10 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import transformers
 
 import flash_cute
 from flash_cute import lengths
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"flash_cute.transformers: this is transformers {transformers.__version__}; 5 is needed"
+    )
 
 NAME = "cute_attention"
 
@@ -257,5 +262,5 @@ def _error(found: str, accepted: str) -> NotImplementedError:
     return NotImplementedError(f"flash_cute.transformers: {found}; {accepted} is accepted")
 
 
-AttentionInterface.register(NAME, cute_attention)
-AttentionMaskInterface.register(NAME, cute_mask)
+transformers.AttentionInterface.register(NAME, cute_attention)
+transformers.AttentionMaskInterface.register(NAME, cute_mask)
