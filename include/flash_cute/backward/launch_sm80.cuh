@@ -22,9 +22,12 @@ auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   auto visit = [&]<DqSums sums>(std::integral_constant<DqSums, sums> constant) {
     return visitor(BackwardTraitsSm80<Instance, kTiles.keys[index]>{}, constant);
   };
-  if constexpr (kTiles.keys[index].asks_for_dq) return visit(std::integral_constant<DqSums, DqSums::asked>{});
-  return plan.sums_dq ? visit(std::integral_constant<DqSums, DqSums::all>{})
-                      : visit(std::integral_constant<DqSums, DqSums::none>{});
+  if constexpr (!kTiles.keys[index].knows_dq) {
+    return visit(std::integral_constant<DqSums, DqSums::asked>{});
+  } else {
+    return plan.sums_dq ? visit(std::integral_constant<DqSums, DqSums::all>{})
+                        : visit(std::integral_constant<DqSums, DqSums::none>{});
+  }
 }
 
 template <class Instance>
@@ -35,8 +38,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   if (params.lengths.given) {
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads, 0, stream,
-                                               params);
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
+                                                             0, stream, params);
   }
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,

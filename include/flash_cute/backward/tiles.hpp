@@ -8,15 +8,15 @@ namespace flash_cute {
 
 // A block of keys stays, blocks of queries pass by.
 struct BackwardTile {
-  int block_m, block_n;      // queries of a step, keys of a thread block
-  int stages;                // of Q and dO in shared memory
-  int warps_keys;            // warps side by side along the keys
-  int warps_across;          // and along the queries of S, or the columns of dK and dV
-  int warps_queries;         // of the same warps, along the queries of dQ; the others lie along its columns
-  int blocks_per_sm = 1;     // thread blocks that registers must leave room for
-  int pays_from = 0;         // queries of a sequence
-  int stages_dout = 0;       // of dO, where fewer than of Q
-  bool asks_for_dq = false;  // one kernel with and without sums of dQ, which asks, instead of two
+  int block_m, block_n;   // queries of a step, keys of a thread block
+  int stages;             // of Q and dO in shared memory
+  int warps_keys;         // warps side by side along the keys
+  int warps_across;       // and along the queries of S, or the columns of dK and dV
+  int warps_queries;      // of the same warps, along the queries of dQ; the others lie along its columns
+  int blocks_per_sm = 1;  // thread blocks that registers must leave room for
+  int pays_from = 0;      // queries of a sequence
+  int stages_dout = 0;    // of dO, where fewer than of Q
+  bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
 
   constexpr int warps() const { return warps_keys * warps_across; }
   constexpr bool operator==(BackwardTile const&) const = default;
@@ -62,18 +62,17 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       // FlashAttention-2: 1.00 to 1.05 and 0.97 to 1.13. 64 x 128 with eight warps along the keys: 0.90 to
       // 0.99.
       case 64:
-        return {.keys = {{128, 128, 2, 4, 2, 4, 1, 2048}, {64, 64, 2, 4, 1, 2, 2}},
+        return {.keys = {{128, 128, 2, 4, 2, 4, 1, 2048, 0, true}, {64, 64, 2, 4, 1, 2, 2, 0, 0, true}},
                 .queries = {128, 64, 2, 8}};
       case 96: return {.keys = {{64, 64, 2, 4, 1, 4, 2}}, .queries = {128, 64, 2, 8}};
-      // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. A
-      // kernel that asks about dQ wins 2 to 3%; elsewhere two kernels win 1 to 5%.
+      // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. Two
+      // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
       case 128:
-        return {.keys = {{64, 64, 2, 2, 2, 2, 2, 0, 0, true}, {64, 64, 1, 2, 2, 2, 1, 0, 0, true}},
-                .queries = {64, 64, 2, 4, 2}};
+        return {.keys = {{64, 64, 2, 2, 2, 2, 2}, {64, 64, 1, 2, 2, 2}}, .queries = {64, 64, 2, 4, 2}};
       case 192: return {.keys = {{64, 64, 2, 4, 2, 4}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
       // One stage loses 6 to 10%, four warps along the keys 12 to 15%; 32 x 64 20%.
       case 256:
-        return {.keys = {{64, 64, 2, 2, 4, 2}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},
+        return {.keys = {{64, 64, 2, 2, 4, 2, 1, 0, 0, true}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},
                 .queries = {64, 32, 1, 4}};
     }
   }
