@@ -19,6 +19,7 @@
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/tiles.hpp"
+#include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/plan.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/plan.hpp"
@@ -254,6 +255,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("runs_keys", &BackwardPlan::runs_keys)
       .def_readonly("runs_queries", &BackwardPlan::runs_queries)
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
+      .def_readonly("in_turns", &BackwardPlan::in_turns)
+      .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
@@ -264,7 +267,33 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
     params.device.smem_bytes = smem_bytes;
+    params.device.multiprocessors = 132;
+    params.device.l2_bytes = 50 << 20;
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
+  });
+  // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
+  // (head, block) of queries that its steps are for.
+  module.def("key_tiles", [](int bucket, RaggedBatch const& batch) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
+    params.lengths = batch.params.lengths;
+    params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
+    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
+    auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
+    KeyOrder const order{plan.order, plan.blocks, block_m, block_n};
+    std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
+    for (int index = 0; index < order.tiles; ++index) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      std::vector<std::pair<int, int>> steps;
+      int const heads = params.shape.heads_q / params.shape.heads_kv;
+      for (QuerySteps at(tile, heads, block_m, block_n); at.left > 0; at.advance()) {
+        steps.emplace_back(at.head, at.block);
+      }
+      tiles.push_back({{tile.batch, tile.head_kv, tile.sequence.k_begin + tile.n_begin}, steps});
+    }
+    return tiles;
   });
 
   py::class_<ForwardPlan>(module, "ForwardPlan")

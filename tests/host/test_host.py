@@ -597,9 +597,11 @@ def test_places_of_blocks(host, case, block, of_queries):
 HOPPER, A100, ADA = 232448, 166912, 101376
 
 
-def plan_backward(host, head_dim, sizes, smem_bytes=HOPPER, lengths=None, asked_for=(True, True, False)):
+def plan_backward(
+    host, head_dim, sizes, smem_bytes=HOPPER, lengths=None, asked_for=(True, True, False), family="sm80"
+):
     batch = make_ragged_batch(host, sizes, CAUSAL, lengths or [None] * 5)
-    return host.plan_backward(host.Family.sm80, head_dim, batch, smem_bytes, *asked_for)
+    return host.plan_backward(getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for)
 
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
@@ -641,3 +643,51 @@ def test_kernels_of_the_backward(host, asked_for, runs):
     assert (plan.query_blocks, plan.key_blocks) == (2 * 2, 2 * 5)
     rows = 4 * plan.query_blocks * plan.tile.block_m
     assert plan.workspace_bytes == 4 * rows * (2 + 128 * plan.sums_dq)
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "sums_dq", "in_turns"),
+    [
+        ((True, True, False), True, False),
+        ((True, True, True), True, True),
+        ((True, False, True), True, True),
+        ((False, True, True), False, False),
+    ],
+    ids=["all", "all, deterministic", "dq", "dk and dv"],
+)
+def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns):
+    """Whatever is asked for, so that each gradient has the same bits; sums of dQ have one order in turns."""
+    plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for, family="sm90")
+    assert (plan.runs_keys, plan.runs_queries) == (True, False)
+    assert (plan.sums_dq, plan.in_turns) == (sums_dq, in_turns)
+    assert plan.blocks == 2 * plan.key_blocks
+    rows = 4 * plan.query_blocks * plan.tile.block_m
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * 4 * plan.query_blocks * in_turns
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
+@pytest.mark.parametrize("limits", [CAUSAL, UNLIMITED, (50, 20)], ids=["causal", "full", "window"])
+def test_blocks_of_keys_on_hopper(host, limits, lengths, head_dim):
+    """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group."""
+    sizes = (3, 4, 2, 400, 333, head_dim)
+    batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
+    found = dict(host.key_tiles(head_dim, batch))
+    assert len(found) == len(host.key_tiles(head_dim, batch))
+    expected = {}
+    for b in range(3):
+        begin_q, end_q = lengths[0][b : b + 2] if lengths else (0, 400)
+        begin_k, end_k = lengths[1][b : b + 2] if lengths else (0, 333)
+        mask = host.WindowMask(end_q - begin_q, end_k - begin_k, *limits)
+        cut, blind = mask.first_reachable_key(), mask.first_seeing_row()
+        queries, keys = end_q - begin_q - blind, end_k - begin_k - cut
+        if queries == 0 or (cut and not lengths):  # without lengths the host cuts keys off before
+            continue
+        mask = host.WindowMask(queries, keys, *limits)
+        for head_kv in range(2):
+            for n_begin in range(0, keys, tile.block_n):
+                blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
+                steps = [(2 * head_kv + head, block) for head in range(2) for block in blocks]
+                expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
+    assert found == expected

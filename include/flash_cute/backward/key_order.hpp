@@ -30,6 +30,7 @@ struct KeyOrder {
       b = found.batch;
       tile.head_kv = found.head_kv;
       tile.n_begin = found.m_begin;
+      tile.descending = dense.descending;
     }
     tile.sequence = sequence_for<Family::sm90>(params, b);
     tile.batch = offsets_q ? 0 : b;

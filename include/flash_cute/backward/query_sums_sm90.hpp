@@ -70,11 +70,13 @@ struct QuerySums {
   }
 
  private:
-  // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order.
+  // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
+  // whoever waits, waits for thread blocks that have been launched.
   CUTE_DEVICE void await_turn(int const* turn, int block) const {
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     int const own = tile.n_begin / kBlockN;
-    while (load_acquire(turn) < (own - keys.begin) * kWarps) __nanosleep(20);
+    int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
+    while (load_acquire(turn) < before * kWarps) __nanosleep(20);
     fence_async_global();
   }
   CUTE_DEVICE static void pass_turn(int* turn) {

@@ -62,8 +62,19 @@ struct BackwardWeightsSm90 {
     clear(acc_dv);
     QuerySums<Traits> const sums(own, tile);
 
-    shared.ring_k.wait(at_keys);
-    while (true) {
+    int head = 0, block = 0;  // of the step before, whose dQ comes one step late: dS is there by then
+    auto at_before = at;
+    auto add_sums = [&](auto&& beside_first_round) {
+      CUTE_UNROLL
+      for (int round = 0; round < Traits::kRoundsQ; ++round) {
+        Tensor acc_dq = sums.issue(at_before, round);
+        if (round == 0) beside_first_round();
+        wait_products<0>(acc_dq);
+        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at_before);
+        sums.add(acc_dq, head, block, round);
+      }
+    };
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       shared.ring_q.wait(at);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
@@ -80,23 +91,26 @@ struct BackwardWeightsSm90 {
       Tensor rP = convert<Element>(acc_s);
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
-      int const head = steps.head, block = steps.block;
-      steps.advance();
-      CUTE_UNROLL
-      for (int round = 0; round < Traits::kRoundsQ; ++round) {
-        Tensor acc_dq = sums.issue(at, round);
-        if (round == 0) {
-          wait_products<1>(acc_dv);
-          own.release(shared.ring_dout, at_dout);
-          at_dout.advance();
-        }
-        wait_products<0>(acc_dq);
-        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at);
-        sums.add(acc_dq, head, block, round);
+      auto finish_dv = [&] {
+        wait_products<!kFirst>(acc_dv);
+        own.release(shared.ring_dout, at_dout);
+      };
+      if constexpr (kFirst) {
+        finish_dv();
+      } else {
+        add_sums(finish_dv);
       }
+      head = steps.head;
+      block = steps.block;
+      at_before = at;
       at.advance();
-      if (__all_sync(0xffffffffu, steps.left == 0)) break;
-    }
+      at_dout.advance();
+      steps.advance();
+    };
+    shared.ring_k.wait(at_keys);
+    step(std::true_type{});
+    while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
     if (own.params.dv.data) {

@@ -95,8 +95,6 @@ struct BackwardTraitsSm90 {
   // fp16 and more so than bf16.
   static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
   static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
-  // When P is packed before dS is known, its product runs beside that; where registers allow it.
-  static constexpr bool kEarlyDV = kHeadDim + kBlockM * 5 / 4 <= 208;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];

@@ -11,6 +11,12 @@
 
 namespace flash_cute {
 
+CUTE_DEVICE int read_lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 template <class Traits>
 struct BackwardWarpgroup {
   using Element = typename Traits::Element;
@@ -99,7 +105,8 @@ struct BackwardWarpgroup {
   template <class Accumulator>
   CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
                          Accumulator const& acc) const {
-    int const warp = warpgroup * 4 + thread / 32, lane = thread % 32;
+    // Read anew, so that no address is kept in registers for the whole loop before.
+    int const lane = read_lane_index(), warp = warpgroup * 4 + thread / 32;
     auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
     Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
     auto const values = row_col_view(acc);
