@@ -2,8 +2,8 @@
 
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
-forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, supported and
-explain tell with what, flash_cute.reference checks.
+forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, softmax the
+probabilities alone, supported and explain tell with what, flash_cute.reference checks.
 """
 
 from pkgutil import extend_path
@@ -13,6 +13,7 @@ __path__ = extend_path(__path__, __name__)
 
 from flash_cute import reference
 from flash_cute.interface import attention, attention_varlen, explain, forward, forward_varlen, supported
+from flash_cute.row_softmax import softmax
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "forward",
     "forward_varlen",
     "reference",
+    "softmax",
     "supported",
 ]

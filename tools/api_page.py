@@ -36,6 +36,7 @@ FUNCTIONS = {
         flash_cute.attention,
         flash_cute.forward_varlen,
         flash_cute.attention_varlen,
+        flash_cute.softmax,
         flash_cute.explain,
         flash_cute.supported,
     ),
