@@ -1,6 +1,6 @@
-// Gradients of rows that no other kernel writes are 0: in batches of unequal lengths queries that do not count,
-// keys that do not or that no query can reach, and what lies before and behind packed sequences; on Hopper
-// queries that see nothing.
+// Gradients of rows that no other kernel writes are 0: in batches of unequal lengths queries that do not
+// count, keys that do not or that no query can reach, and what lies before and behind packed sequences; on
+// Hopper queries that see nothing.
 #pragma once
 
 #include <cuda_runtime.h>

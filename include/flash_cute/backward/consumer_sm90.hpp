@@ -1,5 +1,5 @@
-// The Hopper family's backward maths, by one warpgroup: dK and dV of its 64 keys of every tile, and its half of
-// the tile's part of dQ.
+// The Hopper family's backward maths, by one warpgroup: dK and dV of its 64 keys of every tile, and its half
+// of the tile's part of dQ.
 #pragma once
 
 #include "flash_cute/backward/query_sums_sm90.hpp"
@@ -30,9 +30,9 @@ struct BackwardConsumerSm90 {
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});        // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
-    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});     // (M, D, STAGE)
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});    // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});       // (D, M, STAGE)
-    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});   // (D, M, STAGE)
+    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});     // (N, M, STAGE)
     typename Traits::MmaScores mma_s;
     typename Traits::MmaKeys mma_k;

@@ -11,8 +11,8 @@ namespace flash_cute {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    backward_kernel_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ KeyOrder const order,
-                         __grid_constant__ BackwardMaps const maps) {
+    backward_kernel_sm90(__grid_constant__ BackwardParams const params,
+                         __grid_constant__ KeyOrder const order, __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const warpgroup = cutlass::canonical_warp_group_idx();

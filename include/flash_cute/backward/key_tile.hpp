@@ -26,9 +26,9 @@ struct MaskOfKeys {
   }
 };
 
-// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its queries
-// are those that see a key: the blind ones before them are no part of it, and without any it has no keys
-// either.
+// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its
+// queries are those that see a key: the blind ones before them are no part of it, and without any it has no
+// keys either.
 template <Family family, class Params>
 FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
   Sequence s = sequence(params, b);

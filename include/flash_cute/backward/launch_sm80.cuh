@@ -28,8 +28,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   if (params.lengths.given) {
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads, 0, stream,
-                                               params);
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
+                                                             0, stream, params);
   }
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits) {
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,

@@ -78,9 +78,9 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     constexpr bool kStartsEarly = true;
     KeyOrder const order{plan.order, plan.key_blocks * params.shape.heads_kv, Traits::kBlockM,
                          Traits::kBlockN};
-    launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(
-        device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params, order,
-        maps_of<Traits>(params));
+    launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
+                                                              sizeof(typename Traits::SharedStorage), stream,
+                                                              params, order, maps_of<Traits>(params));
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);

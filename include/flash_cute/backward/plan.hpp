@@ -72,7 +72,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_blocks = queries.count();
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.blocks = plan.key_blocks * shape.heads_kv;
-  if (one_kernel && !params.lengths.given && plan.blocks > 0) plan.order = key_order(params, plan.tile.block_n);
+  if (one_kernel && !params.lengths.given && plan.blocks > 0)
+    plan.order = key_order(params, plan.tile.block_n);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) +
                          (plan.in_turns ? plan.rows / plan.tile.block_m * int64_t(sizeof(int)) : 0);

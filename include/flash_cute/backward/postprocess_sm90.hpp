@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
   constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
-  auto const* const sums = reinterpret_cast<float4 const*>(params.workspace.dq + int64_t(blockIdx.x) * kFloats +
-                                                           32 * size(dq) * warp);
+  auto const* const sums = reinterpret_cast<float4 const*>(
+      params.workspace.dq + int64_t(blockIdx.x) * kFloats + 32 * size(dq) * warp);
   CUTE_UNROLL
   for (int i = 0; i < size(dq) / 4; ++i) {
     float4 const four = sums[i * 32 + lane];

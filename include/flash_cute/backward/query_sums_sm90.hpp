@@ -1,5 +1,5 @@
-// A warpgroup's half of a tile's part of dQ, and how it comes to the sums in global memory: by bulk reductions,
-// each warp's own.
+// A warpgroup's half of a tile's part of dQ, and how it comes to the sums in global memory: by bulk
+// reductions, each warp's own.
 #pragma once
 
 #include "flash_cute/backward/warpgroup_sm90.hpp"
@@ -12,7 +12,8 @@ namespace flash_cute {
 // side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
 struct QuerySums {
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kBlockFloats = kBlockM * Traits::kSumColumns;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN,
+                       kBlockFloats = kBlockM * Traits::kSumColumns;
   static constexpr int kWarps = 4 * Traits::kConsumers, kWarpFloats = Traits::kWarpFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
@@ -37,8 +38,9 @@ struct QuerySums {
     Tensor tQrK = slice.partition_fragment_B(sKt);   // (MMA, MMA_D, MMA_N)
     Tensor acc_dq = partition_fragment_C(mma, typename Traits::RoundQ{});
     static_assert(decltype(size<1>(tQrK))::value == Traits::kRoundsQ);
-    Tensor tQrK_round = make_tensor(tQrK(_, round, _).data(),
-                                    make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
+    Tensor tQrK_round =
+        make_tensor(tQrK(_, round, _).data(),
+                    make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
     shared.ring_ds.wait(at);
     issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at.slot), tQrK_round, acc_dq);
     return acc_dq;

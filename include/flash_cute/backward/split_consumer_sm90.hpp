@@ -1,5 +1,5 @@
-// The Hopper family's backward maths where registers do not hold dK and dV of 64 keys: one warpgroup has P and
-// dV, another dS and dK, and each half of the tile's part of dQ.
+// The Hopper family's backward maths where registers do not hold dK and dV of 64 keys: one warpgroup has P
+// and dV, another dS and dK, and each half of the tile's part of dQ.
 #pragma once
 
 #include "flash_cute/backward/query_sums_sm90.hpp"
@@ -8,8 +8,8 @@
 
 namespace flash_cute {
 
-// P times 2^kShiftP passes from thread to thread, as both own the same places of a tile: four words at a time,
-// so that neither way has bank conflicts.
+// P times 2^kShiftP passes from thread to thread, as both own the same places of a tile: four words at a
+// time, so that neither way has bank conflicts.
 template <class Traits>
 struct WeightsSlot {
   uint4* words;  // of this thread
@@ -84,6 +84,7 @@ struct BackwardWeightsSm90 {
                                 steps.block * kBlockM, cS, acc_s);
       }
       own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      __syncwarp();  // all lanes have read the LSE
       own.release(shared.ring_q, at);
       auto& full = shared.ring_p.acquire(at);
       WeightsSlot<Traits>(own, at.slot).put(acc_s);
@@ -119,7 +120,8 @@ struct BackwardWeightsSm90 {
   }
 };
 
-// dP = V dO^T, likewise; dS is an operand of dK += dS Q from registers, and of dQ = dS K through shared memory.
+// dP = V dO^T, likewise; dS is an operand of dK += dS Q from registers, and of dQ = dS K through shared
+// memory.
 template <class Traits>
 struct BackwardGradientsSm90 {
   using Element = typename Traits::Element;
@@ -133,15 +135,15 @@ struct BackwardGradientsSm90 {
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
     QuerySteps steps = own.steps_of(tile);
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});     // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});   // (N, M, STAGE)
     typename Traits::MmaScores mma_s;
     typename Traits::MmaKeys mma_k;
-    Tensor tSrV = mma_s.get_slice(0).partition_fragment_A(sV);   // (MMA, MMA_N, MMA_D)
+    Tensor tSrV = mma_s.get_slice(0).partition_fragment_A(sV);    // (MMA, MMA_N, MMA_D)
     Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
-    Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);  // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);   // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
     auto const copy_ds = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_s);
     auto const thread_ds = copy_ds.get_slice(own.thread);

@@ -19,7 +19,8 @@ struct BackwardTraitsSm90 {
   using Element = typename ElementOf<Instance::element>::type;
 
   static constexpr BackwardTile kTile = tile;
-  static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0, "this head dim has no row in backward/tiles.hpp");
+  static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0,
+                "this head dim has no row in backward/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
   static constexpr int kHeadDim = Instance::head_dim;
@@ -58,8 +59,8 @@ struct BackwardTraitsSm90 {
   using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
   using RoundQ = Shape<Int<kBlockM>, Int<kSumColumns / kRoundsQ>>;
   using MmaQueries = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kColumnsQ>, Int<kBlockN>>,
-                           GMMA::Major::MN, GMMA::Major::MN>(),
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kColumnsQ>, Int<kBlockN>>, GMMA::Major::MN,
+                           GMMA::Major::MN>(),
       Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>{}));
   static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
 
@@ -82,8 +83,9 @@ struct BackwardTraitsSm90 {
                                            Step<_2, _1, _3>{}));
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kBlockM>, Int<kBlockN>, Int<kStages>>{}));
-  using LayoutDSt = decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kStages>>,
-                                                            Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>>{}));
+  using LayoutDSt =
+      decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kStages>>,
+                                              Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
   static constexpr int kWarpFloats = kBlockM * kSumColumns / (4 * kConsumers) / kRoundsQ, kWarpRows = 16;

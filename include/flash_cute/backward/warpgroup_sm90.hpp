@@ -101,7 +101,8 @@ struct BackwardWarpgroup {
     }
   }
 
-  // By each warp alone: its 16 rows leave through the memory of its sums of dQ, as many columns at a time as fit.
+  // By each warp alone: its 16 rows leave through the memory of its sums of dQ, as many columns at a time as
+  // fit.
   template <class Accumulator>
   CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
                          Accumulator const& acc) const {
