@@ -84,6 +84,7 @@ struct BackwardWeightsSm90 {
                                 steps.block * kBlockM, cS, acc_s);
       }
       own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      __syncwarp();  // all lanes have read the LSE
       own.release(shared.ring_q, at);
       auto& full = shared.ring_p.acquire(at);
       WeightsSlot<Traits>(own, at.slot).put(acc_s);
