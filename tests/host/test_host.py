@@ -662,7 +662,7 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     assert (plan.sums_dq, plan.in_turns) == (sums_dq, in_turns)
     assert plan.blocks == 2 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * 4 * plan.query_blocks * in_turns
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * (4 * plan.query_blocks + 1) * in_turns
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

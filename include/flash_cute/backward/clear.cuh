@@ -44,8 +44,21 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
+// Says whether the offsets of keys are in order: only then each block of keys of a sequence finds itself, and
+// may be waited for (see BackwardWorkspace::turns).
+template <int kThreads>
+__device__ void check_turns(BackwardParams const& params) {
+  int const* const offsets = params.lengths.cu_seqlens_k;
+  if (!params.workspace.turns || !offsets || blockIdx.x > 0) return;
+  bool in_order = true;
+  for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) in_order &= offsets[b] <= offsets[b + 1];
+  in_order = __syncthreads_and(in_order);
+  if (threadIdx.x == 0) *params.workspace.waits = in_order;
+}
+
 template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
+  check_turns<kThreads>(params);
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};

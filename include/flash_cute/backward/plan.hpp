@@ -27,8 +27,9 @@ struct BackwardPlan {
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
-    return {floats, floats + rows, sums_dq ? end : nullptr,
-            in_turns ? reinterpret_cast<int*>(end + rows * dq_columns) : nullptr};
+    int* const turns = reinterpret_cast<int*>(end + rows * dq_columns);
+    return {floats, floats + rows, sums_dq ? end : nullptr, in_turns ? turns : nullptr,
+            in_turns ? turns + rows / tile.block_m : nullptr};
   }
 };
 
@@ -76,7 +77,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     plan.order = key_order(params, plan.tile.block_n);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) +
-                         (plan.in_turns ? plan.rows / plan.tile.block_m * int64_t(sizeof(int)) : 0);
+                         (plan.in_turns ? (plan.rows / plan.tile.block_m + 1) * int64_t(sizeof(int)) : 0);
   return plan;
 }
 
