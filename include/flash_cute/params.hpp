@@ -72,7 +72,6 @@ struct BackwardWorkspace {
   float* dq = nullptr;
   // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
   int* turns = nullptr;
-  int* waits = nullptr;  // with turns: may blocks of packed keys wait for each other?
 };
 
 struct BackwardParams {

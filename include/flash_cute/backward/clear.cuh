@@ -44,8 +44,8 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-// Says whether the offsets of keys are in order: only then each block of keys of a sequence finds itself, and
-// may be waited for (see BackwardWorkspace::turns).
+// Says before the turns (see BackwardWorkspace) whether the offsets of keys are in order: only then each
+// block of keys of a sequence finds itself, and may be waited for.
 template <int kThreads>
 __device__ void check_turns(BackwardParams const& params) {
   int const* const offsets = params.lengths.cu_seqlens_k;
@@ -53,7 +53,7 @@ __device__ void check_turns(BackwardParams const& params) {
   bool in_order = true;
   for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) in_order &= offsets[b] <= offsets[b + 1];
   in_order = __syncthreads_and(in_order);
-  if (threadIdx.x == 0) *params.workspace.waits = in_order;
+  if (threadIdx.x == 0) params.workspace.turns[-1] = in_order;
 }
 
 template <Family family, int kThreads>

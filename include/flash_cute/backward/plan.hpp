@@ -27,9 +27,8 @@ struct BackwardPlan {
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
-    int* const turns = reinterpret_cast<int*>(end + rows * dq_columns);
-    return {floats, floats + rows, sums_dq ? end : nullptr, in_turns ? turns : nullptr,
-            in_turns ? turns + rows / tile.block_m : nullptr};
+    int* const turns = reinterpret_cast<int*>(end + rows * dq_columns) + 1;  // behind what check_turns writes
+    return {floats, floats + rows, sums_dq ? end : nullptr, in_turns ? turns : nullptr};
   }
 };
 

@@ -75,7 +75,7 @@ struct QuerySums {
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
   // whoever waits, waits for thread blocks that have been launched.
   CUTE_DEVICE void await_turn(int const* turn, int block) const {
-    if (params.lengths.cu_seqlens_k && !*params.workspace.waits) return;  // offsets that make no sense
+    if (params.lengths.cu_seqlens_k && params.workspace.turns[-1] == 0) return;  // see check_turns
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     int const own = tile.n_begin / kBlockN;
     int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
