@@ -180,8 +180,8 @@ def test_accepted_values_of_refused_options(device):
 
 
 REFUSED = {
-    "dropout_p": (0.1, "0.1; 0.0 is accepted"),
-    "softcap": (30.0, "30.0; 0.0 is accepted"),
+    "dropout_p": (0.1, "0.1; 0 is accepted"),
+    "softcap": (30.0, "30.0; 0 is accepted"),
     "alibi_slopes": (torch.ones(4), "a tensor; None is accepted"),
     "block_table": (torch.ones(2, 2), "a tensor; None is accepted"),
     "qv": (torch.ones(4), "a tensor; None is accepted"),
@@ -304,8 +304,59 @@ def test_new_rows_want_a_place(device, missing):
         fa2.flash_attn_with_kvcache(q, k, v, **given)
 
 
-def test_compiled(device):
-    @torch.compile(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+CACHE = Shape(2, 4, 2, 1, 20, 16)
+WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
+    "v is shorter": ("flash_cute.compat: v is", lambda k, v: {"v": v[:, :1]}),
+    "v is of another type": ("flash_cute.compat: v is", lambda k, v: {"v": v.half()}),
+    "one head": ("flash_cute.compat: k is", lambda k, v: {"k": k[:, :, :1], "v": v[:, :, :1]}),
+    "no room": ("flash_cute.compat: cache_seqlens is 18; 0 to 17", lambda k, v: {"cache_seqlens": 18}),
+    "negative": ("flash_cute.compat: cache_seqlens is -3; 0 to 17", lambda k, v: {"cache_seqlens": -3}),
+    "a list": ("flash_cute.compat: cache_seqlens is [5, 5]", lambda k, v: {"cache_seqlens": [5, 5]}),
+    "int64": (
+        "flash_cute.compat: cache_seqlens is torch.int64",
+        lambda k, v: {"cache_seqlens": torch.tensor([5, 5], device=k.device)},
+    ),
+    "scale": ("flash_cute.forward: softmax_scale is -1", lambda k, v: {"softmax_scale": -1.0}),
+    "window": ("flash_cute.forward: window's left limit is -2", lambda k, v: {"window_size": (-2, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CACHES)
+def test_a_refused_call_leaves_the_cache(device, name):
+    sentence, wrong = WRONG_CACHES[name]
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    before = [x.clone() for x in cache]
+    k, v = (x[:, :3] for x in before)
+    given = {"k": k, "v": v, "cache_seqlens": 5} | wrong(k, v)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        fa2.flash_attn_with_kvcache(q, *cache, **given)
+    assert str(raised.value).startswith(sentence)
+    assert all(map(torch.equal, cache, before))
+
+
+def test_a_cache_gets_no_gradient(device):
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    new = torch.ones(2, 3, 2, 16, device=device, dtype=DTYPE, requires_grad=True)
+    fa2.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=5)
+    assert not any(x.requires_grad for x in cache)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.ones(2, 3), [1.0]], ids=["none", "2-d", "list"])
+def test_no_tensors_of_four_dimensions(wrong):
+    with pytest.raises((TypeError, ValueError), match=r"^flash_cute\.compat: q (is of type|has shape) "):
+        fa2.flash_attn_func(wrong, wrong, wrong)
+
+
+def test_heads_that_do_not_add_up(device):
+    with pytest.raises(ValueError, match="qkv has 8 heads and num_heads_q is 5; num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(torch.ones(2, 5, 8, 16, device=device, dtype=DTYPE), num_heads_q=5)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(device, dynamic):
+    @torch.compile(
+        fullgraph=True, dynamic=dynamic, backend="inductor" if device.type == "cuda" else "aot_eager"
+    )
     def compiled(qkv, cu_seqlens):
         dense = fa2.flash_attn_qkvpacked_func(qkv.unsqueeze(0), causal=True)
         return dense, fa2.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 130, causal=True)
@@ -335,6 +386,12 @@ assert flash_attn_func is fa2.flash_attn_func is flash_cute.compat.flash_attn.fl
 assert fa3.flash_attn_func is flash_cute.compat.flash_attn_interface.flash_attn_func
 assert flash_attn.__version__ == "2.8.3"
 assert importlib.util.find_spec("flash_attn") is not None
+try:
+    import flash_attn.bert_padding
+except ImportError as error:
+    assert str(error).startswith("flash_cute.compat: flash_attn.bert_padding is imported; flash_attn, ")
+else:
+    raise AssertionError
 """
 TOO_LATE = """
 import sys

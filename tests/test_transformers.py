@@ -338,6 +338,9 @@ def qkv(device, **changes) -> dict:
         ("s_aux is Tensor; none is accepted", {"s_aux": torch.zeros(4)}),
         ("position_bias is Tensor; none is accepted", {"position_bias": torch.zeros(4)}),
         ("head_mask is Tensor; none is accepted", {"head_mask": torch.zeros(4)}),
+        ("block_indices is Tensor; none is accepted", {"block_indices": torch.zeros(4)}),
+        ("indices is Tensor; none is accepted", {"indices": torch.zeros(4)}),
+        ("sinks is Tensor; none is accepted", {"sinks": torch.zeros(4)}),
         ("cache is list; none is accepted", {"cache": ["paged"]}),
         ("output_attentions is True; none is accepted", {"output_attentions": True}),
         ("attention_mask is a Tensor of shape (2, 1, 10, 10)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
@@ -369,6 +372,52 @@ def test_wrong_tensors(device):
         cute_attention(
             **qkv(device, **{name: torch.randn(2, 4, 10, 16) for name in ("query", "key", "value")})
         )
+
+
+def test_padding_that_ends_too_soon(device):
+    """The mask of a step alone, where keys of steps before are in the cache."""
+    trio = Trio("llama", device)
+    first = trio.ours(tokens(device), attention_mask=padding("left", device), use_cache=True)
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.transformers: attention_mask has 1 positions; 21, those"
+    ):
+        trio.ours(
+            tokens(device, length=1),
+            attention_mask=torch.ones(BATCH, 1, device=device),
+            past_key_values=first.past_key_values,
+        )
+    with pytest.raises(NotImplementedError, match=r"attention_mask has shape \(3, 20, 20\); padding"):
+        trio.ours(tokens(device), attention_mask=torch.ones(BATCH, LENGTH, LENGTH, device=device).bool())
+
+
+def test_the_mask_of_the_last_queries(device):
+    """As Gemma 4 takes it."""
+    mask = cute_mask(
+        2, 10, 10, attention_mask=torch.arange(10, device=device) >= torch.tensor([[0], [4]], device=device)
+    )
+    arguments = qkv(device)
+    whole, _ = cute_attention(**arguments | {"attention_mask": mask})
+    last = arguments["query"][:, :, -3:]
+    assert torch.equal(
+        cute_attention(**arguments | {"query": last, "attention_mask": mask[:, :, -3:, :]})[0], whole[:, -3:]
+    )
+    assert torch.equal(cute_attention(**arguments | {"attention_mask": mask[:, :, 0:, :]})[0], whole)
+    with pytest.raises(NotImplementedError, match="the model takes .* of its mask"):
+        mask[:, 0, :, :]
+
+
+def test_deterministic_is_passed_on(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr(face.flash_cute, "attention", lambda q, *_, **options: seen.append(options) or q)
+    cute_attention(**qkv(device, deterministic=True))
+    assert seen[0]["deterministic"] is True
+
+
+def test_a_mask_moves_to_another_device():
+    mask = cute_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).to(
+        "meta", non_blocking=True
+    )
+    assert all(x.is_meta for x in (*mask.lengths.values(), mask.factor))
 
 
 def every_second(batch_idx, head_idx, q_idx, kv_idx):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 
 import flash_cute
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
-    "dropout_p": (0.0,),
-    "softcap": (0.0,),
+    "dropout_p": (0,),  # not 0.0: under torch.compile(dynamic=True) a float of a global is a symbol
+    "softcap": (0,),
     "alibi_slopes": (None,),
     "block_table": (None,),
     "qv": (None,),
@@ -37,7 +39,7 @@ def dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
     refused: arguments of flash_attn's function whose values must be those of _ACCEPTED.
     """
     options = _options(softmax_scale, causal, window_size, deterministic, refused)
-    out, lse = flash_cute.forward(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+    out, lse = flash_cute.forward(*_heads_first(q=q, k=k, v=v), **options)
     return out.transpose(1, 2), lse
 
 
@@ -63,16 +65,61 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
             "flash_cute.compat: of k, v and cache_seqlens some are None; all three, or None for k and v, are "
             "accepted"
         )
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    tensors = _heads_first(q=q, k_cache=cache[0], v_cache=cache[1])
+    count = 0 if k is None else _heads_first(k=k)[0].shape[2]
+    used = _rows_of_cache(cache_seqlens, q, cache[0].shape[1] - count)
+    lengths = {"seqused_k": used if used is None else used + count, "leftpad_k": cache_leftpad}
     if k is not None:
+        for name, rows, whole in (("k", k, cache[0]), ("v", v, cache[1])):
+            expected = (whole.shape[0], count, *whole.shape[2:])
+            if tuple(rows.shape) != expected or rows.dtype != whole.dtype:
+                raise ValueError(
+                    f"flash_cute.compat: {name} is {rows.dtype} of shape {tuple(rows.shape)}; "
+                    f"{whole.dtype} of shape {expected}, as the cache, is accepted"
+                )
+        # What is wrong with a call, one on meta tensors says before a row is written.
+        on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
+        flash_cute.forward(*(x.to("meta") for x in tensors), **on_meta, **options)
         entry = torch.arange(k.shape[0], device=k.device)[:, None]
-        row = cache_seqlens[:, None] + torch.arange(k.shape[1], device=k.device)
-        cache[0][entry, row], cache[1][entry, row] = k, v
-        cache_seqlens = cache_seqlens + k.shape[1]
-    tensors = (x.transpose(1, 2) for x in (q, *cache))
-    out, lse = flash_cute.forward(*tensors, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, **options)
+        row = used[:, None] + torch.arange(count, device=k.device)
+        with torch.no_grad():
+            cache[0][entry, row], cache[1][entry, row] = k, v
+    out, lse = flash_cute.forward(*tensors, **lengths, **options)
     return out.transpose(1, 2), lse
+
+
+def _rows_of_cache(cache_seqlens, q, most):
+    """cache_seqlens as int32 (batch,), or None."""
+    if cache_seqlens is None:
+        return None
+    if not isinstance(cache_seqlens, torch.Tensor):
+        if not hasattr(cache_seqlens, "__index__") or not 0 <= index(cache_seqlens) <= most:
+            raise ValueError(
+                f"flash_cute.compat: cache_seqlens is {cache_seqlens!r}; 0 to {most}, for which the cache "
+                "has room, or a tensor is accepted"
+            )
+        return torch.full((q.shape[0],), index(cache_seqlens), dtype=torch.int32, device=q.device)
+    shape = tuple(cache_seqlens.shape)
+    if cache_seqlens.dtype != torch.int32 or shape != (q.shape[0],):
+        raise ValueError(
+            f"flash_cute.compat: cache_seqlens is {cache_seqlens.dtype} of shape {shape}; "
+            f"torch.int32 of shape ({q.shape[0]},) is accepted"
+        )
+    return cache_seqlens
+
+
+def _heads_first(**tensors):
+    """(batch, seqlen, heads, head_dim) as flash_cute takes them."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"flash_cute.compat: {name} is of type {kind}; a torch.Tensor is accepted")
+        if tensor.dim() != 4:
+            shape = tuple(tensor.shape)
+            raise ValueError(
+                f"flash_cute.compat: {name} has shape {shape}; (batch, seqlen, heads, head_dim) is accepted"
+            )
+    return [tensor.transpose(1, 2) for tensor in tensors.values()]
 
 
 def unstacked(name, tensor, count):
@@ -87,7 +134,7 @@ def unstacked(name, tensor, count):
 
 def _options(softmax_scale, causal, window_size, deterministic, refused):
     for name, value in refused.items():
-        is_tensor = isinstance(value, torch.Tensor)
+        is_tensor = bool(getattr(value, "shape", ()))  # or an array
         if is_tensor or value not in _ACCEPTED[name]:
             shown = "a tensor" if is_tensor else repr(value)
             accepted = " or ".join(map(repr, _ACCEPTED[name]))

@@ -192,8 +192,10 @@ def flash_attn_with_kvcache(
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
     Args:
-        k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, which has room, or None.
-        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, or None. They get no
+            gradient, as in flash_attn.
+        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all. What
+            a tensor holds is not looked at: the cache must have room for k and v.
         cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
         rotary_interleaved: not needed, as rotary_cos and rotary_sin are None.
         cache_batch_idx, block_table: None. num_splits: 0 or 1. The others: as in flash_attn_func.
@@ -212,7 +214,7 @@ def install() -> None:
     """Makes `import flash_attn` find this module, and `import flash_attn_interface` that of FlashAttention-3.
 
     For the whole process, also where the real ones are installed. Raises ImportError if one of them has been
-    imported.
+    imported; other submodules, such as flash_attn.bert_padding, are not offered, and importing them says so.
     """
     from flash_cute.compat import flash_attn_interface
 
@@ -227,3 +229,17 @@ def install() -> None:
         if sys.modules.get(name, module) is not module:
             raise ImportError(f"flash_cute.compat: {name} has been imported before; call install() first")
     sys.modules.update(modules)
+    ours.__path__ = []  # importing a submodule asks the finders
+    if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Refusal())
+
+
+class _Refusal:
+    """Among Python's finders of modules: says which of flash_attn's are offered."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("flash_attn."):
+            raise ImportError(
+                f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
+                "flash_attn_interface are offered"
+            )

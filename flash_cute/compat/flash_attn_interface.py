@@ -71,7 +71,12 @@ def flash_attn_qkvpacked_func(
     if num_heads_q is None or qkv.dim() == 5:
         q, k, v = unstacked("qkv", qkv, 3)
     else:
-        heads_kv = (qkv.shape[-2] - num_heads_q) // 2
+        heads_kv, odd = divmod(qkv.shape[-2] - num_heads_q, 2)
+        if heads_kv < 1 or odd:
+            raise ValueError(
+                f"flash_cute.compat: qkv has {qkv.shape[-2]} heads and num_heads_q is {num_heads_q}; "
+                "num_heads_q + 2 * heads_kv of them are accepted"
+            )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}

@@ -13,7 +13,7 @@ Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,35 @@ class CuteMask:
         return self
 
     def to(self, *args, **options) -> CuteMask:
-        return self
+        """On another device, as accelerate asks for where a model lies on several."""
+        device = torch._C._nn._parse_to(*args, **options)[0]
+        if device is None:
+            return self
+
+        def move(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device)
+
+        moved = {name: x.to(device) for name, x in self.lengths.items()}
+        return replace(self, lengths=moved, offsets=move(self.offsets), factor=move(self.factor))
+
+    def __getitem__(self, index: Any) -> CuteMask:
+        """mask[:, :, -n:, :], the mask of the last n queries, as Gemma 4 takes it; n may be 0 for all."""
+        all_of = slice(None)
+        others = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else ()
+        rows = index[2] if others == (all_of,) * 3 and isinstance(index[2], slice) else slice(1)
+        start = rows.start or 0
+        if (
+            rows.stop is not None
+            or rows.step is not None
+            or start > 0
+            or (start and self.offsets is not None)
+        ):
+            raise _error(f"the model takes {index} of its mask", "[:, :, -n:, :]")
+        dropped = max(self.size[0] + start, 0) if start else 0
+        given = dict(self.lengths)
+        if "seqused_q" in given:
+            given["seqused_q"] = (given["seqused_q"] - dropped).clamp(min=0)
+        return replace(self, size=(self.size[0] - dropped, self.size[1]), lengths=given)
 
     def view(self, *size: int) -> CuteMask:
         return self
@@ -65,7 +93,7 @@ def cute_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable | None = None,
+    mask_function: Callable = transformers.masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | CuteMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -85,7 +113,8 @@ def cute_mask(
 
     Raises:
         NotImplementedError: for masks other than causal, bidirectional, sliding-window and packed ones.
-        ValueError: for padding with holes, where FLASH_CUTE_CHECK=1 looks for them.
+        ValueError: for padding that ends before the new tokens (with a static cache nobody looks), or with
+            holes, where FLASH_CUTE_CHECK=1 looks for them.
     """
     if isinstance(attention_mask, CuteMask):
         return attention_mask
@@ -93,7 +122,14 @@ def cute_mask(
     # Packed sequences are looked for by transformers where there is neither padding nor a cache.
     packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
     packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    _check_kind(mask_function.__name__, bidirectional, packed, local_size, use_vmap, config)
+    _check_kind(
+        getattr(mask_function, "__name__", type(mask_function).__name__),
+        bidirectional,
+        packed,
+        local_size,
+        use_vmap,
+        config,
+    )
     # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
     shift = q_offset - kv_offset
     aligned = isinstance(shift, int) and shift + q_length == kv_length
@@ -118,6 +154,14 @@ def cute_mask(
         end = torch.as_tensor(shift + q_length, device=device).to(torch.int32)
         return CuteMask(size, options, {"seqused_k": end.expand(batch_size).contiguous()})
 
+    if attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        raise _error(f"attention_mask has shape {shape}", "padding, (batch, positions),")
+    if not bidirectional and isinstance(q_offset, int) and attention_mask.shape[1] < q_offset + q_length:
+        raise ValueError(
+            f"flash_cute.transformers: attention_mask has {attention_mask.shape[1]} positions; "
+            f"{q_offset + q_length}, those before and the new ones, are accepted"
+        )
     first, end, factor = _padding(attention_mask, kv_length, kv_offset)
     given = {"leftpad_k": first, "seqused_k": end}
     if not everything:
@@ -155,8 +199,8 @@ def cute_attention(
         an out of 0, or in bidirectional attention of no meaning.
 
     Raises:
-        NotImplementedError: dropout, softcap, s_aux, position_bias, head_mask, output_attentions, a paged
-            cache or a mask that is not of cute_mask is given.
+        NotImplementedError: dropout, softcap, s_aux, sinks, a bias, head_mask, output_attentions, indices of
+            a sparse attention, a paged cache or a mask that is not of cute_mask is given.
         ValueError, TypeError: as flash_cute.forward.
     """
     _check_options(options | {"dropout": dropout})
@@ -173,6 +217,7 @@ def cute_attention(
             f"there are {query.shape[2]} and {key.shape[2]}"
         )
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
+    given["deterministic"] = bool(options.get("deterministic"))
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise _error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
@@ -206,7 +251,20 @@ def _check_kind(
         raise _error(f"the mask function is {name}", accepted)
 
 
-_NOT_OFFERED = "softcap", "s_aux", "position_bias", "head_mask", "cache", "output_attentions", "dropout"
+_NOT_OFFERED = (
+    *(
+        "dropout",
+        "softcap",
+        "s_aux",
+        "sinks",
+        "position_bias",
+        "alibi",
+        "attention_bias",
+        "head_mask",
+        "cache",
+    ),
+    *("output_attentions", "indices", "block_indices", "block_table"),
+)
 
 
 def _check_options(options: dict[str, Any]) -> None:
