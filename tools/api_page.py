@@ -37,7 +37,6 @@ FUNCTIONS = {
         flash_cute.forward_varlen,
         flash_cute.attention_varlen,
         flash_cute.merge,
-        flash_cute.softmax,
         flash_cute.explain,
         flash_cute.supported,
     ),
