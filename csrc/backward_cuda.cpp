@@ -9,32 +9,16 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "device.hpp"
-#include "flash_cute/backward/launch.hpp"
-#include "flash_cute/core/dispatch.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-struct Kernel {
-  Family family;
-  int head_dim;  // the largest that it serves
-  decltype(&BackwardLaunch<void>::run) run;
-  decltype(&BackwardLaunch<void>::attributes) attributes;
-};
-
 // The Ampere family's kernels serve all GPUs, so far.
-Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
+BackwardKernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
   family_for(problem, gpu);  // refuses what this GPU or build has not
-  Kernel kernel{};
-  bool const found =
-      visit_instance(Family::sm80, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        if constexpr (Instance::family == Family::sm80) {
-          kernel = {Family::sm80, Instance::head_dim, BackwardLaunch<Instance>::run,
-                    BackwardLaunch<Instance>::attributes};
-        }
-      });
-  require(found, "this build has no ", name_of(Family::sm80), " kernel for ", name_of(problem.element),
+  BackwardKernel const kernel = backward_kernel(Family::sm80, problem.element, problem.shape.head_dim);
+  require(kernel.run, "this build has no ", name_of(Family::sm80), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
   return kernel;
 }
@@ -42,7 +26,7 @@ Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
 // A call with everything decided: backward_cuda executes it, backward_plan_cuda prints it.
 struct CallPlan {
   AttentionProblem problem;
-  Kernel kernel;
+  BackwardKernel kernel;
   BackwardParams params;  // without pointers to operands, and strides
   bool launches;          // else all gradients are 0
   BackwardPlan launch;
