@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from char_gpt import count
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flash_cute.integrations.transformers  # registers "cute_attention"
@@ -96,12 +97,6 @@ def train(attention: str, data: list[dict[str, torch.Tensor]], options) -> tuple
     synchronize()
     rate = timed / (time.perf_counter() - start)
     return [loss.item() for loss in losses], rate
-
-
-def count(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return int(text)
 
 
 def parse() -> argparse.Namespace:

@@ -65,7 +65,7 @@ class CuteMask:
         return replace(self, lengths=moved, offsets=move(self.offsets), factor=move(self.factor))
 
     def __getitem__(self, index: Any) -> CuteMask:
-        """mask[:, :, -n:, :], the mask of the last n queries, as Gemma 4 takes it; n may be 0 for all."""
+        """mask[:, :, -n:, :], the mask of the last n queries, as Gemma 4 takes it, or [:, :, 0:, :]."""
         all_of = slice(None)
         others = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else ()
         rows = index[2] if others == (all_of,) * 3 and isinstance(index[2], slice) else slice(1)
@@ -251,19 +251,21 @@ def _check_kind(
         raise _error(f"the mask function is {name}", accepted)
 
 
+# Options that models pass to their attention, and that flash_cute has not.
 _NOT_OFFERED = (
-    *(
-        "dropout",
-        "softcap",
-        "s_aux",
-        "sinks",
-        "position_bias",
-        "alibi",
-        "attention_bias",
-        "head_mask",
-        "cache",
-    ),
-    *("output_attentions", "indices", "block_indices", "block_table"),
+    "dropout",
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "alibi",
+    "attention_bias",
+    "head_mask",
+    "cache",
+    "output_attentions",
+    "indices",
+    "block_indices",
+    "block_table",
 )
 
 
