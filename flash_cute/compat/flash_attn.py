@@ -239,7 +239,8 @@ class _Refusal:
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith("flash_attn."):
-            raise ImportError(
+            raise ModuleNotFoundError(
                 f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
-                "flash_attn_interface are offered"
+                "flash_attn_interface are offered",
+                name=name,
             )
