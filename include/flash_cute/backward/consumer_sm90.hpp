@@ -17,10 +17,12 @@ struct BackwardConsumerSm90 {
   BackwardWarpgroup<Traits> const& own;
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
+  QuerySums<Traits> sums = own.query_sums();
 
   // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
-  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. The
-  // next step's S is issued behind this one's products.
+  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one step
+  // late: dS of the other warpgroup is there by then, so the two drift apart, and one has exponentials while
+  // the other has products.
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
     QuerySteps steps = own.steps_of(tile);
@@ -53,18 +55,12 @@ struct BackwardConsumerSm90 {
     clear(acc_dk);
     clear(acc_dv);
 
-    QuerySums<Traits> const sums(own, tile);
-    Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-    auto issue_scores = [&] {
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+      Tensor acc_s = partition_fragment_C(mma_s, TileS{});   // (MMA, MMA_N, MMA_M)
+      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_q.wait(at);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
-    };
-    shared.ring_k.wait(at_keys);
-    issue_scores();
-    shared.ring_v.wait(at_keys);
-    wait_products<0>(acc_s);  // ptxas wants it: the loop's own are in flight when it begins anew
-    while (true) {
-      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
+      if constexpr (kFirst) shared.ring_v.wait(at_keys);
       shared.ring_dout.wait(at);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
       wait_products<1>(acc_s);
@@ -76,32 +72,47 @@ struct BackwardConsumerSm90 {
       wait_products<0>(acc_ds);
       own.differentiate(acc_ds, acc_s, cS, shared.delta + at.slot * kBlockM);
       Tensor rdS = convert<Element>(acc_ds);
-      Tensor rP = convert<Element>(acc_s);  // no sooner: dV beside dS takes registers, and 3% of the speed
+      Tensor rP = convert<Element>(acc_s);  // no sooner: registers
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
-      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
       auto& full = shared.ring_ds.acquire(at);
       copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
-      cutlass::arch::fence_view_async_shared();
-      own.announce(full);
-
-      Tensor acc_dq = sums.issue(at);
-      wait_products<2>(acc_dv);
-      own.release(shared.ring_dout, at);
-      wait_products<1>(acc_dk);
-      own.release(shared.ring_q, at);
-      wait_products<0>(acc_dq);
-      own.release(shared.ring_ds, at);
+      auto finish = [&](auto&& finish_dq) {
+        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
+        cutlass::arch::fence_view_async_shared();
+        own.announce(full);
+        wait_products<kFirst ? 1 : 2>(acc_dv);
+        own.release(shared.ring_dout, at);
+        finish_dq();
+        wait_products<0>(acc_dk);
+        own.release(shared.ring_q, at);
+      };
+      if constexpr (kFirst) {
+        finish([] {});
+      } else {
+        auto const before = step_before(at);
+        Tensor acc_dq = sums.issue(before);
+        finish([&] {
+          wait_products<1>(acc_dq);
+          own.release(shared.ring_ds, before);
+          sums.put(acc_dq);
+        });
+      }
       at.advance();
-      int const head = steps.head, block = steps.block;
       steps.advance();
-      sums.add(acc_dq, head, block);
-      if (__all_sync(0xffffffffu, steps.left == 0)) break;  // by a vote: ptxas wants a uniform branch
-      issue_scores();
-    }
+    };
+    shared.ring_k.wait(at_keys);
+    step(std::true_type{});
+    while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    auto const before = step_before(at);
+    Tensor acc_dq = sums.issue(before);
+    wait_products<0>(acc_dq);
+    own.release(shared.ring_ds, before);
+    sums.put(acc_dq);
     own.release(shared.ring_k, at_keys);
     own.release(shared.ring_v, at_keys);
     at_keys.advance();
     if (!own.params.dk.data) return;  // nobody asked for them
+    sums.await_read();
     own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
     own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
   }

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.ring_dout.init(kWarps);
     shared.ring_ds.init(kWarps, kWarpsDS);
     shared.ring_p.init(kWarpsDS, kWarpsDS);
-    shared.ring_tiles.init(kWarps);
+    shared.ring_tiles.init(kWarps + Traits::kConsumers);
+    for (auto& ring : shared.ring_dq) ring.init(1, 4);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -34,8 +35,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (cutlass::canonical_warp_idx_sync() == 0 && elect_one_sync()) {
-      BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
+    int const warp = cutlass::canonical_warp_idx_sync();
+    if (warp <= Traits::kConsumers && elect_one_sync()) {
+      if (warp == 0) {
+        BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
+      } else {
+        QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

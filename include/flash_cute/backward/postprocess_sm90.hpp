@@ -26,10 +26,11 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
   constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
   auto const* const sums = reinterpret_cast<float4 const*>(
-      params.workspace.dq + int64_t(blockIdx.x) * kFloats + 32 * size(dq) * warp);
+      params.workspace.dq + int64_t(blockIdx.x) * kFloats + kFloats / Traits::kConsumers * (warp / 4));
+  constexpr int kFours = Traits::kWarpFloats / 4 / 32;  // of a lane, in a round
   CUTE_UNROLL
   for (int i = 0; i < size(dq) / 4; ++i) {
-    float4 const four = sums[i * 32 + lane];
+    float4 const four = sums[((i / kFours * 4 + warp % 4) * kFours + i % kFours) * 32 + lane];
     dq(4 * i) = params.softmax_scale * four.x;
     dq(4 * i + 1) = params.softmax_scale * four.y;
     dq(4 * i + 2) = params.softmax_scale * four.z;

@@ -1,35 +1,44 @@
-// A warpgroup's half of a tile's part of dQ, and how it comes to the sums in global memory: by bulk
-// reductions, each warp's own.
+// A warpgroup's half of a tile's part of dQ, and its way to the sums in global memory: through shared memory,
+// from which a thread of its own adds it in bulk.
 #pragma once
 
-#include "flash_cute/backward/warpgroup_sm90.hpp"
+#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/bulk_add.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 
 namespace flash_cute {
 
-// Sums of a block of queries lie warp by warp in the order of registers, four neighbours of each lane side by
-// side, so that shared memory has no bank conflicts in either direction.
+// A computing warp's place among them, and a lane's in it. Read anew, so that no address is kept in registers
+// from one use to the next.
+struct WarpPlace {
+  int warp, lane;
+
+  CUTE_DEVICE static WarpPlace read() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return {thread / 32 - 4, thread % 32};
+  }
+};
+
+template <int kStages>
+CUTE_DEVICE RingPosition<kStages> step_before(RingPosition<kStages> const& at) {
+  bool const wraps = at.slot == 0;
+  return {wraps ? kStages - 1 : at.slot - 1, at.phase ^ wraps};
+}
+
+// The computing side. Sums of a block of queries lie warp by warp in the order of registers, four neighbours
+// of each lane side by side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
 struct QuerySums {
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN,
-                       kBlockFloats = kBlockM * Traits::kSumColumns;
-  static constexpr int kWarps = 4 * Traits::kConsumers, kWarpFloats = Traits::kWarpFloats;
+  static constexpr int kWarpFloats = Traits::kWarpFloats;
   typename Traits::SharedStorage& shared;
-  BackwardParams const& params;
-  KeyTile const& tile;
-  int warpgroup, warp, lane;
-
-  CUTE_DEVICE QuerySums(BackwardWarpgroup<Traits> const& own, KeyTile const& tile_)
-      : shared(own.shared),
-        params(own.params),
-        tile(tile_),
-        warpgroup(own.warpgroup),
-        warp(own.warpgroup * 4 + own.thread / 32),
-        lane(own.thread % 32) {}
+  bool wanted;
+  int warpgroup;
+  RingPosition<1> at{};
 
   // dS of all keys is there: puts a round of dQ = dS K in flight.
-  CUTE_DEVICE auto issue(RingPosition<Traits::kStages> const& at, int round = 0) const {
+  CUTE_DEVICE auto issue(RingPosition<Traits::kStages> const& at_ds, int round = 0) const {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{});  // (M, N, STAGE)
     Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{});   // (D, N)
     typename Traits::MmaQueries mma;
@@ -41,45 +50,85 @@ struct QuerySums {
     Tensor tQrK_round =
         make_tensor(tQrK(_, round, _).data(),
                     make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
-    shared.ring_ds.wait(at);
-    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at.slot), tQrK_round, acc_dq);
+    shared.ring_ds.wait(at_ds);
+    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at_ds.slot), tQrK_round, acc_dq);
     return acc_dq;
   }
 
+  // Hands a round of dQ over. The writer orders it before its reads by TMA: a fence here would wait for
+  // stores that wait for shared memory, behind products.
   template <class Accumulator>
-  CUTE_DEVICE void add(Accumulator const& acc_dq, int head, int block, int round = 0) const {
-    if (!params.workspace.dq) return;
+  CUTE_DEVICE void put(Accumulator const& acc_dq) {
     static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
-    float* const staged = shared.dq + warp * kWarpFloats;
-    if (lane == 0) cute::tma_store_wait<0>();  // what was there has been read
-    __syncwarp();
+    if (!wanted) return;
+    auto const [warp, lane] = WarpPlace::read();
+    auto* const staged = reinterpret_cast<float4*>(shared.dq + warp * kWarpFloats) + lane;
+    auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {
-      reinterpret_cast<float4*>(staged)[i * 32 + lane] =
-          make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
+      staged[i * 32] = make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
     }
-    cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (lane != 0) return;
-    int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
-    int* const turn = params.workspace.turns ? params.workspace.turns + place : nullptr;
-    if (turn && round == 0) await_turn(turn, block);
-    int const part = warp * Traits::kRoundsQ + round;
-    bulk_add(params.workspace.dq + place * kBlockFloats + part * kWarpFloats, staged,
-             kWarpFloats * sizeof(float));
-    cute::tma_store_arrive();
-    if (turn && round == Traits::kRoundsQ - 1) pass_turn(turn);
+    if (lane == 0) full.arrive();
+    at.advance();
+  }
+
+  // What was handed over has been read: the memory may serve another purpose.
+  CUTE_DEVICE void await_read() const { shared.ring_dq[warpgroup].acquire(at); }
+};
+
+// The adding thread of a warpgroup. It walks the tiles and their steps like those whose sums it takes.
+template <class Traits>
+struct QuerySumsWriter {
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN,
+                       kFloats = 4 * Traits::kWarpFloats;  // of a round
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  int warpgroup;
+  RingPosition<1> at{};
+
+  CUTE_DEVICE void run() {
+    RingPosition<2> at_tiles{};
+    while (true) {
+      shared.ring_tiles.wait(at_tiles);
+      KeyTile const& tile = shared.tiles[at_tiles.slot];
+      if (tile.n_begin == kThrough) return;
+      if (params.workspace.dq) add(tile);
+      shared.ring_tiles.release(at_tiles);
+      at_tiles.advance();
+    }
   }
 
  private:
+  CUTE_DEVICE void add(KeyTile const& tile) {
+    float* const staged = shared.dq + warpgroup * kFloats;
+    QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
+    for (; steps.left > 0; steps.advance()) {
+      int64_t const place = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      float* const sums =
+          params.workspace.dq + (place * Traits::kConsumers + warpgroup) * (Traits::kRoundsQ * kFloats);
+      if (params.workspace.turns) await_turn(tile, place, steps.block);
+      for (int round = 0; round < Traits::kRoundsQ; ++round) {
+        shared.ring_dq[warpgroup].wait(at);
+        cutlass::arch::fence_view_async_shared();
+        bulk_add(sums + round * kFloats, staged, kFloats * sizeof(float));
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();
+        shared.ring_dq[warpgroup].release(at);
+        at.advance();
+      }
+      if (params.workspace.turns) pass_turn(params.workspace.turns + place);
+    }
+  }
+
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
   // whoever waits, waits for thread blocks that have been launched.
-  CUTE_DEVICE void await_turn(int const* turn, int block) const {
+  CUTE_DEVICE void await_turn(KeyTile const& tile, int64_t place, int block) const {
     if (params.lengths.cu_seqlens_k && params.workspace.turns[-1] == 0) return;  // see check_turns
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     int const own = tile.n_begin / kBlockN;
     int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
-    while (load_acquire(turn) < before * kWarps) __nanosleep(20);
+    while (load_acquire(params.workspace.turns + place) < before * Traits::kConsumers) __nanosleep(20);
     fence_async_global();
   }
   CUTE_DEVICE static void pass_turn(int* turn) {

@@ -43,6 +43,7 @@ struct BackwardWeightsSm90 {
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
+  QuerySums<Traits> sums = own.query_sums();
 
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
@@ -60,10 +61,8 @@ struct BackwardWeightsSm90 {
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
     Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dv);
-    QuerySums<Traits> const sums(own, tile);
 
-    int head = 0, block = 0;  // of the step before, whose dQ comes one step late: dS is there by then
-    auto at_before = at;
+    auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
     auto add_sums = [&](auto&& beside_first_round) {
       CUTE_UNROLL
       for (int round = 0; round < Traits::kRoundsQ; ++round) {
@@ -71,7 +70,7 @@ struct BackwardWeightsSm90 {
         if (round == 0) beside_first_round();
         wait_products<0>(acc_dq);
         if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at_before);
-        sums.add(acc_dq, head, block, round);
+        sums.put(acc_dq);
       }
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
@@ -101,8 +100,6 @@ struct BackwardWeightsSm90 {
       } else {
         add_sums(finish_dv);
       }
-      head = steps.head;
-      block = steps.block;
       at_before = at;
       at.advance();
       at_dout.advance();
@@ -115,6 +112,7 @@ struct BackwardWeightsSm90 {
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
     if (own.params.dv.data) {
+      sums.await_read();
       own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f / (1 << Traits::kShiftP), acc_dv);
     }
   }
@@ -131,6 +129,7 @@ struct BackwardGradientsSm90 {
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
+  QuerySums<Traits> sums = own.query_sums();
 
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
@@ -150,7 +149,6 @@ struct BackwardGradientsSm90 {
     Tensor tdSsdS = thread_ds.partition_D(sdS);
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
-    QuerySums<Traits> const sums(own, tile);
 
     shared.ring_k.wait(at_keys);
     shared.ring_v.wait(at_keys);
@@ -174,7 +172,6 @@ struct BackwardGradientsSm90 {
       copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
       cutlass::arch::fence_view_async_shared();
       own.announce(full);
-      int const head = steps.head, block = steps.block;
       steps.advance();
       CUTE_UNROLL
       for (int round = 0; round < Traits::kRoundsQ; ++round) {
@@ -185,7 +182,7 @@ struct BackwardGradientsSm90 {
         }
         wait_products<0>(acc_dq);
         if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at);
-        sums.add(acc_dq, head, block, round);
+        sums.put(acc_dq);
       }
       at.advance();
       if (__all_sync(0xffffffffu, steps.left == 0)) break;
@@ -194,6 +191,7 @@ struct BackwardGradientsSm90 {
     own.release(shared.ring_v, at_keys);
     at_keys.advance();
     if (own.params.dk.data) {
+      sums.await_read();
       own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
     }
   }

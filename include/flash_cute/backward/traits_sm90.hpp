@@ -111,6 +111,7 @@ struct BackwardTraitsSm90 {
     TmaRing<1> ring_k, ring_v;
     TmaRing<kStages> ring_q, ring_ds, ring_p;
     TmaRing<kStagesDO> ring_dout;
+    TmaRing<1> ring_dq[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
   };

@@ -6,16 +6,11 @@
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
-
-CUTE_DEVICE int read_lane_index() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
 
 template <class Traits>
 struct BackwardWarpgroup {
@@ -27,10 +22,13 @@ struct BackwardWarpgroup {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
 
-  // The thread's number among those that share the keys of a tile, and its warp's.
+  // The thread's number among those that share the keys of a tile.
   CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
-  CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
   CUTE_DEVICE float scale_log2() const { return params.softmax_scale * float(M_LOG2E); }
+
+  CUTE_DEVICE QuerySums<Traits> query_sums() const {
+    return {shared, params.workspace.dq != nullptr, warpgroup};
+  }
 
   template <class Consumer>
   CUTE_DEVICE void run(Consumer consumer) const {
@@ -40,11 +38,11 @@ struct BackwardWarpgroup {
       KeyTile const& tile = shared.tiles[at.slot];
       if (tile.n_begin == kThrough) break;
       consumer.compute(tile);
+      if (thread % 32 == 0) cute::tma_store_wait<0>();  // dK and dV have been read
       __syncwarp();
       release(shared.ring_tiles, at);
       at.advance();
     }
-    if (thread % 32 == 0) cute::tma_store_wait<0>();  // the last sums have been read
   }
 
   CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
@@ -54,7 +52,7 @@ struct BackwardWarpgroup {
   // Blocks of queries that see all of this warpgroup's keys.
   CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
-    int const begin = tile.n_begin + key_warp() / 4 * 64;
+    int const begin = tile.n_begin + (Traits::kSplitsWork ? 0 : 64 * warpgroup);
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
@@ -106,8 +104,7 @@ struct BackwardWarpgroup {
   template <class Accumulator>
   CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
                          Accumulator const& acc) const {
-    // Read anew, so that no address is kept in registers for the whole loop before.
-    int const lane = read_lane_index(), warp = warpgroup * 4 + thread / 32;
+    auto const [warp, lane] = WarpPlace::read();
     auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
     Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
     auto const values = row_col_view(acc);
@@ -132,7 +129,7 @@ struct BackwardWarpgroup {
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,
-            place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+            place.shift + tile.n_begin + (Traits::kSplitsWork ? warp % 4 : warp) * Traits::kWarpRows, place.plane, place.bound);
       }
     }
   }
