@@ -20,9 +20,9 @@ struct BackwardConsumerSm90 {
   QuerySums<Traits> sums = own.query_sums();
 
   // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
-  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one step
-  // late: dS of the other warpgroup is there by then, so the two drift apart, and one has exponentials while
-  // the other has products.
+  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one
+  // step late: dS of the other warpgroup is there by then, so the two drift apart, and one has exponentials
+  // while the other has products.
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
     QuerySteps steps = own.steps_of(tile);
@@ -55,12 +55,18 @@ struct BackwardConsumerSm90 {
     clear(acc_dk);
     clear(acc_dv);
 
-    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
-      Tensor acc_s = partition_fragment_C(mma_s, TileS{});   // (MMA, MMA_N, MMA_M)
-      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
+    float first_lse = 0;
+    auto await_queries = [&] {
       shared.ring_q.wait(at);
+      // Sooner than the others, which wait behind S: 3% (H200, head dim 128).
+      first_lse = own.first_of(cS, shared.lse + at.slot * kBlockM);
+    };
+    auto before = at;  // the step before, whose dQ comes now
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+      Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
       if constexpr (kFirst) shared.ring_v.wait(at_keys);
+      Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
       wait_products<1>(acc_s);
@@ -68,11 +74,11 @@ struct BackwardConsumerSm90 {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
                                 steps.block * kBlockM, cS, acc_s);
       }
-      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, first_lse, scale_log2);
       wait_products<0>(acc_ds);
       own.differentiate(acc_ds, acc_s, cS, shared.delta + at.slot * kBlockM);
       Tensor rdS = convert<Element>(acc_ds);
-      Tensor rP = convert<Element>(acc_s);  // no sooner: registers
+      Tensor rP = convert<Element>(acc_s);  // no sooner: dV beside dS takes registers
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
       auto& full = shared.ring_ds.acquire(at);
       copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
@@ -80,16 +86,20 @@ struct BackwardConsumerSm90 {
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
         cutlass::arch::fence_view_async_shared();
         own.announce(full);
+        auto const now = at;
+        at.advance();
+        steps.advance();
         wait_products<kFirst ? 1 : 2>(acc_dv);
-        own.release(shared.ring_dout, at);
+        own.release(shared.ring_dout, now);
         finish_dq();
         wait_products<0>(acc_dk);
-        own.release(shared.ring_q, at);
+        own.release(shared.ring_q, now);
+        if (steps.left > 0) await_queries();
+        before = now;
       };
       if constexpr (kFirst) {
         finish([] {});
       } else {
-        auto const before = step_before(at);
         Tensor acc_dq = sums.issue(before);
         finish([&] {
           wait_products<1>(acc_dq);
@@ -97,13 +107,11 @@ struct BackwardConsumerSm90 {
           sums.put(acc_dq);
         });
       }
-      at.advance();
-      steps.advance();
     };
     shared.ring_k.wait(at_keys);
+    await_queries();
     step(std::true_type{});
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
-    auto const before = step_before(at);
     Tensor acc_dq = sums.issue(before);
     wait_products<0>(acc_dq);
     own.release(shared.ring_ds, before);

@@ -9,24 +9,6 @@
 
 namespace flash_cute {
 
-// A computing warp's place among them, and a lane's in it. Read anew, so that no address is kept in registers
-// from one use to the next.
-struct WarpPlace {
-  int warp, lane;
-
-  CUTE_DEVICE static WarpPlace read() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return {thread / 32 - 4, thread % 32};
-  }
-};
-
-template <int kStages>
-CUTE_DEVICE RingPosition<kStages> step_before(RingPosition<kStages> const& at) {
-  bool const wraps = at.slot == 0;
-  return {wraps ? kStages - 1 : at.slot - 1, at.phase ^ wraps};
-}
-
 // The computing side. Sums of a block of queries lie warp by warp in the order of registers, four neighbours
 // of each lane side by side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
@@ -34,7 +16,7 @@ struct QuerySums {
   static constexpr int kWarpFloats = Traits::kWarpFloats;
   typename Traits::SharedStorage& shared;
   bool wanted;
-  int warpgroup;
+  int warpgroup, thread;
   RingPosition<1> at{};
 
   // dS of all keys is there: puts a round of dQ = dS K in flight.
@@ -56,13 +38,14 @@ struct QuerySums {
   }
 
   // Hands a round of dQ over. The writer orders it before its reads by TMA: a fence here would wait for
-  // stores that wait for shared memory, behind products.
+  // stores that wait behind products.
   template <class Accumulator>
   CUTE_DEVICE void put(Accumulator const& acc_dq) {
     static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
     if (!wanted) return;
-    auto const [warp, lane] = WarpPlace::read();
-    auto* const staged = reinterpret_cast<float4*>(shared.dq + warp * kWarpFloats) + lane;
+    int const lane = thread % 32;
+    auto* const staged =
+        reinterpret_cast<float4*>(shared.dq + (4 * warpgroup + thread / 32) * kWarpFloats) + lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {

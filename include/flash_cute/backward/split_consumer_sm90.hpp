@@ -82,7 +82,8 @@ struct BackwardWeightsSm90 {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
                                 steps.block * kBlockM, cS, acc_s);
       }
-      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, scale_log2);
+      float const* const lse = shared.lse + at.slot * kBlockM;
+      own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release(shared.ring_q, at);
       auto& full = shared.ring_p.acquire(at);

@@ -12,6 +12,12 @@
 
 namespace flash_cute {
 
+CUTE_DEVICE int read_lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 template <class Traits>
 struct BackwardWarpgroup {
   using Element = typename Traits::Element;
@@ -22,12 +28,13 @@ struct BackwardWarpgroup {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
 
-  // The thread's number among those that share the keys of a tile.
+  // The thread's number among those that share the keys of a tile, and its warp's.
   CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
+  CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
   CUTE_DEVICE float scale_log2() const { return params.softmax_scale * float(M_LOG2E); }
 
   CUTE_DEVICE QuerySums<Traits> query_sums() const {
-    return {shared, params.workspace.dq != nullptr, warpgroup};
+    return {shared, params.workspace.dq != nullptr, warpgroup, thread};
   }
 
   template <class Consumer>
@@ -52,7 +59,7 @@ struct BackwardWarpgroup {
   // Blocks of queries that see all of this warpgroup's keys.
   CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
-    int const begin = tile.n_begin + (Traits::kSplitsWork ? 0 : 64 * warpgroup);
+    int const begin = tile.n_begin + key_warp() / 4 * 64;
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
@@ -66,14 +73,22 @@ struct BackwardWarpgroup {
     if (threadIdx.x % 32 == 0) full.arrive();
   }
 
+  template <class Coords>
+  CUTE_DEVICE static float first_of(Coords const& cS, float const* of_queries) {
+    return of_queries[get<1>(cS(0))];
+  }
+
   // Scores become weights times 2^kShiftP: 2^(score * scale - LSE of its query), whose column it is.
+  // first_lse: of the first column, see first_of.
   template <class Scores, class Coords>
-  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
+  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float first_lse,
+                                float scale) {
     auto scores = row_col_view(acc_s);
     auto const coords = row_col_view(cS);
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
-      float const lse = lse_of_queries[get<1>(coords(0, col))] - float(Traits::kShiftP);
+      float const lse =
+          (col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))]) - float(Traits::kShiftP);
       CUTE_UNROLL
       for (int row = 0; row < size<0>(scores); ++row) {
         scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
@@ -104,7 +119,8 @@ struct BackwardWarpgroup {
   template <class Accumulator>
   CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
                          Accumulator const& acc) const {
-    auto const [warp, lane] = WarpPlace::read();
+    // Read anew, so that no address is kept in registers for the whole loop before.
+    int const lane = read_lane_index(), warp = warpgroup * 4 + thread / 32;
     auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
     Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
     auto const values = row_col_view(acc);
@@ -129,7 +145,7 @@ struct BackwardWarpgroup {
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,
-            place.shift + tile.n_begin + (Traits::kSplitsWork ? warp % 4 : warp) * Traits::kWarpRows, place.plane, place.bound);
+            place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
       }
     }
   }
