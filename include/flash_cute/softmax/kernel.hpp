@@ -1,0 +1,173 @@
+// Softmax over rows, and its gradient. A row's threads keep it in registers between its sum and its result:
+// one read and one write. Where the registers of all thread blocks don't hold it, what came before the last
+// tile is read again.
+#pragma once
+
+#include "flash_cute/softmax/reduce.hpp"
+#include "flash_cute/softmax/row.hpp"
+
+namespace flash_cute {
+
+// A thread's place among the rows, and in its row.
+template <class Traits>
+struct RowPlace {
+  using Storage = typename Traits::Storage;
+
+  bool valid;  // else there is no such row
+  int row;     // among all rows
+  int part, lane;
+  Row<Traits> columns;  // of the row, as far as the part has them
+  Storage const *input, *gradient;
+  Storage* output;
+  int first, tiles;  // the thread's first chunk, and how many tiles the part has
+
+  __device__ RowPlace(RowSoftmaxParams const& params, int parts, unsigned turn) {
+    static_assert(!Traits::kShared || Traits::kRows == 1);
+    ScoreShape const& shape = params.shape;
+    unsigned const team = (blockIdx.x + turn * gridDim.x) / parts;
+    unsigned const found = team * Traits::kRows + threadIdx.x / Traits::kLanes;
+    part = int(blockIdx.x % parts);
+    lane = int(threadIdx.x % Traits::kLanes);
+    valid = found < unsigned(shape.all_rows());
+    row = valid ? int(found) : 0;
+    int const index = row % shape.rows, pair = row / shape.rows;
+    int const head = pair % shape.heads, entry = pair / shape.heads;
+    auto at = [&](TensorView const& view) {
+      return static_cast<Storage*>(view.data) + entry * view.batch_stride + head * view.head_stride +
+             index * view.row_stride;
+    };
+    input = at(params.input);
+    gradient = at(params.gradient);
+    output = at(params.output);
+
+    VisibleColumns const visible = params.mask.visible(shape, entry, index);
+    int const skew = Row<Traits>::skew_of(input), size = skew + shape.columns;
+    int const chunks = ceil_div(size, Traits::kWidth), of_part = ceil_div(chunks, parts);
+    int const part_end = valid ? smaller((part + 1) * of_part * Traits::kWidth, size) : 0;
+    int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
+    columns = {skew, part_end, skew + visible.begin, end};
+    first = part * of_part + lane;
+    tiles = Traits::kShared ? ceil_div(of_part, Traits::kTile) : 1;
+  }
+
+  __device__ int chunk(int tile) const { return first + tile * Traits::kTile; }
+};
+
+// Calls step(place) for each row that this thread has a share in.
+template <class Traits, class Step>
+__device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& step) {
+  if constexpr (!Traits::kShared) return step(RowPlace<Traits>(params, 1, 0));
+  unsigned const teams = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows));
+  for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < teams * parts; ++turn) {
+    step(RowPlace<Traits>(params, parts, turn));
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    row_softmax(__grid_constant__ RowSoftmaxParams const params, int parts) {
+  using Chunk = typename Traits::Chunk;
+  constexpr int kWidth = Traits::kWidth;
+  __shared__ typename RowReduction<Traits::kLanes, Traits::kShared>::Storage storage;
+  RowReduction<Traits::kLanes, Traits::kShared> reduce(storage);
+  LogSumOp const op{params.scale * float(M_LOG2E)};
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
+    Chunk chunks[Traits::kChunks];
+    float values[kWidth];
+    auto load = [&](int tile) {
+      place.columns.load(chunks, place.input, place.chunk(tile), Chunk::kMinusInfinity);
+    };
+    float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
+    for (int tile = 0; tile < place.tiles; ++tile) {
+      load(tile);
+      float highest = -INFINITY, sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, chunks[k].max());
+      highest = reduce_lanes<Traits::kLanes>(highest, MaxOrNan{});
+      forget_floats(chunks);
+      float const reference = highest == -INFINITY ? 0.f : highest;
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) {
+        chunks[k].to_floats(values);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum += exp2_approx((values[i] - reference) * op.scale_log2);
+      }
+      forget_floats(chunks);
+      total = place.tiles == 1 ? float2{highest, sum} : op(total, {highest, sum});
+    }
+    total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
+    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
+    float const highest = total.x, factor = __fdividef(1.f, total.y);
+    if (place.valid && place.part == 0 && place.lane == 0) {
+      params.lse[place.row] = isinf(highest) ? highest : fmaf(highest, params.scale, logf(total.y));
+    }
+    for (int tile = place.tiles - 1; tile >= 0; --tile) {
+      if (tile + 1 < place.tiles) load(tile);
+      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+        chunks[k].to_floats(values);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          values[i] = exp2_approx((values[i] - highest) * op.scale_log2) * factor;
+        }
+        return Chunk::of_floats(values);
+      });
+    }
+  });
+}
+
+// dS = scale * P (dP + dLSE - sum(P dP)).
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    row_softmax_backward(__grid_constant__ RowSoftmaxParams const params, int parts) {
+  using Chunk = typename Traits::Chunk;
+  constexpr int kWidth = Traits::kWidth;
+  __shared__ typename RowReduction<Traits::kLanes, Traits::kShared>::Storage storage;
+  RowReduction<Traits::kLanes, Traits::kShared> reduce(storage);
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
+    Chunk inputs[Traits::kChunks], gradients[Traits::kChunks];
+    float p[kWidth], dp[kWidth];
+    float const lse_log2 = params.lse[place.row] * float(M_LOG2E), scale_log2 = params.scale * float(M_LOG2E);
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) gradients[k] = Chunk::filled(0);
+    auto load = [&](int tile) {
+      place.columns.load(inputs, place.input, place.chunk(tile),
+                         Traits::kFromScores ? Chunk::kMinusInfinity : 0);
+      if (params.gradient.data) place.columns.load(gradients, place.gradient, place.chunk(tile), 0);
+    };
+    auto compute = [&](int k) {  // p and dp of a chunk
+      inputs[k].to_floats(p);
+      gradients[k].to_floats(dp);
+      if constexpr (Traits::kFromScores) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) p[i] = exp2_approx(fmaf(p[i], scale_log2, -lse_log2));
+      }
+    };
+    float dot = 0.f;
+    for (int tile = 0; tile < place.tiles; ++tile) {
+      load(tile);
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) {
+        compute(k);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) dot = fmaf(p[i], dp[i], dot);
+      }
+    }
+    forget_floats(inputs);
+    forget_floats(gradients);
+    dot = reduce_lanes<Traits::kLanes>(dot, Sum{});
+    dot =
+        reduce({dot, 0.f}, SumOfFirst{}, place.part, parts, {params.workspace, int64_t(place.row) * parts}).x;
+    float const shift = (params.dlse && place.valid ? params.dlse[place.row] : 0.f) - dot;
+    for (int tile = place.tiles - 1; tile >= 0; --tile) {
+      if (tile + 1 < place.tiles) load(tile);
+      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+        compute(k);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) p[i] *= params.scale * (dp[i] + shift);
+        return Chunk::of_floats(p);
+      });
+    }
+  });
+}
+
+}  // namespace flash_cute

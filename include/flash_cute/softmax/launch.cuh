@@ -1,0 +1,93 @@
+// Launches softmax over rows.
+#pragma once
+
+#include "flash_cute/core/launch_kernel.hpp"
+#include "flash_cute/softmax/kernel.hpp"
+#include "flash_cute/softmax/launch.hpp"
+
+namespace flash_cute {
+
+template <class Traits, bool kBackward>
+constexpr auto row_kernel() {
+  if constexpr (kBackward) {
+    return row_softmax_backward<Traits>;
+  } else {
+    return row_softmax<Traits>;
+  }
+}
+
+// Calls visitor(traits) for the tile that a plan names.
+template <RowElement element, bool kBackward, int kTile = 0, class Visitor>
+void visit_row_tile(int tile, Visitor&& visitor) {
+  constexpr RowTile kShape = kBackward ? backward_tile(kRowTiles[kTile]) : kRowTiles[kTile];
+  if (tile == kTile)
+    return visitor(RowTraits<element, kShape.lanes, kShape.chunks, kBackward ? 2 : 1, kShape.shared>{});
+  if constexpr (kTile + 1 < kRowTileCount) visit_row_tile<element, kBackward, kTile + 1>(tile, visitor);
+}
+
+// Thread blocks of the shared tile that the GPU runs at once.
+template <RowElement element, bool kBackward>
+int resident_blocks(DeviceInfo const& device) {
+  static std::atomic<int> per_multiprocessor[DeviceInfo::kMaxDevices];  // 0: not asked yet
+  int blocks = per_multiprocessor[device.index].load(std::memory_order_relaxed);
+  if (blocks == 0) {
+    visit_row_tile<element, kBackward>(kRowTileCount - 1, [&]<class Traits>(Traits) {
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, row_kernel<Traits, kBackward>(),
+                                                          Traits::kThreads, 0),
+            "asking how many thread blocks fit");
+    });
+    per_multiprocessor[device.index].store(blocks, std::memory_order_relaxed);
+  }
+  return blocks * device.multiprocessors;
+}
+
+template <RowElement element, bool kBackward>
+void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan, cudaStream_t stream) {
+  visit_row_tile<element, kBackward>(plan.tile, [&]<class Traits>(Traits) {
+    int blocks = ceil_div(params.shape.all_rows(), Traits::kRows);
+    bool const cooperative = plan.parts > 1;
+    if (cooperative) {
+      check(cudaMemsetAsync(params.workspace, 0xff, plan.workspace_bytes, stream), "clearing the workspace");
+      int const teams = resident_blocks<element, kBackward>(params.device) / plan.parts;
+      blocks = smaller(blocks, teams) * plan.parts;
+    }
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(Traits::kThreads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cooperative;
+    check(cudaLaunchKernelEx(&config, row_kernel<Traits, kBackward>(), params, plan.parts),
+          "launching softmax");
+  });
+}
+
+template <RowElement element>
+RowSoftmaxPlan RowSoftmaxLaunch<element>::plan(RowSoftmaxParams const& params, bool backward) {
+  constexpr int kBytes = sizeof(typename Chunk<element>::Storage);
+  TensorView const& input = params.input;
+  auto aligned = [](int64_t elements) { return elements * kBytes % kChunkBytes == 0; };
+  bool const all_aligned = reinterpret_cast<uintptr_t>(input.data) % kChunkBytes == 0 &&
+                           aligned(input.batch_stride) && aligned(input.head_stride) &&
+                           aligned(input.row_stride);
+  int const resident = backward ? resident_blocks<element, true>(params.device)
+                                : resident_blocks<element, false>(params.device);
+  return plan_row_softmax(params.shape, kBytes, all_aligned, backward, resident);
+}
+
+template <RowElement element>
+void RowSoftmaxLaunch<element>::forward(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan,
+                                        cudaStream_t stream) {
+  launch_row_softmax<element, false>(params, plan, stream);
+}
+
+template <RowElement element>
+void RowSoftmaxLaunch<element>::backward(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan,
+                                         cudaStream_t stream) {
+  launch_row_softmax<element, true>(params, plan, stream);
+}
+
+}  // namespace flash_cute

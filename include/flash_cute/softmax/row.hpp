@@ -1,0 +1,99 @@
+// A row as chunks of 16 bytes that begin at multiples of 16 bytes, wherever the row itself begins: its first
+// and last chunk may have elements of its neighbours, which are neither used nor written.
+#pragma once
+
+#include "flash_cute/softmax/chunk.hpp"
+#include "flash_cute/softmax/params.hpp"
+
+namespace flash_cute {
+
+// kTensors: how many a thread holds chunks of. kShared: see RowTile.
+template <RowElement element, int kLanes_, int kChunks_, int kTensors, bool kShared_>
+struct RowTraits {
+  using Chunk = flash_cute::Chunk<element>;
+  using Storage = typename Chunk::Storage;
+  static constexpr int kLanes = kLanes_, kChunks = kChunks_, kTile = kLanes * kChunks;
+  static constexpr bool kShared = kShared_, kFromScores = keeps_scores(element);
+  static constexpr int kWidth = Chunk::kWidth;
+  static constexpr int kThreads =
+      kLanes > 32 ? kLanes : 128;                  // a row of several warps has a block of its own
+  static constexpr int kRows = kThreads / kLanes;  // of a thread block
+  static constexpr int kMinBlocks = (kShared ? (kTensors > 1 ? 512 : 768) : 1024) / kThreads;
+};
+
+// Positions count elements from the row's first chunk on. The row is those from `skew` to `size` - 1, of
+// which those from `begin` to `end` - 1 are visible; `end` is 0 where none is.
+template <class Traits>
+struct Row {
+  using Chunk = typename Traits::Chunk;
+  using Storage = typename Traits::Storage;
+  static constexpr int kWidth = Traits::kWidth;
+
+  int skew, size, begin, end;
+
+  // Elements that `data` is behind a multiple of 16 bytes.
+  __device__ static int skew_of(Storage const* data) {
+    return int(reinterpret_cast<uintptr_t>(data) % kChunkBytes / sizeof(Storage));
+  }
+
+  // A thread's chunks of a tensor whose row is at `data`; first: its first one. What is hidden is `hidden`.
+  __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, int first,
+                       Storage hidden) const {
+    bool const whole_chunks = skew_of(data) == skew;
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = (first + k * Traits::kLanes) * kWidth;
+      chunks[k] = Chunk::filled(hidden);
+      if (whole_chunks && shows_any(position)) chunks[k] = read_chunk<Chunk>(data + (position - skew));
+    }
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = (first + k * Traits::kLanes) * kWidth;
+      if (!shows_any(position) || (whole_chunks && shows_all(position))) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (!shows(position + i)) {
+          chunks[k].set(i, hidden);
+        } else if (!whole_chunks) {
+          chunks[k].set(i, data[position + i - skew]);
+        }
+      }
+    }
+  }
+
+  // Writes value(k) for each chunk k of a thread, and 0 where the row is hidden.
+  template <class Value>
+  __device__ void store(Storage* data, int first, Value&& value) const {
+    bool const whole_chunks = skew_of(data) == skew;
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = (first + k * Traits::kLanes) * kWidth;
+      if (position >= size) continue;
+      Chunk chunk = Chunk::filled(0);
+      if (shows_any(position)) {
+        chunk = value(k);
+        if (!shows_all(position)) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            if (!shows(position + i)) chunk.set(i, 0);
+          }
+        }
+      }
+      if (whole_chunks && position >= skew && position + kWidth <= size) {
+        write_chunk(data + (position - skew), chunk);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (position + i >= skew && position + i < size) data[position + i - skew] = chunk.get(i);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ bool shows(int position) const { return begin <= position && position < end; }
+  __device__ bool shows_any(int position) const { return position < end && position + kWidth > begin; }
+  __device__ bool shows_all(int position) const { return begin <= position && position + kWidth <= end; }
+};
+
+}  // namespace flash_cute
