@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "native"
 COMPILED = "generated/flash_cute/compiled.def"
 LIBRARY = "_C.so"
+KERNELS = "libflash_cute.so"  # without torch; both faces link it
+JAX_LIBRARY = "_jax.so"
 REPORT = "build_report.json"
 DEFAULT_ARCHITECTURES = "80+PTX;90;90a"
 KILOBYTES_PER_JOB = 6 << 20  # no compile may take more
@@ -38,7 +40,7 @@ NVCC_FLAGS = (
     " --expt-relaxed-constexpr --expt-extended-lambda"
 )
 COMPRESSION = "--compress-mode=size"  # nvcc 12.8 and newer
-LINK_FLAGS = "-shared -Wl,--exclude-libs,ALL -Wl,-s"
+LINK_FLAGS = "-shared -Wl,--exclude-libs,ALL -Wl,-s -Wl,-rpath,'$$ORIGIN'"
 # libtorch stays although nothing refers to it: through it the weak symbols for CUDA are found.
 TORCH_LIBRARIES = "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
 CUDA_LIBRARIES = "-lcudart_static -ldl -lrt -lpthread"
@@ -249,6 +251,13 @@ def cutlass_headers() -> Path:
     return include
 
 
+def jax_headers() -> Path | None:
+    """The include folder of package jaxlib, or None where it is missing: then there is no face for JAX."""
+    package = importlib.util.find_spec("jaxlib")
+    include = Path(package.origin).parent / "include" if package else None
+    return include if include and (include / "xla/ffi/api/ffi.h").exists() else None
+
+
 def jobs() -> int:
     """Parallel compile jobs: one per core, as long as the free memory carries the largest of them."""
     if wanted := os.environ.get("FLASH_CUTE_JOBS") or os.environ.get("MAX_JOBS"):
@@ -291,18 +300,20 @@ def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], 
     includes = f"-Igenerated -I{os.path.relpath(ROOT / 'include', BUILD)}"
     cpp = f"{compiler} {CPP_FLAGS} {includes} -isystem {torch_home}/include -isystem {python_headers}"
     libraries = f"-L{torch_home}/lib {TORCH_LIBRARIES}"
-    nvcc = ""
+    cuda_libraries = nvcc = cpp_jax = ""
     if toolkit:
         cuda = link("toolkit", toolkit)
         cutlass = link("cutlass", cutlass_headers())
         cpp += f" -DFLASH_CUTE_WITH_CUDA -isystem {cuda}/include"
         flags = f"{NVCC_FLAGS} {COMPRESSION}" if nvcc_version(toolkit) >= (12, 8) else NVCC_FLAGS
         nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {flags} {includes} -isystem {cutlass} $architectures"
-        libraries += f" -L{cuda}/lib64 -L{cuda}/lib {CUDA_LIBRARIES}"  # lib64: toolkits; lib: wheels
+        cuda_libraries = f"-L{cuda}/lib64 -L{cuda}/lib {CUDA_LIBRARIES}"  # lib64: toolkits; lib: wheels
+        if jax := jax_headers():
+            cpp_jax = f"{cpp} -fvisibility=default -isystem {link('jaxlib', jax)}"
 
     launcher = shutil.which("ccache") or MEASURE
     lines = []
-    for rule, command in (("cpp", cpp), ("cuda", nvcc)):
+    for rule, command in (("cpp", cpp), ("cpp_jax", cpp_jax), ("cuda", nvcc)):
         # The log keeps what ptxas -v and tools/measure.py say, and ccache repeats it; the rest is shown.
         talk = f"2> $out.log; status=$$?; grep -vE '{REPORTED_LINES}' $out.log; exit $$status"
         command = f"{launcher} {command} -MD -MF $out.d -c $in -o $out {talk}"
@@ -310,16 +321,27 @@ def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], 
         lines += ["  depfile = $out.d", "  deps = gcc"]
     lines += [
         "rule link",
-        f"  command = {compiler} {LINK_FLAGS} $in -o $out {libraries}",
+        f"  command = {compiler} {LINK_FLAGS} $in -o $out -L. $libraries",
         "  description = link $out",
     ]
     for instance in instances:
         lines += [f"build objects/{instance.name}.o: cuda generated/{instance.name}.cu"]
         lines += [f"  architectures = {flags_of(instance)}"]
-    for source in sources:
-        lines += [f"build objects/{Path(source).stem}.o: cpp {os.path.relpath(ROOT / source, BUILD)}"]
-    names = [instance.name for instance in instances] + [Path(source).stem for source in sources]
-    lines += [f"build {LIBRARY}: link {' '.join(f'objects/{name}.o' for name in names)}"]
+    linked = {LIBRARY: (sources, "cpp", libraries)}
+    if toolkit:
+        linked[KERNELS] = (["csrc/kernels/kernels.cpp"], "cpp", cuda_libraries)
+        if cpp_jax:
+            linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], "cpp_jax", cuda_libraries)
+    for library, (parts, rule, needed) in linked.items():
+        objects = [f"objects/{Path(part).stem}.o" for part in parts]
+        for part, target in zip(parts, objects, strict=True):
+            lines += [f"build {target}: {rule} {os.path.relpath(ROOT / part, BUILD)}"]
+        if library == KERNELS:
+            objects += [f"objects/{instance.name}.o" for instance in instances]
+        elif toolkit:
+            needed = f"-l:{KERNELS} {needed} {cuda_libraries if library == LIBRARY else ''}"
+            objects += [f"| {KERNELS}"]
+        lines += [f"build {library}: link {' '.join(objects)}", f"  libraries = {needed}"]
     return "\n".join(lines) + "\n"
 
 
@@ -360,6 +382,11 @@ class BuildNative(cpp_extension.BuildExtension):
         library.parent.mkdir(parents=True, exist_ok=True)
         library.unlink(missing_ok=True)  # never written over: a running program may have it mapped
         shutil.copy(BUILD / LIBRARY, library)
+        for name in (KERNELS, JAX_LIBRARY):
+            beside = library.with_name(name)
+            beside.unlink(missing_ok=True)
+            if f"build {name}:" in (BUILD / "build.ninja").read_text():
+                shutil.copy(BUILD / name, beside)
         shutil.copy(BUILD / REPORT, library.with_name(REPORT))
 
 

@@ -9,29 +9,15 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "device.hpp"
-#include "flash_cute/backward/launch.hpp"
-#include "flash_cute/core/dispatch.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-struct Kernel {
-  Family family;
-  int head_dim;  // the largest that it serves
-  decltype(&BackwardLaunch<void>::run) run;
-  decltype(&BackwardLaunch<void>::attributes) attributes;
-};
-
-Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
+BackwardKernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
   Family const family = family_for(problem, gpu);
-  Kernel kernel{};
-  bool const found =
-      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
-                  BackwardLaunch<Instance>::attributes};
-      });
-  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
+  BackwardKernel const kernel = backward_kernel(family, problem.element, problem.shape.head_dim);
+  require(kernel.run, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
   return kernel;
 }
@@ -39,7 +25,7 @@ Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
 // A call with everything decided: backward_cuda executes it, backward_plan_cuda prints it.
 struct CallPlan {
   AttentionProblem problem;
-  Kernel kernel;
+  BackwardKernel kernel;
   BackwardParams params;  // without pointers to operands, and strides
   bool launches;          // else all gradients are 0
   BackwardPlan launch;

@@ -3,18 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "flash_cute/params.hpp"
+#include "kernels.hpp"
 #include "validate.hpp"
 
 namespace flash_cute {
-
-struct Gpu {
-  DeviceInfo info;
-  int compute_capability;  // 90 for 9.0
-};
-
-// Asked of the runtime once; throws where it can't tell.
-Gpu const& gpu_at(int index);
 
 cudaStream_t current_stream(int index);
 

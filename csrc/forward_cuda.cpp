@@ -12,30 +12,16 @@
 #include <limits>
 
 #include "device.hpp"
-#include "flash_cute/core/dispatch.hpp"
-#include "flash_cute/forward/launch.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-struct Kernel {
-  Family family;
-  int head_dim;  // the largest that it serves
-  decltype(&ForwardLaunch<void>::run) run;
-  decltype(&ForwardLaunch<void>::attributes) attributes;
-};
-
 // The compiled kernel that serves the problem.
-Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
+ForwardKernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
   Family const family = family_for(problem, gpu);
-  Kernel kernel{};
-  bool const found =
-      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run,
-                  ForwardLaunch<Instance>::attributes};
-      });
-  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
+  ForwardKernel const kernel = forward_kernel(family, problem.element, problem.shape.head_dim);
+  require(kernel.run, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
           " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
   return kernel;
 }
@@ -51,7 +37,7 @@ ForwardParams make_params(AttentionProblem const& problem, Lengths const& length
 // A call with everything decided: forward_cuda executes it, plan_cuda prints it.
 struct CallPlan {
   AttentionProblem problem;
-  Kernel kernel;
+  ForwardKernel kernel;
   ForwardParams params;
   bool launches;       // else there is nothing to attend to, or nobody who would
   ForwardPlan launch;  // of the smallest problem where nothing is launched
@@ -152,22 +138,20 @@ std::string plan_cuda(AttentionArguments const& arguments) {
 
 std::string compiled_kernels() {
   std::string list;
-  visit_instances([&]<class Kernel>(Kernel) {
-    for (auto const& [tile, smem_bytes] : ForwardLaunch<Kernel>::tiles()) {
-      JsonObject shape, kernel;
-      shape.add("block_m", tile.block_m)
-          .add("block_n", tile.block_n)
-          .add("stages", tile.stages)
-          .add("warps", tile.warps);
-      kernel.add("family", name_of(Kernel::family))
-          .add("element", name_of(Kernel::element))
-          .add("head_dim", Kernel::head_dim)
-          .add_raw("tile", shape.text())
-          .add("smem_bytes", smem_bytes);
-      list += (list.empty() ? "" : ", ") + kernel.text();
-    }
-    return false;
-  });
+  for (auto const& [family, element, head_dim, compiled] : compiled_forwards()) {
+    auto const& [tile, smem_bytes] = compiled;
+    JsonObject shape, kernel;
+    shape.add("block_m", tile.block_m)
+        .add("block_n", tile.block_n)
+        .add("stages", tile.stages)
+        .add("warps", tile.warps);
+    kernel.add("family", name_of(family))
+        .add("element", name_of(element))
+        .add("head_dim", head_dim)
+        .add_raw("tile", shape.text())
+        .add("smem_bytes", smem_bytes);
+    list += (list.empty() ? "" : ", ") + kernel.text();
+  }
   return '[' + list + ']';
 }
 

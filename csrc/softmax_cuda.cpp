@@ -6,30 +6,27 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "device.hpp"
-#include "flash_cute/softmax/launch.hpp"
 #include "softmax.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-// Calls function(RowSoftmaxLaunch<...>{}) for the dtype.
-template <class Function>
-auto with_launch(ScalarType type, Function&& function) {
+SoftmaxKernels kernels_for(ScalarType type) {
   switch (type) {
-    case ScalarType::Half: return function(RowSoftmaxLaunch<RowElement::fp16>{});
-    case ScalarType::BFloat16: return function(RowSoftmaxLaunch<RowElement::bf16>{});
-    default: return function(RowSoftmaxLaunch<RowElement::fp32>{});
+    case ScalarType::Half: return softmax_kernels(RowElement::fp16);
+    case ScalarType::BFloat16: return softmax_kernels(RowElement::bf16);
+    default: return softmax_kernels(RowElement::fp32);
   }
 }
 
 // A tensor of this shape as the kernels read it: itself, or a contiguous copy where columns don't lie one
 // behind the other, or heads are several dimensions whose strides are not one.
-struct Rows {
+struct ScoreRows {
   Tensor tensor;
   TensorView view;
 
-  Rows(Tensor const& whole, ScoreShape const& shape, bool has_lengths) : tensor(whole) {
+  ScoreRows(Tensor const& whole, ScoreShape const& shape, bool has_lengths) : tensor(whole) {
     if (!set_view(shape, has_lengths)) {
       tensor = torch::stable::contiguous(whole);
       set_view(shape, has_lengths);
@@ -53,7 +50,7 @@ struct Rows {
   }
 };
 
-RowSoftmaxParams make_params(Tensor const& x, SoftmaxOptions const& options, Rows const& input) {
+RowSoftmaxParams make_params(Tensor const& x, SoftmaxOptions const& options, ScoreRows const& input) {
   auto pointer = [](std::optional<Tensor> const& tensor) {
     return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;
   };
@@ -68,16 +65,14 @@ RowSoftmaxParams make_params(Tensor const& x, SoftmaxOptions const& options, Row
 
 // Runs params on x's device and its current stream.
 void run(Tensor const& x, RowSoftmaxParams& params, bool backward) {
-  with_launch(x.scalar_type(), [&](auto launch) {
-    RowSoftmaxPlan const plan = launch.plan(params, backward);
-    std::optional<Tensor> workspace;
-    if (plan.workspace_bytes > 0) {
-      workspace = allocate("the workspace", x, aoti_torch_dtype_uint8(), 1, {plan.workspace_bytes});
-      params.workspace = workspace->mutable_data_ptr();
-    }
-    cudaStream_t const stream = current_stream(x.get_device_index());
-    backward ? launch.backward(params, plan, stream) : launch.forward(params, plan, stream);
-  });
+  SoftmaxKernels const kernels = kernels_for(x.scalar_type());
+  RowSoftmaxPlan const plan = kernels.plan(params, backward);
+  std::optional<Tensor> workspace;
+  if (plan.workspace_bytes > 0) {
+    workspace = allocate("the workspace", x, aoti_torch_dtype_uint8(), 1, {plan.workspace_bytes});
+    params.workspace = workspace->mutable_data_ptr();
+  }
+  (backward ? kernels.backward : kernels.forward)(params, plan, current_stream(x.get_device_index()));
 }
 
 }  // namespace
@@ -89,9 +84,9 @@ SoftmaxResult softmax_cuda(Tensor const& x, SoftmaxOptions const& options) {
   Tensor probabilities = torch::stable::new_empty(x, x.sizes());
   Tensor lse = torch::stable::new_empty(x, {x.sizes().data(), size_t(x.dim() - 1)}, ScalarType::Float);
   if (lse.numel() == 0) return {probabilities, lse};
-  Rows const input(x, shape, has_lengths);
+  ScoreRows const input(x, shape, has_lengths);
   RowSoftmaxParams params = make_params(x, options, input);
-  params.output = Rows(probabilities, shape, has_lengths).view;
+  params.output = ScoreRows(probabilities, shape, has_lengths).view;
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   run(x, params, /*backward=*/false);
   return {probabilities, lse};
@@ -104,12 +99,12 @@ Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::o
   ScoreShape const shape = score_shape(kept.sizes(), has_lengths);
   Tensor dscores = torch::stable::new_empty(kept, kept.sizes());
   if (dscores.numel() == 0) return dscores;
-  Rows const input(kept, shape, has_lengths);
+  ScoreRows const input(kept, shape, has_lengths);
   RowSoftmaxParams params = make_params(kept, options, input);
-  params.output = Rows(dscores, shape, has_lengths).view;
+  params.output = ScoreRows(dscores, shape, has_lengths).view;
   Tensor const lse_rows = torch::stable::contiguous(lse);
   params.lse = static_cast<float*>(const_cast<void*>(lse_rows.const_data_ptr()));  // only read
-  std::optional<Rows> gradient;
+  std::optional<ScoreRows> gradient;
   if (dprobabilities) params.gradient = gradient.emplace(*dprobabilities, shape, has_lengths).view;
   std::optional<Tensor> dlse_rows;
   if (dlse) {

@@ -1,0 +1,300 @@
+"""flash_cute.jax: values and gradients against float64, JAX's semantics, transforms, lowering for CUDA."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+
+import flash_cute.jax as ours  # noqa: E402
+from flash_cute.jax import attention  # noqa: E402
+
+FACTOR, SLACK = 2.0, 1e-5  # tests/tolerance.py has the rule
+SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+    "grouped": (2, 33, 33, 6, 2, 40),
+    "more keys": (1, 20, 75, 2, 1, 32),
+    "more queries": (1, 75, 20, 2, 1, 20),
+}
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (7, 3)},
+    "causal window": {"is_causal": True, "local_window_size": 9},
+}
+
+
+def inputs(shape, dtype=jnp.bfloat16):
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = (
+        SHAPES[shape] if isinstance(shape, str) else shape
+    )
+    keys = jax.random.split(jax.random.key(7), 3)
+    sizes = [(batch, seqlen_q, heads_q, head_dim), *[(batch, seqlen_k, heads_kv, head_dim)] * 2]
+    return [jax.random.normal(key, size).astype(dtype) for key, size in zip(keys, sizes, strict=True)]
+
+
+def visible(q, k, is_causal=False, local_window_size=None, used_q=None, used_k=None, skipped=None):
+    """bool (batch, seqlen_q, seqlen_k), by JAX's rules written out."""
+    rows, keys = np.arange(q.shape[1])[None, :, None], np.arange(k.shape[1])[None, None, :]
+    seen = np.ones((q.shape[0], q.shape[1], k.shape[1]), bool)
+    if is_causal:
+        seen &= keys <= rows
+    if local_window_size is not None:
+        left, right = np.broadcast_to(local_window_size, 2)
+        seen &= (rows - left <= keys) & (keys <= rows + right)
+    for used, places in ((used_q, rows), (used_k, keys)):
+        if used is not None:
+            seen &= places < np.asarray(used)[:, None, None]
+    return seen if skipped is None else seen & (keys >= np.asarray(skipped)[:, None, None])
+
+
+def math(q, k, v, dout, dlse, seen, scale, rounded):
+    """out, lse, dq, dk and dv in float64, each step rounded; 0 and -inf for rows that see nothing."""
+    groups = q.shape[2] // k.shape[2]
+    q, k, v, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v, dout))
+    wide_k, wide_v = (x.repeat(groups, 1) for x in (k, v))
+    scores = np.where(seen[:, None], rounded(scale * rounded(q @ wide_k.mT)), -np.inf)
+    blind = ~seen.any(-1)[:, None, :, None]
+    scores = np.where(blind, 0, scores)
+    highest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    p = np.where(blind, 0, rounded(weights / total))
+    lse = np.where(blind, -np.inf, highest + np.log(total))[..., 0]
+    dp = rounded(dout @ wide_v.mT)
+    dlse = np.where(blind[..., 0], 0, np.asarray(dlse, np.float64).swapaxes(1, 2))
+    ds = rounded(scale * rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])))
+    dk, dv = (rounded(x).reshape(len(k), -1, groups, *k.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    out, dq, dk, dv = (rounded(x).swapaxes(1, 2) for x in (p @ wide_v, ds @ wide_k, dk, dv))
+    return out, lse.swapaxes(1, 2), dq, dk, dv
+
+
+def assert_within_rule(name, result, yardstick, oracle):
+    result, yardstick, oracle = (np.asarray(x, np.float64) for x in (result, yardstick, oracle))
+    assert result.shape == oracle.shape
+    assert (np.isfinite(result) == np.isfinite(oracle)).all(), name
+    finite = np.isfinite(oracle)
+    errors = [np.abs(x[finite] - oracle[finite]) for x in (result, yardstick)]
+    for norm in (np.max, lambda x: np.sqrt(np.mean(x**2))):
+        error, allowed = map(norm, errors)
+        assert error <= FACTOR * allowed + SLACK, f"{name}: error {error:.3e}, the type's own {allowed:.3e}"
+
+
+def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options):
+    """Values and gradients, with NaN in the keys that nobody sees."""
+    lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
+    named = {short: options.get(name) for short, name in lengths.items()}
+    masks = {name: value for name, value in options.items() if name not in lengths.values()}
+    seen = visible(q, k, skipped=key_value_left_padding, **named, **masks)
+    generator = np.random.default_rng(3)
+    dout = generator.standard_normal(q.shape).astype(q.dtype)
+    dlse = generator.standard_normal(q.shape[:3]).astype(np.float32)
+
+    @jax.jit
+    def call(q, k, v, dout, dlse):
+        options_of_call = {"key_value_left_padding": key_value_left_padding, **options}
+        function = partial(attention, scale=scale, return_residual=True, **options_of_call)
+        results, gradients = jax.vjp(function, q, k, v)
+        return *results, *gradients((dout, dlse))
+
+    unseen = ~seen.any(1)[..., None, None]
+    dirty = (np.where(unseen, np.nan, np.asarray(x, np.float32)).astype(x.dtype) for x in (k, v))
+    found = call(q, *dirty, dout, dlse)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    oracle, yardstick = (
+        math(q, k, v, dout, dlse, seen, factor, rounded)
+        for rounded in (lambda x: x, lambda x: x.astype(q.dtype).astype(np.float64))
+    )
+    for name, *triple in zip(("out", "lse", "dq", "dk", "dv"), found, yardstick, oracle, strict=True):
+        assert_within_rule(name, *triple)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks(shape, mask):
+    assert_attention(*inputs(shape), **mask)
+
+
+def test_float16():
+    assert_attention(*inputs("grouped", jnp.float16), is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths(is_causal):
+    """Entries with fewer keys than queries, with more, and with none."""
+    q, k, v = inputs((4, *SHAPES["more queries"][1:]))
+    used_q = jnp.array([q.shape[1], 5, 9, 0], jnp.int32)
+    used_k = jnp.array([11, k.shape[1], 0, 3], jnp.int32)
+    skipped = jnp.array([2, 0, 1, 3], jnp.int32)
+    for options in (
+        {"query_seq_lengths": used_q, "key_value_seq_lengths": used_k},
+        {"key_value_left_padding": skipped},
+        {"key_value_seq_lengths": used_k, "key_value_left_padding": skipped},
+    ):
+        assert_attention(q, k, v, is_causal=is_causal, scale=0.3, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_drops_in_for_jax(mask):
+    """Rows that see a key are as jax.nn.dot_product_attention gives them."""
+    q, k, v = inputs("more queries")
+    theirs, mine = (
+        np.asarray(jax.jit(partial(function, **mask))(q, k, v), np.float32)
+        for function in (jax.nn.dot_product_attention, attention)
+    )
+    sees = visible(q, k, **mask).any(-1)
+    np.testing.assert_allclose(mine[sees], theirs[sees], rtol=0.02, atol=0.02)
+
+
+def test_transforms():
+    q, k, v = inputs("grouped")
+    skipped = jnp.array([3, 0], jnp.int32)
+
+    def loss(q, k, v, skipped):
+        out = attention(q, k, v, is_causal=True, key_value_left_padding=skipped)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    mapped = jax.vmap(gradient, in_axes=(0, 0, 0, None))
+    expected = jax.jit(gradient)(q, k, v, skipped)
+    remade = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(q, k, v, skipped)
+    each = [x[0] for x in jax.jit(mapped)(q[None], k[None], v[None], skipped)]
+    for found in (remade, each):
+        for result, reference in zip(found, expected, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(result, np.float32), np.asarray(reference, np.float32), rtol=0.02, atol=1e-3
+            )
+
+
+def test_shard_map():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=auto)
+    spec = PartitionSpec("batch", None, "heads", None)
+    q, k, v = inputs("grouped")
+    call = partial(attention, is_causal=True)
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(sharded)(q, k, v), np.float32), np.asarray(jax.jit(call)(q, k, v), np.float32)
+    )
+
+
+def test_no_forward_mode():
+    q, k, v = inputs("grouped")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
+
+
+def test_empty():
+    q, k, v = inputs("grouped")
+    out, lse = jax.jit(partial(attention, return_residual=True))(q, k[:, :0], v[:, :0])
+    assert (out == 0).all()
+    assert (lse == -jnp.inf).all()
+    assert attention(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
+
+
+@pytest.mark.skipif(not ours._registered(), reason="this flash_cute has no kernels for JAX")
+@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+def test_kernels_are_called_on_cuda(shape):
+    """What is lowered for CUDA, where there need be none."""
+    q, k, v = inputs(shape)
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *x: attention(*x, is_causal=True).astype(jnp.float32).sum(), (0, 1, 2))(
+            q, k, v
+        )
+
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"flash_cute_{name}") for name in ("forward", "backward")
+    ]
+    exported = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=checks)(q, k, v)
+    text = exported.mlir_module()
+    assert text.count("@flash_cute_forward") == 1
+    assert text.count("@flash_cute_backward") == 1
+    assert "stablehlo.dot_general" not in text
+
+
+def test_torch_is_not_imported():
+    program = (
+        "import sys, jax.numpy as jnp, flash_cute.jax\n"
+        "flash_cute.jax.attention(*[jnp.ones((1, 4, 2, 8), jnp.bfloat16)] * 3)\n"
+        "assert 'torch' not in sys.modules\n"
+        "import flash_cute\n"
+        "assert 'forward' in dir(flash_cute)\n"
+        "assert flash_cute.forward.__module__ == 'flash_cute.interface'\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def changed(**changes):
+    q, k, v = inputs("grouped")
+    return SimpleNamespace(**({"query": q, "key": k, "value": v} | changes))
+
+
+INT = jnp.ones((2,), jnp.int32)
+WRONG = {
+    "three dimensions": (ValueError, lambda t: {"query": t.query[0]}, "query has 3 dimensions; 4"),
+    "float32": (ValueError, lambda t: {"query": t.query.astype(jnp.float32)}, "query has dtype float32"),
+    "another dtype": (
+        ValueError,
+        lambda t: {"key": t.key.astype(jnp.float16)},
+        "key has dtype float16 and query",
+    ),
+    "value's shape": (
+        ValueError,
+        lambda t: {"value": t.value[:, :5]},
+        "value has shape (2, 5, 2, 40) and key",
+    ),
+    "batch": (ValueError, lambda t: {"key": t.key[:1], "value": t.value[:1]}, "key has batch 1"),
+    "heads": (ValueError, lambda t: {"query": t.query[:, :, :5]}, "query has 5 heads and key 2"),
+    "scale": (ValueError, lambda t: {"scale": 0.0}, "scale is 0.0"),
+    "lengths": (
+        ValueError,
+        lambda t: {"query_seq_lengths": INT[:1]},
+        "query_seq_lengths is int32[1]; int32[2]",
+    ),
+    "lengths' type": (
+        ValueError,
+        lambda t: {"key_value_left_padding": INT.astype(jnp.int16)},
+        "key_value_left_padding is int16[2]",
+    ),
+    "lengths and window": (
+        ValueError,
+        lambda t: {"key_value_seq_lengths": INT, "local_window_size": 3},
+        "key_value_seq_lengths is given with local_window_size",
+    ),
+    "window": (ValueError, lambda t: {"local_window_size": (3, -1)}, "local_window_size is (3, -1)"),
+    "causal": (TypeError, lambda t: {"is_causal": 1}, "is_causal is 1; True or False"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_calls(kind, change, words):
+    arguments = changed()
+    with pytest.raises(kind) as raised:
+        attention(**(vars(arguments) | change(arguments)))
+    assert str(raised.value).startswith("flash_cute.jax.attention: ")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_snippets_of_the_page():
+    """The code of docs/jax.md, block after block."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "jax.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in (names["out"], *names["gradients"]))
