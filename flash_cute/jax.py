@@ -1,4 +1,4 @@
-"""flash_cute for JAX: attention through XLA's foreign function interface, without torch.
+"""flash_cute for JAX: attention and softmax through XLA's foreign function interface, without torch.
 
 On CUDA GPUs the library's kernels compute, elsewhere plain jax.numpy with the same semantics. docs/jax.md
 shows its use.
@@ -257,7 +257,7 @@ def _registered() -> bool:
     if path is None:
         return False
     library = ctypes.CDLL(str(path))
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "softmax", "softmax_backward"):
         handler = jax.ffi.pycapsule(getattr(library, f"flash_cute_jax_{name}"))
         jax.ffi.register_ffi_target(f"flash_cute_{name}", handler, platform="CUDA")
     return True
@@ -327,6 +327,131 @@ def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
     )
     inputs = query, key, value
     return tuple(_varying(x[..., :head_dim], like) for x, like in zip(gradients, inputs, strict=True))
+
+
+# Softmax by itself
+
+
+def softmax(
+    x: jax.Array,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    seqused_k: jax.Array | None = None,
+    leftpad_k: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(scale * x) over the last dimension and the log-sum-exp, as flash_cute.softmax of PyTorch.
+
+    Args:
+        x: (..., columns), float32, float16 or bfloat16; with causal (..., rows, columns); with lengths
+            (batch, ..., columns).
+        scale: multiplies the scores; a number > 0.
+        causal: row i sees column j iff j <= i + columns - rows.
+        seqused_k, leftpad_k: int32 (batch,): how many columns of an entry count, from the first, and how many
+            at its begin don't.
+
+    Returns:
+        probabilities: of x's shape and dtype; 0 where a row doesn't see a column.
+        lse: float32 (...); -inf for a row that sees nothing. Both are differentiable, once, in reverse mode.
+
+    Raises:
+        ValueError: an argument makes no sense; the sentence says which, and what is accepted.
+    """
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(
+            f"flash_cute.jax.softmax: x has dtype {x.dtype}; float32, float16 and bfloat16 are accepted"
+        )
+    lengths = tuple(None if y is None else jnp.asarray(y) for y in (seqused_k, leftpad_k))
+    needed = 1 + causal + any(y is not None for y in lengths)
+    if x.ndim < needed:
+        raise ValueError(f"flash_cute.jax.softmax: x has {x.ndim} dimensions; at least {needed} are accepted")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"flash_cute.jax.softmax: scale is {scale}; a finite number > 0 is accepted")
+    for name, y in zip(("seqused_k", "leftpad_k"), lengths, strict=True):
+        if y is not None and (y.shape != x.shape[:1] or y.dtype != jnp.int32):
+            raise ValueError(
+                f"flash_cute.jax.softmax: {name} is {y.dtype}{list(y.shape)}; int32[{x.shape[0]}], as the "
+                "batch is, is accepted"
+            )
+    return _softmax(x, lengths, (float(scale), bool(causal)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _softmax(x, lengths, options):
+    plain = functools.partial(_plain_softmax, options=options)
+    if not _registered() or x.size == 0:
+        return plain(x, lengths)
+
+    def native(x, lengths):
+        results = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32),
+        )
+        call = jax.ffi.ffi_call("flash_cute_softmax", results, vmap_method="broadcast_all")
+        found = call(x, *_given(lengths), scale=np.float32(options[0]), causal=options[1])
+        return tuple(_varying(y, x) for y in found)
+
+    return jax.lax.platform_dependent(x, lengths, cuda=native, default=plain)
+
+
+def _softmax_forward(x, lengths, options):
+    probabilities, lse = _softmax(x, lengths, options)
+    return (probabilities, lse), (probabilities if x.dtype == jnp.float32 else x, lse, lengths)
+
+
+def _softmax_backward(options, kept, gradients):
+    kept, lse, lengths = kept
+    plain = functools.partial(_plain_softmax_backward, options=options)
+
+    def native(dprobabilities, dlse, kept, lse, lengths):
+        result = jax.ShapeDtypeStruct(kept.shape, kept.dtype)
+        call = jax.ffi.ffi_call("flash_cute_softmax_backward", result, vmap_method="broadcast_all")
+        arguments = dprobabilities, dlse, kept, lse, *_given(lengths)
+        return _varying(call(*arguments, scale=np.float32(options[0]), causal=options[1]), kept)
+
+    arguments = *gradients, kept, lse, lengths
+    if not _registered() or kept.size == 0:
+        dx = plain(*arguments)
+    else:
+        dx = jax.lax.platform_dependent(*arguments, cuda=native, default=plain)
+    return dx, tuple(None if y is None else np.zeros(y.shape, jax.dtypes.float0) for y in lengths)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _hidden_columns(shape, lengths, causal):
+    """bool, of a shape that broadcasts to x's: where a row does not see a column."""
+    columns = jnp.arange(shape[-1])
+    used, skipped = (
+        default if y is None else jnp.clip(y, 0, shape[-1]).reshape(-1, *(1,) * (len(shape) - 1))
+        for y, default in zip(lengths, (shape[-1], 0), strict=True)
+    )
+    hidden = (columns < skipped) | (columns >= used)
+    if causal:
+        hidden = hidden | (columns > jnp.arange(shape[-2])[:, None] - shape[-2] + used)
+    return hidden
+
+
+def _plain_softmax(x, lengths, options):
+    scale, causal = options
+    hidden = _hidden_columns(x.shape, lengths, causal)
+    scores = jnp.where(hidden, -jnp.inf, scale * x.astype(jnp.float32))
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    probabilities = jnp.where(hidden, 0, jnp.exp(scores - lse[..., None]))
+    return probabilities.astype(x.dtype), lse
+
+
+def _plain_softmax_backward(dprobabilities, dlse, kept, lse, lengths, options):
+    scale, causal = options
+    hidden = _hidden_columns(kept.shape, lengths, causal)
+    p = kept.astype(jnp.float32)
+    if kept.dtype != jnp.float32:
+        p = jnp.where(hidden, 0, jnp.exp(scale * p - lse[..., None]))
+    dp = jnp.where(hidden, 0, dprobabilities.astype(jnp.float32))
+    dx = scale * p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])
+    return jnp.where(hidden, 0, dx).astype(kept.dtype)
 
 
 # The same in jax.numpy

@@ -289,6 +289,69 @@ def test_wrong_calls(kind, change, words):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax(causal, dtype):
+    """Values and gradients; what is hidden holds NaN."""
+    x = 3 * jax.random.normal(jax.random.key(1), (4, 3, 9, 40)).astype(dtype)
+    used, skipped = jnp.array([40, 11, 0, 6], jnp.int32), jnp.array([0, 5, 1, 6], jnp.int32)
+    columns, rows = np.arange(40), np.arange(9)[:, None]
+    end, begin = (np.asarray(y)[:, None, None, None] for y in (used, skipped))
+    seen = (begin <= columns) & (columns < end) & ((columns <= rows - 9 + end) if causal else True)
+    seen = np.broadcast_to(seen, x.shape)
+    dprobabilities, dlse = (
+        np.random.default_rng(2).standard_normal(shape) for shape in (x.shape, x.shape[:-1])
+    )
+    dirty = np.where(seen, np.asarray(x, np.float32), np.nan).astype(x.dtype)
+
+    @jax.jit
+    def call(x, *gradients):
+        options = {"scale": 0.5, "causal": causal, "seqused_k": used, "leftpad_k": skipped}
+        results, backward = jax.vjp(partial(ours.softmax, **options), x)
+        return *results, *backward(gradients)
+
+    found = call(dirty, dprobabilities.astype(x.dtype), dlse.astype(np.float32))
+
+    def by_numpy(rounded):
+        scores = np.where(seen, rounded(0.5 * np.asarray(x, np.float64)), -np.inf)
+        highest = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
+        weights = np.exp(scores - highest)
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = np.where(total > 0, np.log(total) + highest, -np.inf)[..., 0]
+        p = rounded(weights / np.where(total > 0, total, 1))
+        dp = dprobabilities.astype(x.dtype).astype(np.float64)
+        dx = 0.5 * p * (dp - (p * dp).sum(-1, keepdims=True) + dlse.astype(np.float32)[..., None])
+        return p, lse, rounded(dx)
+
+    oracle = by_numpy(lambda y: y)
+    yardstick = by_numpy(lambda y: y.astype(x.dtype).astype(np.float64))
+    for name, *triple in zip(("probabilities", "lse", "dx"), found, yardstick, oracle, strict=True):
+        assert_within_rule(name, *triple)
+    assert (np.asarray(found[0], np.float32)[~seen] == 0).all()
+
+
+@pytest.mark.skipif(not ours._registered(), reason="this flash_cute has no kernels for JAX")
+def test_softmax_kernels_are_called_on_cuda():
+    names = "flash_cute_softmax", "flash_cute_softmax_backward"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    gradient = jax.jit(jax.grad(lambda x: (ours.softmax(x, causal=True)[0] ** 2).sum()))
+    exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(jnp.ones((4, 8)))
+    for name in names:
+        assert exported.mlir_module().count(f"@{name}(") == 1
+
+
+def test_wrong_softmax():
+    for call, words in (
+        (lambda: ours.softmax(jnp.ones(3, jnp.int32)), "x has dtype int32"),
+        (lambda: ours.softmax(jnp.ones(3), causal=True), "x has 1 dimensions; at least 2"),
+        (lambda: ours.softmax(jnp.ones(3), scale=0), "scale is 0"),
+        (lambda: ours.softmax(jnp.ones((2, 3)), seqused_k=jnp.ones(3, jnp.int32)), "seqused_k is int32[3]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+
+
 def test_snippets_of_the_page():
     """The code of docs/jax.md, block after block."""
     page = (Path(__file__).resolve().parent.parent / "docs" / "jax.md").read_text()

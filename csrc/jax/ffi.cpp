@@ -152,6 +152,75 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::ScratchAllocator scrat
   });
 }
 
+// Softmax of rows, contiguous: (..., rows, columns) with causal, else (..., columns). Lengths tell the batch.
+struct SoftmaxCall {
+  RowSoftmaxParams params{};
+  SoftmaxKernels kernels;
+
+  SoftmaxCall(int device, ffi::AnyBuffer const& x, ffi::AnyBuffer const& seqused_k,
+              ffi::AnyBuffer const& leftpad_k, float scale, bool causal)
+      : kernels(softmax_kernels(element_of(x))) {
+    check(cudaSetDevice(device), "choosing the device");
+    auto const sizes = x.dimensions();
+    size_t const dims = sizes.size(), counted = larger(seqused_k.element_count(), leftpad_k.element_count());
+    int64_t const columns = sizes[dims - 1], all_rows = int64_t(x.element_count()) / columns;
+    int64_t const batch = counted > 0 ? int64_t(counted) : 1;
+    int64_t const rows = causal ? sizes[dims - 2] : all_rows / batch, heads = all_rows / batch / rows;
+    params.shape = {int(batch), int(heads), int(rows), int(columns)};
+    params.scale = scale;
+    params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
+    params.device = gpu_at(device).info;
+    params.input = view(x);
+  }
+
+  TensorView view(ffi::AnyBuffer const& buffer) const {
+    int64_t const columns = params.shape.columns, rows = params.shape.rows;
+    return {buffer.untyped_data(), params.shape.heads * rows * columns, rows * columns, columns};
+  }
+  void run(cudaStream_t stream, ffi::ScratchAllocator& scratch, bool backward) {
+    RowSoftmaxPlan const plan = kernels.plan(params, backward);
+    if (plan.workspace_bytes > 0) params.workspace = allocate(scratch, plan.workspace_bytes);
+    (backward ? kernels.backward : kernels.forward)(params, plan, stream);
+  }
+
+ private:
+  static RowElement element_of(ffi::AnyBuffer const& x) {
+    switch (x.element_type()) {
+      case ffi::DataType::F16: return RowElement::fp16;
+      case ffi::DataType::BF16: return RowElement::bf16;
+      default: return RowElement::fp32;
+    }
+  }
+};
+
+ffi::Error softmax(cudaStream_t stream, int device, ffi::ScratchAllocator scratch, ffi::AnyBuffer x,
+                   ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
+                   ffi::Result<ffi::AnyBuffer> probabilities, ffi::Result<ffi::AnyBuffer> lse, float scale,
+                   bool causal) {
+  return guarded([&] {
+    SoftmaxCall call(device, x, seqused_k, leftpad_k, scale, causal);
+    call.params.output = call.view(*probabilities);
+    call.params.lse = static_cast<float*>(lse->untyped_data());
+    call.run(stream, scratch, /*backward=*/false);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::ScratchAllocator scratch,
+                            ffi::AnyBuffer dprobabilities, ffi::AnyBuffer dlse, ffi::AnyBuffer kept,
+                            ffi::AnyBuffer lse, ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
+                            ffi::Result<ffi::AnyBuffer> dx, float scale, bool causal) {
+  return guarded([&] {
+    SoftmaxCall call(device, kept, seqused_k, leftpad_k, scale, causal);
+    call.params.gradient = call.view(dprobabilities);
+    call.params.output = call.view(*dx);
+    call.params.lse = static_cast<float*>(lse.untyped_data());
+    call.params.dlse = static_cast<float const*>(dlse.untyped_data());
+    call.run(stream, scratch, /*backward=*/true);
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 }  // namespace flash_cute
 
@@ -196,3 +265,31 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
                                   .Attr<bool>("deterministic"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax, flash_cute::softmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::ScratchAllocator>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // probabilities
+                                  .Ret<ffi::AnyBuffer>()  // lse
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("causal"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax_backward, flash_cute::softmax_backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::ScratchAllocator>()
+                                  .Arg<ffi::AnyBuffer>()  // dprobabilities
+                                  .Arg<ffi::AnyBuffer>()  // dlse
+                                  .Arg<ffi::AnyBuffer>()  // x or probabilities, see keeps_scores
+                                  .Arg<ffi::AnyBuffer>()  // lse
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // dx
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("causal"));
