@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -361,3 +362,16 @@ def test_snippets_of_the_page():
     for block in blocks:
         exec(block, names)
     assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in (names["out"], *names["gradients"]))
+
+
+def test_example(tmp_path):
+    """In a small size: what it computes agrees with float64."""
+    root = Path(__file__).resolve().parent.parent
+    program = [sys.executable, str(root / "examples" / "jax_gpt2.py"), "--batch=2", "--tokens=48"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(root)])}
+    ran = subprocess.run(
+        [*program, "--plot=times.png"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "all agree with float64" in ran.stdout
+    assert (tmp_path / "times.png").stat().st_size > 0
