@@ -46,7 +46,7 @@ __all__ = [
 def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
     for name in __all__:
-        module = {"reference": None, "softmax": "row_softmax"}.get(name, "interface")
+        module = {"reference": None, "softmax": "row_softmax", "merge": "partial"}.get(name, "interface")
         found = import_module(f"flash_cute.{module or name}")
         globals()[name] = getattr(found, name) if module else found
 
