@@ -1,4 +1,4 @@
-// The operators of softmax: schemas, checks, and the way to the CPU's kernels (flash_cute/softmax.py).
+// The operators of softmax: schemas, checks, and the way to the CPU's kernels (flash_cute/row_softmax.py).
 #include "softmax.hpp"
 
 #include <torch/csrc/stable/library.h>
@@ -25,11 +25,10 @@ SoftmaxResult softmax_cpu(Tensor const& x, SoftmaxOptions const& options) {
 }
 
 Tensor softmax_backward_cpu(MaybeTensor const& dprobabilities, MaybeTensor const& dlse, Tensor const& kept,
-                            Tensor const& lse, SoftmaxOptions const& options) {
+                            SoftmaxOptions const& options) {
   std::array stack{from(dprobabilities),
                    from(dlse),
                    from(kept),
-                   from(lse),
                    from(options.scale),
                    from(options.causal),
                    from(options.seqused_k),
@@ -47,9 +46,9 @@ SoftmaxResult forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k
 }
 
 template <auto function>
-Tensor backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, Tensor lse, double scale,
-                bool causal, MaybeTensor seqused_k, MaybeTensor leftpad_k) {
-  return function(dprobabilities, dlse, kept, lse, {scale, causal, seqused_k, leftpad_k});
+Tensor backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, double scale, bool causal,
+                MaybeTensor seqused_k, MaybeTensor leftpad_k) {
+  return function(dprobabilities, dlse, kept, {scale, causal, seqused_k, leftpad_k});
 }
 
 }  // namespace
@@ -106,7 +105,7 @@ SoftmaxResult softmax_cuda(Tensor const&, SoftmaxOptions const&) {
       "flash_cute.softmax: x is on a GPU, but this flash_cute was built without CUDA; install it again where "
       "torch has CUDA and without FLASH_CUTE_CPU_ONLY");
 }
-Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor const& x, Tensor const&,
+Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor const& x,
                              SoftmaxOptions const& options) {
   return std::get<0>(softmax_cuda(x, options));
 }
@@ -118,7 +117,7 @@ Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor cons
 #define FLASH_CUTE_SOFTMAX \
   "float scale=1.0, bool causal=False, Tensor? seqused_k=None, Tensor? leftpad_k=None) "
 #define FLASH_CUTE_SOFTMAX_RESULTS "-> (Tensor probabilities, Tensor lse)"
-#define FLASH_CUTE_SOFTMAX_GRADIENTS "Tensor? dprobabilities, Tensor? dlse, Tensor kept, Tensor lse, "
+#define FLASH_CUTE_SOFTMAX_GRADIENTS "Tensor? dprobabilities, Tensor? dlse, Tensor kept, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_cute, library) {
   library.def("_softmax(Tensor x, " FLASH_CUTE_SOFTMAX FLASH_CUTE_SOFTMAX_RESULTS);

@@ -21,7 +21,7 @@ using SoftmaxResult = std::tuple<Tensor, Tensor>;
 SoftmaxResult softmax_cuda(Tensor const& x, SoftmaxOptions const& options);
 // The gradient of x, contiguous; null: that result had no gradient. kept: x, or probabilities (keeps_scores).
 Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::optional<Tensor> const& dlse,
-                             Tensor const& kept, Tensor const& lse, SoftmaxOptions const& options);
+                             Tensor const& kept, SoftmaxOptions const& options);
 
 // Throws if the call makes no sense, as validate of attention does. Values of lengths are not looked at.
 void validate_softmax(Tensor const& x, SoftmaxOptions const& options);

@@ -93,7 +93,7 @@ SoftmaxResult softmax_cuda(Tensor const& x, SoftmaxOptions const& options) {
 }
 
 Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::optional<Tensor> const& dlse,
-                             Tensor const& kept, Tensor const& lse, SoftmaxOptions const& options) {
+                             Tensor const& kept, SoftmaxOptions const& options) {
   torch::stable::accelerator::DeviceGuard const guard(kept.get_device_index());
   bool const has_lengths = options.seqused_k || options.leftpad_k;
   ScoreShape const shape = score_shape(kept.sizes(), has_lengths);
@@ -102,8 +102,6 @@ Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::o
   ScoreRows const input(kept, shape, has_lengths);
   RowSoftmaxParams params = make_params(kept, options, input);
   params.output = ScoreRows(dscores, shape, has_lengths).view;
-  Tensor const lse_rows = torch::stable::contiguous(lse);
-  params.lse = static_cast<float*>(const_cast<void*>(lse_rows.const_data_ptr()));  // only read
   std::optional<ScoreRows> gradient;
   if (dprobabilities) params.gradient = gradient.emplace(*dprobabilities, shape, has_lengths).view;
   std::optional<Tensor> dlse_rows;

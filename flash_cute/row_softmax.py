@@ -105,17 +105,17 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, *ctx.options, seqused_k, leftpad_k = inputs
-        probabilities, lse = output
+        probabilities, _ = output
         kept = probabilities if x.dtype == torch.float32 else x
-        ctx.save_for_backward(kept, lse, seqused_k, leftpad_k)
+        ctx.save_for_backward(kept, seqused_k, leftpad_k)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dprobabilities, dlse):
         if dprobabilities is None and dlse is None:
             return (None,) * 5
-        kept, lse, *lengths = ctx.saved_tensors
-        return _Gradient.apply(dprobabilities, dlse, kept, lse, *ctx.options, *lengths), *(None,) * 4
+        kept, *lengths = ctx.saved_tensors
+        return _Gradient.apply(dprobabilities, dlse, kept, *ctx.options, *lengths), *(None,) * 4
 
     @staticmethod
     def vmap(info, in_dims, x, scale, causal, *lengths):
@@ -127,8 +127,8 @@ class _Gradient(torch.autograd.Function):
     """The gradient of x, which refuses to be differentiated."""
 
     @staticmethod
-    def forward(dprobabilities, dlse, kept, lse, scale, causal, seqused_k, leftpad_k):
-        return _softmax_backward(dprobabilities, dlse, kept, lse, scale, causal, seqused_k, leftpad_k)
+    def forward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k):
+        return _softmax_backward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -139,9 +139,9 @@ class _Gradient(torch.autograd.Function):
         raise NotImplementedError("flash_cute.softmax: there are no second derivatives; detach the gradients")
 
     @staticmethod
-    def vmap(info, in_dims, dprobabilities, dlse, kept, lse, scale, causal, *lengths):
-        dims = *in_dims[:4], *in_dims[6:]
-        tensors = dprobabilities, dlse, kept, lse, *lengths
+    def vmap(info, in_dims, dprobabilities, dlse, kept, scale, causal, *lengths):
+        dims = *in_dims[:3], *in_dims[5:]
+        tensors = dprobabilities, dlse, kept, *lengths
         return _unmapped(_Gradient.apply, info, dims, tensors, (scale, causal))
 
 
@@ -177,12 +177,12 @@ def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
 
 
 def _softmax_backward_cpu(
-    dprobabilities, dlse, kept, lse, scale=1.0, causal=False, seqused_k=None, leftpad_k=None
+    dprobabilities, dlse, kept, scale=1.0, causal=False, seqused_k=None, leftpad_k=None
 ):
     hidden = hidden_columns(kept.shape, causal, seqused_k, leftpad_k)
     p, shift = kept.float(), 0 if dlse is None else dlse.unsqueeze(-1)
     if kept.dtype != torch.float32:
-        p = (scale * p - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0)
+        p = (scale * p).masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
     dp = torch.zeros(()) if dprobabilities is None else dprobabilities.float().masked_fill(hidden, 0)
     gradient = scale * p * (dp - (p * dp).sum(-1, keepdim=True) + shift)
     return gradient.masked_fill(hidden, 0).to(kept.dtype, memory_format=torch.contiguous_format)

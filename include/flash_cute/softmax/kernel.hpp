@@ -3,6 +3,8 @@
 // tile is read again.
 #pragma once
 
+#include <type_traits>
+
 #include "flash_cute/softmax/reduce.hpp"
 #include "flash_cute/softmax/row.hpp"
 
@@ -68,8 +70,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     row_softmax(__grid_constant__ RowSoftmaxParams const params, int parts) {
   using Chunk = typename Traits::Chunk;
   constexpr int kWidth = Traits::kWidth;
-  __shared__ typename RowReduction<Traits::kLanes, Traits::kShared>::Storage storage;
-  RowReduction<Traits::kLanes, Traits::kShared> reduce(storage);
+  using Reduction = RowReduction<Traits, LogSumOp>;
+  __shared__ typename Reduction::Storage storage;
+  Reduction reduce(storage);
   LogSumOp const op{params.scale * float(M_LOG2E)};
   for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
     Chunk chunks[Traits::kChunks];
@@ -115,18 +118,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   });
 }
 
-// dS = scale * P (dP + dLSE - sum(P dP)).
+// dS = scale * P (dP + dLSE - sum(P dP)). Of scores, the row's highest and the sum of its weights are found
+// anew: the LSE, as float32, does not tell probabilities of scores of thousands.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     row_softmax_backward(__grid_constant__ RowSoftmaxParams const params, int parts) {
   using Chunk = typename Traits::Chunk;
+  using Op = std::conditional_t<Traits::kFromScores, LogSumDotOp, DotOp>;
+  using Value = typename Op::Value;
+  using Reduction = RowReduction<Traits, Op>;
   constexpr int kWidth = Traits::kWidth;
-  __shared__ typename RowReduction<Traits::kLanes, Traits::kShared>::Storage storage;
-  RowReduction<Traits::kLanes, Traits::kShared> reduce(storage);
+  __shared__ typename Reduction::Storage storage;
+  Reduction reduce(storage);
+  float const scale_log2 = params.scale * float(M_LOG2E);
+  Op op;
+  if constexpr (Traits::kFromScores) op.sum = {scale_log2};
   for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
     Chunk inputs[Traits::kChunks], gradients[Traits::kChunks];
     float p[kWidth], dp[kWidth];
-    float const lse_log2 = params.lse[place.row] * float(M_LOG2E), scale_log2 = params.scale * float(M_LOG2E);
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) gradients[k] = Chunk::filled(0);
     auto load = [&](int tile) {
@@ -134,36 +143,65 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
                          Traits::kFromScores ? Chunk::kMinusInfinity : 0);
       if (params.gradient.data) place.columns.load(gradients, place.gradient, place.chunk(tile), 0);
     };
-    auto compute = [&](int k) {  // p and dp of a chunk
+    auto compute = [&](int k, float highest) {  // weights and dp of a chunk
       inputs[k].to_floats(p);
       gradients[k].to_floats(dp);
       if constexpr (Traits::kFromScores) {
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) p[i] = exp2_approx(fmaf(p[i], scale_log2, -lse_log2));
+        for (int i = 0; i < kWidth; ++i) p[i] = exp2_approx((p[i] - highest) * scale_log2);
       }
     };
-    float dot = 0.f;
+    Value total = Op::identity();
     for (int tile = 0; tile < place.tiles; ++tile) {
       load(tile);
+      float highest = -INFINITY, sum = 0.f, dot = 0.f;
+      if constexpr (Traits::kFromScores) {
+#pragma unroll
+        for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, inputs[k].max());
+        highest = reduce_lanes<Traits::kLanes>(highest, MaxOrNan{});
+        forget_floats(inputs);
+      }
+      float const reference = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
       for (int k = 0; k < Traits::kChunks; ++k) {
-        compute(k);
+        compute(k, reference);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) dot = fmaf(p[i], dp[i], dot);
+        for (int i = 0; i < kWidth; ++i) {
+          if constexpr (Traits::kFromScores) sum += p[i];
+          dot = fmaf(p[i], dp[i], dot);
+        }
+      }
+      forget_floats(inputs);
+      forget_floats(gradients);
+      if constexpr (Traits::kFromScores) {
+        Value const of_tile{highest, sum, dot, 0.f};
+        total = place.tiles == 1 ? of_tile : op(total, of_tile);
+      } else {
+        total.x += dot;
       }
     }
-    forget_floats(inputs);
-    forget_floats(gradients);
-    dot = reduce_lanes<Traits::kLanes>(dot, Sum{});
-    dot =
-        reduce({dot, 0.f}, SumOfFirst{}, place.part, parts, {params.workspace, int64_t(place.row) * parts}).x;
+    if constexpr (Traits::kFromScores) {
+      total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
+      total.z = reduce_lanes<Traits::kLanes>(total.z, Sum{});
+    } else {
+      total.x = reduce_lanes<Traits::kLanes>(total.x, Sum{});
+    }
+    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
+    // p is weight * factor.
+    float highest = 0.f, factor = 1.f, dot = total.x;
+    if constexpr (Traits::kFromScores) {
+      highest = total.x;
+      factor = __fdividef(1.f, total.y);
+      dot = total.z * factor;
+    }
+    factor *= params.scale;
     float const shift = (params.dlse && place.valid ? params.dlse[place.row] : 0.f) - dot;
     for (int tile = place.tiles - 1; tile >= 0; --tile) {
       if (tile + 1 < place.tiles) load(tile);
       place.columns.store(place.output, place.chunk(tile), [&](int k) {
-        compute(k);
+        compute(k, highest);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) p[i] *= params.scale * (dp[i] + shift);
+        for (int i = 0; i < kWidth; ++i) p[i] *= factor * (dp[i] + shift);
         return Chunk::of_floats(p);
       });
     }

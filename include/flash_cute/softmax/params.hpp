@@ -9,7 +9,7 @@ namespace flash_cute {
 enum class RowElement { fp16, bf16, fp32 };
 
 // What the backward reads beside gradients: of 16-bit types the scores, of which it computes probabilities
-// again with the LSE, as those that the forward wrote are rounded; of fp32 these, as the LSE is rounded, too.
+// again, as those that the forward wrote are rounded; of fp32 these.
 constexpr bool keeps_scores(RowElement element) { return element != RowElement::fp32; }
 
 // Scores are (batch, heads, rows, columns); columns lie one behind the other.
@@ -48,8 +48,8 @@ struct RowSoftmaxParams {
   TensorView input;             // scores; of the backward see keeps_scores
   TensorView gradient;          // of the backward: of the probabilities; data null: there is none
   TensorView output;            // probabilities; of the backward the gradient of the scores
-  float* lse = nullptr;         // (batch, heads, rows), contiguous; the backward reads it
-  float const* dlse = nullptr;  // likewise; null: there is none
+  float* lse = nullptr;         // (batch, heads, rows), contiguous; of the forward
+  float const* dlse = nullptr;  // likewise, of the backward; null: there is none
   float scale;
   ColumnMask mask;
   DeviceInfo device;

@@ -45,7 +45,8 @@ inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_byte
   int tile = 0;
   while (tile + 1 < kRowTileCount && capacity(tile) < chunks) ++tile;
   int const parts = smaller(larger(1, ceil_div(chunks, capacity(tile))), resident_blocks);
-  return {tile, parts, parts > 1 ? int64_t(shape.all_rows()) * parts * int64_t(2 * sizeof(float)) : 0};
+  int64_t const share = (backward ? 4 : 2) * int64_t(sizeof(float));  // see LogSumDotOp, LogSumOp
+  return {tile, parts, parts > 1 ? int64_t(shape.all_rows()) * parts * share : 0};
 }
 
 }  // namespace flash_cute
