@@ -329,7 +329,7 @@ def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], 
         lines += [f"  architectures = {flags_of(instance)}"]
     linked = {LIBRARY: (sources, "cpp", libraries)}
     if toolkit:
-        linked[KERNELS] = (["csrc/kernels/kernels.cpp"], "cpp", cuda_libraries)
+        linked[KERNELS] = (["csrc/kernels/calls.cpp", "csrc/kernels/kernels.cpp"], "cpp", cuda_libraries)
         if cpp_jax:
             linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], "cpp_jax", cuda_libraries)
     for library, (parts, rule, needed) in linked.items():

@@ -18,50 +18,24 @@ import torch
 import flash_cute
 
 from . import timing
-from .report import MISSING, table
+from .report import MISSING, source, table
 from .results import choose_device, environment, save_and_show
 
 COLUMNS = [2**power for power in (5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 20)]
 ODD_COLUMNS = [1000, 4099, 50257]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BYTES = {"cuda": 2**28, "cpu": 2**22}
-TRITON_UP_TO = 2**16  # columns: it holds a row in one program, and spills
 
 
 def triton_softmax(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """Triton's tutorial kernel, a program for each row; None where Triton is missing or the row too long."""
+    """Triton's for x's rows; None where there is none."""
+    if x.device.type != "cuda":
+        return None
     try:
-        import triton
-        import triton.language as tl
+        from . import triton_softmax as kernels
     except ImportError:
         return None
-    rows, columns = x.shape
-    if columns > TRITON_UP_TO or x.device.type != "cuda":
-        return None
-    global _row_kernel
-    if _row_kernel is None:
-
-        @triton.jit
-        def _row_kernel(source, target, columns, BLOCK: tl.constexpr):
-            row = tl.program_id(0).to(tl.int64)
-            offsets = tl.arange(0, BLOCK)
-            mask = offsets < columns
-            scores = tl.load(source + row * columns + offsets, mask=mask, other=-float("inf")).to(tl.float32)
-            numerator = tl.exp(scores - tl.max(scores, axis=0))
-            result = numerator / tl.sum(numerator, axis=0)
-            tl.store(target + row * columns + offsets, result.to(target.dtype.element_ty), mask=mask)
-
-    target, block = torch.empty_like(x), triton.next_power_of_2(columns)
-    warps = 4 if block < 2048 else 8 if block < 8192 else 16 if block < 32768 else 32
-
-    def run():
-        _row_kernel[(rows,)](x, target, columns, BLOCK=block, num_warps=warps)
-        return target
-
-    return run
-
-
-_row_kernel = None
+    return kernels.softmax(x)
 
 
 def contenders(x: torch.Tensor, direction: str) -> dict[str, Callable]:
@@ -101,7 +75,7 @@ def measure(columns: int, element: str, direction: str, device: torch.device, se
     return cell
 
 
-def report(cells: list[dict]) -> str:
+def report(results: dict) -> str:
     header = ["direction", "type", "columns", "rows", "ours, us", "of a copy", "times torch", "times triton"]
     body = [
         [
@@ -110,27 +84,28 @@ def report(cells: list[dict]) -> str:
             f"{cell['of_a_copy']:.2f}",
             *(f"{cell[name]:.2f}" if name in cell else MISSING for name in ("over_torch", "over_triton")),
         ]
-        for cell in cells
+        for cell in results["cells"]
     ]
-    return "\n".join(table(header, body))
+    return "\n".join([*source(results["environment"]), "", *table(header, body)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--columns", type=int, nargs="+", default=COLUMNS + ODD_COLUMNS)
-    parser.add_argument("--seconds", type=float, default=0.2, help="for each cell")
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
-    device = choose_device(arguments.device)
+def main(arguments: list[str] | None = None) -> Path:
+    args = argparse.ArgumentParser(prog="python -m benchmarks.softmax", description=__doc__.splitlines()[0])
+    args.add_argument("--columns", type=int, nargs="+", default=COLUMNS + ODD_COLUMNS)
+    args.add_argument("--seconds", type=float, default=0.2, help="for each cell")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="softmax", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
     cells = [
-        measure(columns, element, direction, device, arguments.seconds)
+        measure(columns, element, direction, device, options.seconds)
         for direction in ("forward", "backward")
         for element in DTYPES
-        for columns in timing.progress(arguments.columns, f"{direction}, {element}")
+        for columns in timing.progress(options.columns, f"{direction}, {element}")
     ]
     results = {"environment": environment(device), "cells": cells}
-    save_and_show(results, report(cells), "softmax", arguments.output)
+    return save_and_show(results, report(results), options.name, options.output)
 
 
 if __name__ == "__main__":

@@ -8,63 +8,25 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
 #include <limits>
 
+#include "calls.hpp"
 #include "device.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-// The compiled kernel that serves the problem.
-ForwardKernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
-  Family const family = family_for(problem, gpu);
-  ForwardKernel const kernel = forward_kernel(family, problem.element, problem.shape.head_dim);
-  require(kernel.run, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
-          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
-  return kernel;
-}
-
-// Without pointers to operands, and strides.
-ForwardParams make_params(AttentionProblem const& problem, Lengths const& lengths, DeviceInfo const& device) {
-  ForwardParams params{};
-  params.softmax = {problem.softmax_scale * float(M_LOG2E)};
-  set_problem(params, problem, lengths, device);
-  return params;
-}
-
-// A call with everything decided: forward_cuda executes it, plan_cuda prints it.
-struct CallPlan {
-  AttentionProblem problem;
-  ForwardKernel kernel;
-  ForwardParams params;
-  bool launches;       // else there is nothing to attend to, or nobody who would
-  ForwardPlan launch;  // of the smallest problem where nothing is launched
-};
-
-CallPlan plan_call(AttentionArguments const& arguments) {
-  CallPlan call{.problem = validate(arguments), .kernel = {}, .params = {}, .launches = true, .launch = {}};
-  Gpu const& gpu = gpu_at(arguments.q.get_device_index());
-  call.kernel = kernel_for(call.problem, gpu);
-  call.params = make_params(call.problem, arguments.lengths, gpu.info);
-  ForwardParams planned = call.params;
-  ProblemShape const& shape = planned.shape;
-  if (shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0) {
-    call.launches = false;
-    planned.shape = {1, 1, 1, 1, 1, shape.head_dim};
-    planned.mask = WindowMask::make(1, 1, 0, 0);
-    planned.lengths = {};
-  }
-  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned);
-  return call;
+ForwardCall plan_call(AttentionArguments const& arguments) {
+  return plan_forward_call(validate(arguments), length_params(arguments.lengths),
+                           gpu_at(arguments.q.get_device_index()));
 }
 
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
   auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments;
-  CallPlan call = plan_call(arguments);
+  ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ForwardParams& params = call.params;
@@ -84,7 +46,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     return {out, lse};
   }
 
-  int const unreachable = call.problem.shape.seqlen_k - shape.seqlen_k;
+  int const unreachable = call.unreachable();
   Readable const q = readable("a copy of q", q_whole, ragged);
   Readable const k = readable("a copy of k", k_whole, ragged, unreachable);
   Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
@@ -102,7 +64,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     list = allocate("the list of tiles", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.lengths.workspace = list->mutable_data_ptr();
   }
-  call.kernel.run(params, call.launch, current_stream(device_index));
+  call.run(current_stream(device_index));
   if (!direct) {
     int64_t const head_dim = call.problem.shape.head_dim;
     torch::stable::copy_(out,
@@ -112,7 +74,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
 }
 
 std::string plan_cuda(AttentionArguments const& arguments) {
-  CallPlan const call = plan_call(arguments);
+  ForwardCall const call = plan_call(arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.q.get_device_index());
   auto const& [problem, kernel, params, launches, launch] = call;
   KernelAttributes const attributes = kernel.attributes(launch);

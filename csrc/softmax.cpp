@@ -26,12 +26,8 @@ SoftmaxResult softmax_cpu(Tensor const& x, SoftmaxOptions const& options) {
 
 Tensor softmax_backward_cpu(MaybeTensor const& dprobabilities, MaybeTensor const& dlse, Tensor const& kept,
                             SoftmaxOptions const& options) {
-  std::array stack{from(dprobabilities),
-                   from(dlse),
-                   from(kept),
-                   from(options.scale),
-                   from(options.causal),
-                   from(options.seqused_k),
+  std::array stack{from(dprobabilities),   from(dlse),           from(kept),
+                   from(options.scale),    from(options.causal), from(options.seqused_k),
                    from(options.leftpad_k)};
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("flash_cute::_softmax_backward_cpu", "", stack.data(), TORCH_ABI_VERSION));

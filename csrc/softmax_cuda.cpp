@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "device.hpp"
+#include "kernels.hpp"
 #include "softmax.hpp"
 #include "tensors.hpp"
 

@@ -72,10 +72,11 @@ def attention(
     lengths = tuple(None if x is None else jnp.asarray(x) for x in lengths)
     window = _checked(query, key, value, scale, is_causal, lengths, local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    options = _Options(scale, -1, -1, bool(deterministic), bool(return_residual))
     if any(x is not None for x in lengths):
-        out, lse = _with_lengths(query, key, value, lengths, scale, is_causal, deterministic)
+        out, lse = _with_lengths(query, key, value, lengths, is_causal, options)
     else:
-        out, lse = _in_window(query, key, value, scale, window, deterministic)
+        out, lse = _in_window(query, key, value, window, options)
     return (out, jnp.swapaxes(lse, 1, 2)) if return_residual else out
 
 
@@ -141,18 +142,20 @@ def _checked(query, key, value, scale, is_causal, lengths, local_window_size):
     return left, 0 if is_causal else right
 
 
-def _in_window(query, key, value, scale, window, deterministic):
+def _in_window(query, key, value, window, options):
     """(out, lse): the kernels' windows are aligned at the end, so what none of the others sees is cut off."""
     left, right = window
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-    if right is not None:
-        seqlen_k = min(seqlen_k, seqlen_q + right)
+    if right is not None and seqlen_k > seqlen_q + right:
+        seqlen_k = seqlen_q + right
         key, value = key[:, :seqlen_k], value[:, :seqlen_k]
     rows = seqlen_q if left is None else min(seqlen_q, seqlen_k + left)
     shift = seqlen_k - rows
-    options = _Options(
-        scale, -1 if left is None else left + shift, -1 if right is None else right - shift, deterministic
+    options = options._replace(
+        left=-1 if left is None else left + shift, right=-1 if right is None else right - shift
     )
+    if rows == seqlen_q:
+        return _attend(query, key, value, (None,) * 3, options)
     out, lse = _attend(query[:, :rows], key, value, (None,) * 3, options)
     blind = seqlen_q - rows
     return (
@@ -161,28 +164,31 @@ def _in_window(query, key, value, scale, window, deterministic):
     )
 
 
-def _with_lengths(query, key, value, lengths, scale, is_causal, deterministic):
+def _with_lengths(query, key, value, lengths, is_causal, options):
     """(out, lse) of entries with lengths of their own.
 
     A causal mask of the kernels is aligned at the end of each entry's lengths. That is JAX's in the square of
     an entry's first queries and keys; the queries after it see all the keys.
     """
     used_q, used_k, skipped = lengths
-    full = _Options(scale, -1, -1, deterministic)
     if not is_causal:
-        return _attend(query, key, value, lengths, full)
+        return _attend(query, key, value, lengths, options)
     batch, seqlen_q = query.shape[:2]
+    seqlen_k = key.shape[1]
+    causal = options._replace(right=0)
+    if used_q is used_k and seqlen_q == seqlen_k:  # each entry is a square
+        return _attend(query, key, value, lengths, causal)
 
     def within(used, size):
         return jnp.full((batch,), size, jnp.int32) if used is None else jnp.clip(used, 0, size)
 
-    count_q, count_k = within(used_q, seqlen_q), within(used_k, key.shape[1])
+    count_q, count_k = within(used_q, seqlen_q), within(used_k, seqlen_k)
     square = jnp.minimum(count_q, count_k)
-    out, lse = _attend(query, key, value, (square, square, skipped), full._replace(right=0))
-    if used_k is None and seqlen_q <= key.shape[1]:
+    out, lse = _attend(query, key, value, (square, square, skipped), causal)
+    if used_k is None and seqlen_q <= seqlen_k:
         return out, lse
     if_needed = jnp.where(count_q > count_k, count_k, 0)
-    all_out, all_lse = _attend(query, key, value, (count_q, if_needed, skipped), full)
+    all_out, all_lse = _attend(query, key, value, (count_q, if_needed, skipped), options)
     inside = jnp.arange(seqlen_q) < square[:, None]
     return (
         jnp.where(inside[:, :, None, None], out, all_out),
@@ -197,6 +203,7 @@ class _Options(NamedTuple):
     left: int
     right: int
     deterministic: bool
+    gives_lse: bool  # else it has no gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -213,6 +220,7 @@ def _attend_forward(query, key, value, lengths, options):
 def _attend_backward(options, kept, gradients):
     query, key, value, lengths, out, lse = kept
     dout, dlse = gradients
+    dlse = dlse if options.gives_lse else None
     found = _backward(dout, dlse, query, key, value, lengths, out, lse, options)
     return *found, tuple(None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in lengths)
 
@@ -225,7 +233,7 @@ def _forward(query, key, value, lengths, options):
         batch, seqlen_q, heads_q, _ = query.shape
         return jnp.zeros_like(query), jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
     plain = functools.partial(_plain, options=options)
-    if not _registered():
+    if _library() is None:
         return plain(query, key, value, lengths)
     native = functools.partial(_native_forward, options=options)
     return jax.lax.platform_dependent(query, key, value, lengths, cuda=native, default=plain)
@@ -237,10 +245,10 @@ def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
 
     def plain(dout, dlse, query, key, value, lengths, out, lse):
         _, gradients = jax.vjp(lambda *x: _plain(*x, lengths, options), query, key, value)
-        return gradients((dout, jnp.where(jnp.isneginf(lse), 0, dlse)))
+        return gradients((dout, jnp.where(jnp.isneginf(lse), 0.0, 0.0 if dlse is None else dlse)))
 
     arguments = dout, dlse, query, key, value, lengths, out, lse
-    if not _registered():
+    if _library() is None:
         return plain(*arguments)
     native = functools.partial(_native_backward, options=options)
     return jax.lax.platform_dependent(*arguments, cuda=native, default=plain)
@@ -250,17 +258,45 @@ def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
 
 
 @functools.cache
-def _registered() -> bool:
-    """Are the kernels registered with XLA? False in a build without CUDA, or without JAX's headers."""
+def _library() -> ctypes.CDLL | None:
+    """The kernels, registered with XLA; None in a build without CUDA, or without JAX's headers."""
     paths = (Path(folder) / _LIBRARY for folder in flash_cute.__path__)
     path = next((path for path in paths if path.exists()), None)
     if path is None:
-        return False
+        return None
     library = ctypes.CDLL(str(path))
     for name in ("forward", "backward", "softmax", "softmax_backward"):
         handler = jax.ffi.pycapsule(getattr(library, f"flash_cute_jax_{name}"))
         jax.ffi.register_ffi_target(f"flash_cute_{name}", handler, platform="CUDA")
-    return True
+    library.flash_cute_jax_workspace.argtypes = [ctypes.c_bool] * 2 + [ctypes.c_int] * 6 + [ctypes.c_bool] * 2
+    library.flash_cute_jax_softmax_workspace.argtypes = [
+        ctypes.c_bool,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+    ]
+    for ask in (library.flash_cute_jax_workspace, library.flash_cute_jax_softmax_workspace):
+        ask.restype = ctypes.c_int64
+    return library
+
+
+def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
+    """A result of a call that nobody reads, so that XLA knows of the memory, in CUDA graphs as well."""
+    batch, seqlen_q, heads_q, head_dim = query.shape
+    _, seqlen_k, heads_kv, _ = key.shape
+    size = _library().flash_cute_jax_workspace(
+        backward,
+        query.dtype == jnp.float16,
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        any(x is not None for x in lengths),
+        options.deterministic,
+    )
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def _attributes(options):
@@ -301,9 +337,10 @@ def _native_forward(query, key, value, lengths, options):
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
+        _workspace(query, key, lengths, options, backward=False),
     )
     call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
-    out, lse = call(query, key, value, *_given(lengths), **_attributes(options))
+    out, lse, _ = call(query, key, value, *_given(lengths), **_attributes(options))
     return _varying(out[..., :head_dim], query), _varying(lse, query)
 
 
@@ -311,11 +348,12 @@ def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
     head_dim = query.shape[-1]
     width = -(-head_dim // _ROW_ELEMENTS) * _ROW_ELEMENTS
     dout, query, key, value, out = (_wide(x, width) for x in (dout, query, key, value, out))
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+    results.append(_workspace(query, key, lengths, options, backward=True))
     call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method="broadcast_all")
-    gradients = call(
+    *gradients, _ = call(
         dout,
-        dlse,
+        jnp.zeros((0,), jnp.float32) if dlse is None else dlse,
         query,
         key,
         value,
@@ -380,16 +418,17 @@ def softmax(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _softmax(x, lengths, options):
     plain = functools.partial(_plain_softmax, options=options)
-    if not _registered() or x.size == 0:
+    if _library() is None or x.size == 0:
         return plain(x, lengths)
 
     def native(x, lengths):
         results = (
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32),
+            _softmax_workspace(x, backward=False),
         )
         call = jax.ffi.ffi_call("flash_cute_softmax", results, vmap_method="broadcast_all")
-        found = call(x, *_given(lengths), scale=np.float32(options[0]), causal=options[1])
+        *found, _ = call(x, *_given(lengths), scale=np.float32(options[0]), causal=options[1])
         return tuple(_varying(y, x) for y in found)
 
     return jax.lax.platform_dependent(x, lengths, cuda=native, default=plain)
@@ -397,21 +436,22 @@ def _softmax(x, lengths, options):
 
 def _softmax_forward(x, lengths, options):
     probabilities, lse = _softmax(x, lengths, options)
-    return (probabilities, lse), (probabilities if x.dtype == jnp.float32 else x, lse, lengths)
+    return (probabilities, lse), (probabilities if x.dtype == jnp.float32 else x, lengths)
 
 
 def _softmax_backward(options, kept, gradients):
-    kept, lse, lengths = kept
+    kept, lengths = kept
     plain = functools.partial(_plain_softmax_backward, options=options)
 
-    def native(dprobabilities, dlse, kept, lse, lengths):
-        result = jax.ShapeDtypeStruct(kept.shape, kept.dtype)
-        call = jax.ffi.ffi_call("flash_cute_softmax_backward", result, vmap_method="broadcast_all")
-        arguments = dprobabilities, dlse, kept, lse, *_given(lengths)
-        return _varying(call(*arguments, scale=np.float32(options[0]), causal=options[1]), kept)
+    def native(dprobabilities, dlse, kept, lengths):
+        results = jax.ShapeDtypeStruct(kept.shape, kept.dtype), _softmax_workspace(kept, backward=True)
+        call = jax.ffi.ffi_call("flash_cute_softmax_backward", results, vmap_method="broadcast_all")
+        arguments = dprobabilities, dlse, kept, *_given(lengths)
+        dx, _ = call(*arguments, scale=np.float32(options[0]), causal=options[1])
+        return _varying(dx, kept)
 
-    arguments = *gradients, kept, lse, lengths
-    if not _registered() or kept.size == 0:
+    arguments = *gradients, kept, lengths
+    if _library() is None or kept.size == 0:
         dx = plain(*arguments)
     else:
         dx = jax.lax.platform_dependent(*arguments, cuda=native, default=plain)
@@ -419,6 +459,13 @@ def _softmax_backward(options, kept, gradients):
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _softmax_workspace(x, backward) -> jax.ShapeDtypeStruct:
+    """See _workspace."""
+    columns = x.shape[-1]
+    size = _library().flash_cute_jax_softmax_workspace(backward, x.size // columns, columns, x.dtype.itemsize)
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def _hidden_columns(shape, lengths, causal):
@@ -439,16 +486,16 @@ def _plain_softmax(x, lengths, options):
     hidden = _hidden_columns(x.shape, lengths, causal)
     scores = jnp.where(hidden, -jnp.inf, scale * x.astype(jnp.float32))
     lse = jax.nn.logsumexp(scores, axis=-1)
-    probabilities = jnp.where(hidden, 0, jnp.exp(scores - lse[..., None]))
+    probabilities = jnp.where(hidden, 0, jax.nn.softmax(scores))
     return probabilities.astype(x.dtype), lse
 
 
-def _plain_softmax_backward(dprobabilities, dlse, kept, lse, lengths, options):
+def _plain_softmax_backward(dprobabilities, dlse, kept, lengths, options):
     scale, causal = options
     hidden = _hidden_columns(kept.shape, lengths, causal)
     p = kept.astype(jnp.float32)
     if kept.dtype != jnp.float32:
-        p = jnp.where(hidden, 0, jnp.exp(scale * p - lse[..., None]))
+        p = jnp.where(hidden, 0, jax.nn.softmax(jnp.where(hidden, -jnp.inf, scale * p)))
     dp = jnp.where(hidden, 0, dprobabilities.astype(jnp.float32))
     dx = scale * p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])
     return jnp.where(hidden, 0, dx).astype(kept.dtype)
@@ -488,6 +535,6 @@ def _plain(query, key, value, lengths, options):
     scores = options.scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision)
     scores = jnp.where(visible, scores, jnp.where(blind, 0, -jnp.inf))
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(blind, 0, jnp.exp(scores - lse[..., None]))
+    weights = jnp.where(blind, 0, jax.nn.softmax(scores))
     out = jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
     return out.astype(query.dtype), jnp.where(blind[..., 0], -jnp.inf, lse)

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory of the same GPU
 jax = pytest.importorskip("jax")
+jax.config.update("jax_num_cpu_devices", 4)  # for shard_map
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
@@ -130,6 +132,13 @@ def test_float16():
     assert_attention(*inputs("grouped", jnp.float16), is_causal=True)
 
 
+def test_lengths_that_are_the_same():
+    """One array for both, as for self-attention: each entry is a square."""
+    q, k, v = inputs((3, 40, 40, 4, 2, 32))
+    used = jnp.array([40, 7, 0], jnp.int32)
+    assert_attention(q, k, v, is_causal=True, query_seq_lengths=used, key_value_seq_lengths=used)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lengths(is_causal):
     """Entries with fewer keys than queries, with more, and with none."""
@@ -177,16 +186,74 @@ def test_transforms():
             )
 
 
+def test_many_mapped_sequences():
+    """More than the kernels list without a workspace, of lengths of their own, each mapped."""
+    q, k, v = (x[:, None] for x in inputs((100, 9, 9, 2, 1, 32)))
+    used = (jnp.arange(100, dtype=jnp.int32) % 10)[:, None]
+
+    def gradient(q, k, v, used):
+        options = {"query_seq_lengths": used, "key_value_seq_lengths": used, "deterministic": True}
+        return jax.grad(lambda *x: attention(*x, **options).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    mapped = jax.jit(jax.vmap(gradient))(q, k, v, used)
+    whole = jax.jit(gradient)(q[:, 0], k[:, 0], v[:, 0], used[:, 0])
+    for result, reference in zip(mapped, whole, strict=True):
+        np.testing.assert_array_equal(np.asarray(result[:, 0], np.float32), np.asarray(reference, np.float32))
+
+
 def test_shard_map():
+    """Over batch and heads, forward and backward, on four devices where there are as many."""
     auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((1, 1), ("batch", "heads"), axis_types=auto)
+    sizes = (2, 2) if len(jax.devices()) >= 4 else (1, 1)
+    mesh = jax.make_mesh(sizes, ("batch", "heads"), axis_types=auto, devices=jax.devices()[: sizes[0] ** 2])
     spec = PartitionSpec("batch", None, "heads", None)
     q, k, v = inputs("grouped")
-    call = partial(attention, is_causal=True)
-    sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    np.testing.assert_array_equal(
-        np.asarray(jax.jit(sharded)(q, k, v), np.float32), np.asarray(jax.jit(call)(q, k, v), np.float32)
-    )
+
+    def call(q, k, v):
+        out, backward = jax.vjp(partial(attention, is_causal=True), q, k, v)
+        return out, *backward(out)
+
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 4)
+    for found, expected in zip(jax.jit(sharded)(q, k, v), jax.jit(call)(q, k, v), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=1e-3
+        )
+
+
+@pytest.mark.gpu
+def test_cuda_graphs():
+    """Graphs as XLA makes them: with the calls, their workspaces, and other memory between the replays."""
+    q, k, v = inputs((3, 200, 200, 4, 2, 64))
+    used = jnp.array([200, 77, 1], jnp.int32)
+
+    def step(q, k, v, used):
+        def loss(q, k, v):
+            out = attention(q, k, v, is_causal=True, deterministic=True)
+            out = attention(out, k, v, query_seq_lengths=used, key_value_seq_lengths=used, deterministic=True)
+            rows = ours.softmax(out.reshape(3, -1))[0]  # several thread blocks share such a row
+            return (rows.astype(jnp.float32) * jnp.arange(rows.shape[1])).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    lowered = jax.jit(step).lower(q, k, v, used)
+    graphs = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+    graphed, plain = (lowered.compile(options) for options in (graphs, {"xla_gpu_enable_command_buffer": ""}))
+    assert "command_buffer" in graphed.as_text()
+    assert "command_buffer" not in plain.as_text()
+    for factor in (1, 0.5, -2):
+        arguments = factor * q, k, v, used
+        found = graphed(*arguments)
+        # Memory that XLA had not set aside for the workspaces would be handed out here.
+        others = [jnp.full((size,), 7, jnp.uint8) for size in range(1000, 2_000_000, 50_000)]
+        again = graphed(*arguments)
+        assert all((x == 7).all() for x in others)
+        for results in (found, again):
+            for result, expected in zip(
+                jax.tree.leaves(results), jax.tree.leaves(plain(*arguments)), strict=True
+            ):
+                np.testing.assert_array_equal(
+                    np.asarray(result, np.float32), np.asarray(expected, np.float32)
+                )
 
 
 def test_no_forward_mode():
@@ -203,7 +270,7 @@ def test_empty():
     assert attention(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
 
 
-@pytest.mark.skipif(not ours._registered(), reason="this flash_cute has no kernels for JAX")
+@pytest.mark.skipif(ours._library() is None, reason="this flash_cute has no kernels for JAX")
 @pytest.mark.parametrize("shape", ["grouped", "more queries"])
 def test_kernels_are_called_on_cuda(shape):
     """What is lowered for CUDA, where there need be none."""
@@ -290,11 +357,12 @@ def test_wrong_calls(kind, change, words):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("magnitude", [3, 3000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_softmax(causal, dtype):
+def test_softmax(causal, magnitude, dtype):
     """Values and gradients; what is hidden holds NaN."""
-    x = 3 * jax.random.normal(jax.random.key(1), (4, 3, 9, 40)).astype(dtype)
+    x = magnitude * jax.random.normal(jax.random.key(1), (4, 3, 9, 40)).astype(dtype)
     used, skipped = jnp.array([40, 11, 0, 6], jnp.int32), jnp.array([0, 5, 1, 6], jnp.int32)
     columns, rows = np.arange(40), np.arange(9)[:, None]
     end, begin = (np.asarray(y)[:, None, None, None] for y in (used, skipped))
@@ -332,7 +400,7 @@ def test_softmax(causal, dtype):
     assert (np.asarray(found[0], np.float32)[~seen] == 0).all()
 
 
-@pytest.mark.skipif(not ours._registered(), reason="this flash_cute has no kernels for JAX")
+@pytest.mark.skipif(ours._library() is None, reason="this flash_cute has no kernels for JAX")
 def test_softmax_kernels_are_called_on_cuda():
     names = "flash_cute_softmax", "flash_cute_softmax_backward"
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
@@ -340,6 +408,22 @@ def test_softmax_kernels_are_called_on_cuda():
     exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(jnp.ones((4, 8)))
     for name in names:
         assert exported.mlir_module().count(f"@{name}(") == 1
+
+
+def test_transforms_of_softmax():
+    x = jax.random.normal(jax.random.key(5), (3, 4, 5, 30))
+    used = jnp.array([30, 7, 0, 12], jnp.int32)
+
+    def gradient(x, used):
+        def loss(x):
+            probabilities, lse = ours.softmax(x, causal=True, seqused_k=used)
+            return (probabilities**2).sum() + jnp.exp(lse).sum()
+
+        return jax.grad(loss)(x)
+
+    mapped = jax.jit(jax.vmap(gradient, (0, None)))(x, used)
+    each = jnp.stack([jax.jit(gradient)(entry, used) for entry in x])
+    np.testing.assert_allclose(mapped, each, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_softmax():
