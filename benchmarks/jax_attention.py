@@ -1,10 +1,10 @@
-"""flash_cute.jax.attention under jax.jit, beside the same kernels called from PyTorch and beside cuDNN through JAX.
+"""flash_cute.jax.attention under jax.jit, beside the same kernels called from PyTorch, and cuDNN through JAX.
 
     python -m benchmarks.jax_attention
 
-A time is that of many calls and the wait for the last one, by the host's clock, divided by their number: calls
-that take the device longer than the host to enqueue, so that it never waits. Who is first in a round is drawn.
-A backward is called on what its own forward saved.
+A time is that of many calls and the wait for the last one, by the host's clock, divided by their number. The
+calls take the device longer than the host takes to enqueue them, so it never waits. Who is first in a round
+is drawn. A backward is called on what its own forward saved.
 """
 
 from __future__ import annotations
@@ -124,17 +124,18 @@ def main(arguments: list[str] | None = None) -> Path:
     args = argparse.ArgumentParser(
         prog="python -m benchmarks.jax_attention", description=__doc__.splitlines()[0]
     )
+    args.add_argument("--seqlen", type=int, nargs="+", help="a part of the grid")
     args.add_argument("--seconds", type=float, default=0.4, help="per problem")
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="jax-attention", help="of the result file")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
     device = choose_device(options.device)
-    grid = GRID[device.type]
+    *sizes, seqlens = GRID[device.type]
     problems = [
         problem
         for direction in ("forward", "backward")
-        for problem in paper_grid(*grid, [False, True], "bf16", direction)
+        for problem in paper_grid(*sizes, options.seqlen or seqlens, [False, True], "bf16", direction)
     ]
     cells = [measure(problem, device, options.seconds) for problem in timing.progress(problems, "jax")]
     results = {"environment": environment(device) | {"jax": jax.__version__}, "cells": cells}

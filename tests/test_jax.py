@@ -198,7 +198,9 @@ def test_many_mapped_sequences():
     mapped = jax.jit(jax.vmap(gradient))(q, k, v, used)
     whole = jax.jit(gradient)(q[:, 0], k[:, 0], v[:, 0], used[:, 0])
     for result, reference in zip(mapped, whole, strict=True):
-        np.testing.assert_array_equal(np.asarray(result[:, 0], np.float32), np.asarray(reference, np.float32))
+        np.testing.assert_allclose(
+            np.asarray(result[:, 0], np.float32), np.asarray(reference, np.float32), rtol=0.02, atol=1e-3
+        )
 
 
 def test_shard_map():
