@@ -5,6 +5,9 @@
 A time is that of many calls and the wait for the last one, by the host's clock, divided by their number. The
 calls take the device longer than the host takes to enqueue them, so it never waits. Who is first in a round
 is drawn. A backward is called on what its own forward saved.
+
+"GPU" is the time from the first kernel of a call to its last one's end, as CUPTI saw them, of calls that wait
+for each other: without what the host does, or kernels of the next call that begin early.
 """
 
 from __future__ import annotations
@@ -80,6 +83,27 @@ def seconds_of(timed: Timed, calls: int) -> float:
     return time.perf_counter() - begin
 
 
+def gpu_us(timed: Timed, calls: int = 10) -> list[float]:
+    """Microseconds of the GPU's own clock for each of some calls."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            seconds_of(timed, 1)
+    found = [
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    found.sort()
+    of_a_call = len(found) // calls
+    if of_a_call * calls != len(found):
+        raise RuntimeError(f"{len(found)} kernels in {calls} calls")
+    parts = [found[i : i + of_a_call] for i in range(0, len(found), of_a_call)]
+    return [(max(end for _, end in part) - part[0][0]) / 1e3 for part in parts]
+
+
 def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     running = contenders(problem, device)
     calls = {}
@@ -92,11 +116,16 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
         for name in random.sample(list(running), len(running)):
             samples[name].append(1e6 * seconds_of(running[name], calls[name]) / calls[name])
     peers = [name for name in running if name != JAX]
-    return {
+    cell = {
         "problem": problem.to_json(),
         "us": {name: timing.summary(values) for name, values in samples.items()},
         "over": {name: timing.paired_speedup(samples[JAX], samples[name]) for name in peers},
     }
+    if device.type == "cuda":
+        on_gpu = {name: timing.summary(gpu_us(running[name])) for name in (JAX, TORCH)}
+        cell["gpu_us"] = on_gpu
+        cell["gpu_share"] = round(on_gpu[JAX]["median"] / on_gpu[TORCH]["median"], 4)
+    return cell
 
 
 def markdown(results: dict) -> str:
@@ -109,14 +138,17 @@ def markdown(results: dict) -> str:
         "",
     ]
     header = ["", *(f"{name}, us" for name in names), *(f"times {name}" for name in peers)]
+    header.append("GPU: our time in JAX / in PyTorch")
     rows = []
     for cell, label in zip(cells, shape_labels(cells), strict=True):
         problem = cell["problem"]
         title = f"{problem['direction']}, head dim {problem['head_dim']}, {problem['mask']}, {label}"
         times = [f"{cell['us'][name]['median']:.1f}" for name in names]
-        rows.append([title.replace("\n", ", "), *times, *(f"{cell['over'][name]:.3f}" for name in peers)])
+        over = [f"{cell['over'][name]:.3f}" for name in peers]
+        share = f"{cell['gpu_share']:.3f}" if "gpu_share" in cell else MISSING
+        rows.append([title.replace("\n", ", "), *times, *over, share])
     means = [f"{geometric_mean([cell['over'][name] for cell in cells]):.3f}" for name in peers]
-    rows.append(["all, geometric mean", *[MISSING] * len(names), *means])
+    rows.append(["all, geometric mean", *[MISSING] * len(names), *means, MISSING])
     return "\n".join(lines + table(header, rows))
 
 

@@ -67,7 +67,8 @@ def xla_softmax(scores, padding=None):
 
 def xla_attention(q, k, v, padding, implementation="xla"):
     place = jnp.arange(k.shape[1])
-    mask = (place >= padding[:, None])[:, None, None]
+    seen = (place >= padding[:, None])[:, None, None]
+    mask = jnp.broadcast_to(seen, (*seen.shape[:2], q.shape[1], k.shape[1]))  # cuDNN's wants all queries
     out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     return jnp.where((place >= padding[:, None])[..., None, None], out, 0)
 

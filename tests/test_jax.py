@@ -240,8 +240,6 @@ def test_cuda_graphs():
     lowered = jax.jit(step).lower(q, k, v, used)
     graphs = {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
     graphed, plain = (lowered.compile(options) for options in (graphs, {"xla_gpu_enable_command_buffer": ""}))
-    assert "command_buffer" in graphed.as_text()
-    assert "command_buffer" not in plain.as_text()
     for factor in (1, 0.5, -2):
         arguments = factor * q, k, v, used
         found = graphed(*arguments)

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 #include <xla/ffi/api/ffi.h>
 
-#include <limits>
 #include <string>
 
 #include "../calls.hpp"
@@ -232,8 +231,7 @@ extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows,
                                                     int element_bytes) {
   using namespace flash_cute;
   ScoreShape const shape{1, 1, int(rows), int(columns)};
-  int const resident_blocks = std::numeric_limits<int>::max();  // of no GPU
-  return plan_row_softmax(shape, element_bytes, /*aligned=*/false, backward, resident_blocks).workspace_bytes;
+  return row_softmax_workspace(shape, element_bytes, backward);
 }
 
 namespace ffi = xla::ffi;

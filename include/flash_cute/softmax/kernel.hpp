@@ -1,6 +1,6 @@
-// Softmax over rows, and its gradient. A row's threads keep it in registers between its sum and its result:
-// one read and one write. Where the registers of all thread blocks don't hold it, what came before the last
-// tile is read again.
+// Softmax over rows, and its gradient. A row's threads keep it between its sum and its result, in registers
+// or in shared memory: one read and one write. Where all thread blocks together don't hold it, what came
+// before the last tile is read again.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@ struct RowPlace {
   int first, tiles;  // the thread's first chunk, and how many tiles the part has
 
   __device__ RowPlace(RowSoftmaxParams const& params, int parts, unsigned turn) {
-    static_assert(!Traits::kShared || Traits::kRows == 1);
+    static_assert(!Traits::kPersistent || Traits::kRows == 1);
     ScoreShape const& shape = params.shape;
     unsigned const team = (blockIdx.x + turn * gridDim.x) / parts;
     unsigned const found = team * Traits::kRows + threadIdx.x / Traits::kLanes;
@@ -39,7 +39,7 @@ struct RowPlace {
              index * view.row_stride;
     };
     input = at(params.input);
-    gradient = at(params.gradient);
+    gradient = params.gradient.data ? at(params.gradient) : nullptr;
     output = at(params.output);
 
     VisibleColumns const visible = params.mask.visible(shape, entry, index);
@@ -49,19 +49,106 @@ struct RowPlace {
     int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
     columns = {skew, part_end, skew + visible.begin, end};
     first = part * of_part + lane;
-    tiles = Traits::kShared ? ceil_div(of_part, Traits::kTile) : 1;
+    tiles = Traits::kShared && Traits::kStages == 0 ? ceil_div(of_part, Traits::kTile) : 1;
   }
 
   __device__ int chunk(int tile) const { return first + tile * Traits::kTile; }
 };
 
-// Calls step(place) for each row that this thread has a share in.
+// A thread's chunks of its row of one tensor, or of two, in registers.
+template <class Traits, int kStages = Traits::kStages>
+class HeldRow {
+ public:
+  using Chunk = typename Traits::Chunk;
+  using Place = RowPlace<Traits>;
+
+  __device__ void fetch(Place const&, unsigned) {}
+  __device__ void load(Place const& place, unsigned, int tile, typename Traits::Storage hidden) {
+    place.columns.load(chunks_[0], place.input, place.chunk(tile), hidden);
+    if constexpr (Traits::kTensors > 1) {
+      if (place.gradient) {
+        place.columns.load(chunks_[1], place.gradient, place.chunk(tile), 0);
+      } else {
+#pragma unroll
+        for (Chunk& chunk : chunks_[1]) chunk = Chunk::filled(0);
+      }
+    }
+  }
+  __device__ Chunk const& get(int tensor, int k) const { return chunks_[tensor][k]; }
+  __device__ void forget_floats() {
+#pragma unroll
+    for (auto& chunks : chunks_) flash_cute::forget_floats(chunks);
+  }
+
+ private:
+  Chunk chunks_[Traits::kTensors][Traits::kChunks];
+};
+
+// In shared memory, where those of the next rows arrive meanwhile. Each thread reads what it has fetched.
+template <class Traits>
+  requires(Traits::kStages > 0)
+class HeldRow<Traits, Traits::kStages> {
+ public:
+  using Chunk = typename Traits::Chunk;
+  using Place = RowPlace<Traits>;
+
+  // turn: of the thread block; one row of each of kStages turns in a row may be here.
+  __device__ void fetch(Place const& place, unsigned turn) {
+    Chunk* const to = of_turn(turn);
+    place.columns.fetch(to, place.input, place.first);
+    if constexpr (Traits::kTensors > 1) {
+      if (place.gradient) place.columns.fetch(to + Traits::kTile, place.gradient, place.first);
+    }
+    end_group_of_chunks();
+  }
+  __device__ void load(Place const& place, unsigned turn, int, typename Traits::Storage hidden) {
+    wait_for_chunks<Traits::kStages - 1>();
+    held_ = of_turn(turn);
+    place.columns.settle(held_, place.input, place.first, hidden);
+    if constexpr (Traits::kTensors > 1) {
+      has_gradient_ = place.gradient;
+      if (has_gradient_) place.columns.settle(held_ + Traits::kTile, place.gradient, place.first, 0);
+    }
+  }
+  __device__ Chunk get(int tensor, int k) const {
+    if (tensor == 1 && !has_gradient_) return Chunk::filled(0);
+    return held_[tensor * Traits::kTile + k * Traits::kLanes];
+  }
+  __device__ void forget_floats() { asm volatile("" ::: "memory"); }
+
+ private:
+  __device__ static Chunk* of_turn(unsigned turn) {
+    extern __shared__ uint4 row_memory[];
+    unsigned const stage = turn % Traits::kStages;
+    return reinterpret_cast<Chunk*>(row_memory) + stage * Traits::kTensors * Traits::kTile + threadIdx.x;
+  }
+
+  Chunk* held_;
+  bool has_gradient_ = false;
+};
+
+// Calls step(place, turn, held) for each row that this thread has a share in.
 template <class Traits, class Step>
 __device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& step) {
-  if constexpr (!Traits::kShared) return step(RowPlace<Traits>(params, 1, 0));
-  unsigned const teams = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows));
-  for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < teams * parts; ++turn) {
-    step(RowPlace<Traits>(params, parts, turn));
+  HeldRow<Traits> held;
+  if constexpr (!Traits::kPersistent) {
+    step(RowPlace<Traits>(params, 1, 0), 0, held);
+  } else {
+    unsigned const teams = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows));
+    auto fetch = [&](unsigned turn) {
+      if constexpr (Traits::kStages == 0) return;
+      // Without a row the group is empty, but counted.
+      if (turn * gridDim.x + blockIdx.x < teams * parts) {
+        held.fetch(RowPlace<Traits>(params, parts, turn), turn);
+      } else {
+        end_group_of_chunks();
+      }
+    };
+    for (int turn = 0; turn < Traits::kStages; ++turn) fetch(turn);
+    for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < teams * parts; ++turn) {
+      step(RowPlace<Traits>(params, parts, turn), turn, held);
+      fetch(turn + Traits::kStages);
+    }
   }
 }
 
@@ -74,28 +161,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ typename Reduction::Storage storage;
   Reduction reduce(storage);
   LogSumOp const op{params.scale * float(M_LOG2E)};
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
-    Chunk chunks[Traits::kChunks];
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, unsigned turn, auto& held) {
     float values[kWidth];
-    auto load = [&](int tile) {
-      place.columns.load(chunks, place.input, place.chunk(tile), Chunk::kMinusInfinity);
-    };
+    auto load = [&](int tile) { held.load(place, turn, tile, Chunk::kMinusInfinity); };
     float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
     for (int tile = 0; tile < place.tiles; ++tile) {
       load(tile);
       float highest = -INFINITY, sum = 0.f;
 #pragma unroll
-      for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, chunks[k].max());
+      for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, held.get(0, k).max());
       highest = reduce_lanes<Traits::kLanes>(highest, MaxOrNan{});
-      forget_floats(chunks);
+      held.forget_floats();
       float const reference = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
       for (int k = 0; k < Traits::kChunks; ++k) {
-        chunks[k].to_floats(values);
+        held.get(0, k).to_floats(values);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) sum += exp2_approx((values[i] - reference) * op.scale_log2);
       }
-      forget_floats(chunks);
+      held.forget_floats();
       total = place.tiles == 1 ? float2{highest, sum} : op(total, {highest, sum});
     }
     total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
@@ -107,7 +191,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     for (int tile = place.tiles - 1; tile >= 0; --tile) {
       if (tile + 1 < place.tiles) load(tile);
       place.columns.store(place.output, place.chunk(tile), [&](int k) {
-        chunks[k].to_floats(values);
+        held.get(0, k).to_floats(values);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           values[i] = exp2_approx((values[i] - highest) * op.scale_log2) * factor;
@@ -133,19 +217,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   float const scale_log2 = params.scale * float(M_LOG2E);
   Op op;
   if constexpr (Traits::kFromScores) op.sum = {scale_log2};
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place) {
-    Chunk inputs[Traits::kChunks], gradients[Traits::kChunks];
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, unsigned turn, auto& held) {
     float p[kWidth], dp[kWidth];
-#pragma unroll
-    for (int k = 0; k < Traits::kChunks; ++k) gradients[k] = Chunk::filled(0);
     auto load = [&](int tile) {
-      place.columns.load(inputs, place.input, place.chunk(tile),
-                         Traits::kFromScores ? Chunk::kMinusInfinity : 0);
-      if (params.gradient.data) place.columns.load(gradients, place.gradient, place.chunk(tile), 0);
+      held.load(place, turn, tile, Traits::kFromScores ? Chunk::kMinusInfinity : 0);
     };
     auto compute = [&](int k, float highest) {  // weights and dp of a chunk
-      inputs[k].to_floats(p);
-      gradients[k].to_floats(dp);
+      held.get(0, k).to_floats(p);
+      held.get(1, k).to_floats(dp);
       if constexpr (Traits::kFromScores) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) p[i] = exp2_approx((p[i] - highest) * scale_log2);
@@ -154,12 +233,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     Value total = Op::identity();
     for (int tile = 0; tile < place.tiles; ++tile) {
       load(tile);
-      float highest = -INFINITY, sum = 0.f, dot = 0.f;
+      [[maybe_unused]] float highest = -INFINITY, sum = 0.f;
+      float dot = 0.f;
       if constexpr (Traits::kFromScores) {
 #pragma unroll
-        for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, inputs[k].max());
+        for (int k = 0; k < Traits::kChunks; ++k) highest = max_or_nan(highest, held.get(0, k).max());
         highest = reduce_lanes<Traits::kLanes>(highest, MaxOrNan{});
-        forget_floats(inputs);
+        held.forget_floats();
       }
       float const reference = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
@@ -171,8 +251,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
           dot = fmaf(p[i], dp[i], dot);
         }
       }
-      forget_floats(inputs);
-      forget_floats(gradients);
+      held.forget_floats();
       if constexpr (Traits::kFromScores) {
         Value const of_tile{highest, sum, dot, 0.f};
         total = place.tiles == 1 ? of_tile : op(total, of_tile);

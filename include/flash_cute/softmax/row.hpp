@@ -7,18 +7,25 @@
 
 namespace flash_cute {
 
-// kTensors: how many a thread holds chunks of. kShared: see RowTile.
-template <RowElement element, int kLanes_, int kChunks_, int kTensors, bool kShared_>
+// See RowTile.
+template <RowElement element, bool kBackward, int kIndex>
 struct RowTraits {
+  static constexpr RowTiles kTiles = row_tiles(kBackward);
+  static constexpr RowTile kShape = kTiles.tiles[kIndex];
+  static constexpr int kTensors = kTiles.tensors;
+
   using Chunk = flash_cute::Chunk<element>;
   using Storage = typename Chunk::Storage;
-  static constexpr int kLanes = kLanes_, kChunks = kChunks_, kTile = kLanes * kChunks;
-  static constexpr bool kShared = kShared_, kFromScores = keeps_scores(element);
+  static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kTile = kLanes * kChunks;
+  static constexpr int kStages = kShape.stages, kSmemBytes = kShape.smem_bytes(kTensors);
+  static constexpr bool kShared = kShape.shared, kFromScores = keeps_scores(element);
+  static constexpr bool kPersistent = kShared || kStages > 0;
   static constexpr int kWidth = Chunk::kWidth;
   static constexpr int kThreads =
       kLanes > 32 ? kLanes : 128;                  // a row of several warps has a block of its own
   static constexpr int kRows = kThreads / kLanes;  // of a thread block
-  static constexpr int kMinBlocks = (kShared ? (kTensors > 1 ? 512 : 768) : 1024) / kThreads;
+  static constexpr bool kManyRegisters = kShared && kStages == 0;
+  static constexpr int kMinBlocks = (kManyRegisters ? (kBackward ? 512 : 768) : 1024) / kThreads;
 };
 
 // Positions count elements from the row's first chunk on. The row is those from `skew` to `size` - 1, of
@@ -42,22 +49,38 @@ struct Row {
     bool const whole_chunks = skew_of(data) == skew;
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
-      int const position = (first + k * Traits::kLanes) * kWidth;
+      int const position = position_of(first, k);
       chunks[k] = Chunk::filled(hidden);
       if (whole_chunks && shows_any(position)) chunks[k] = read_chunk<Chunk>(data + (position - skew));
     }
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
-      int const position = (first + k * Traits::kLanes) * kWidth;
-      if (!shows_any(position) || (whole_chunks && shows_all(position))) continue;
+      int const position = position_of(first, k);
+      if (shows_any(position) && !(whole_chunks && shows_all(position)))
+        complete(chunks[k], data, position, whole_chunks, hidden);
+    }
+  }
+
+  // The same into shared memory, where chunk k is at to[k * kLanes]: begun ...
+  __device__ void fetch(Chunk* to, Storage const* data, int first) const {
+    if (skew_of(data) != skew) return;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        if (!shows(position + i)) {
-          chunks[k].set(i, hidden);
-        } else if (!whole_chunks) {
-          chunks[k].set(i, data[position + i - skew]);
-        }
-      }
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = position_of(first, k);
+      if (shows_any(position)) fetch_chunk(to + k * Traits::kLanes, data + (position - skew));
+    }
+  }
+  // ... and, when that has arrived, ended.
+  __device__ void settle(Chunk* to, Storage const* data, int first, Storage hidden) const {
+    bool const whole_chunks = skew_of(data) == skew;
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = position_of(first, k);
+      if (whole_chunks && shows_all(position)) continue;
+      bool const arrived = whole_chunks && shows_any(position);
+      Chunk chunk = arrived ? to[k * Traits::kLanes] : Chunk::filled(hidden);
+      if (shows_any(position)) complete(chunk, data, position, whole_chunks, hidden);
+      to[k * Traits::kLanes] = chunk;
     }
   }
 
@@ -67,7 +90,7 @@ struct Row {
     bool const whole_chunks = skew_of(data) == skew;
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
-      int const position = (first + k * Traits::kLanes) * kWidth;
+      int const position = position_of(first, k);
       if (position >= size) continue;
       Chunk chunk = Chunk::filled(0);
       if (shows_any(position)) {
@@ -91,6 +114,21 @@ struct Row {
   }
 
  private:
+  __device__ static int position_of(int first, int k) { return (first + k * Traits::kLanes) * kWidth; }
+
+  // A chunk of which some elements are hidden, or, without whole_chunks, none is read yet.
+  __device__ void complete(Chunk& chunk, Storage const* data, int position, bool whole_chunks,
+                           Storage hidden) const {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (!shows(position + i)) {
+        chunk.set(i, hidden);
+      } else if (!whole_chunks) {
+        chunk.set(i, data[position + i - skew]);
+      }
+    }
+  }
+
   __device__ bool shows(int position) const { return begin <= position && position < end; }
   __device__ bool shows_any(int position) const { return position < end && position + kWidth > begin; }
   __device__ bool shows_all(int position) const { return begin <= position && position + kWidth <= end; }
