@@ -18,8 +18,8 @@ namespace flash_cute {
 namespace {
 
 ForwardCall plan_call(AttentionArguments const& arguments) {
-  return plan_forward_call(validate(arguments), length_params(arguments.lengths),
-                           gpu_at(arguments.q.get_device_index()));
+  AttentionProblem const problem = validate(arguments);  // before the device, of which it may complain
+  return plan_forward_call(problem, length_params(arguments.lengths), gpu_at(arguments.q.get_device_index()));
 }
 
 }  // namespace

@@ -222,6 +222,17 @@ def test_shard_map():
         )
 
 
+def launches(compiled, *arguments) -> int:
+    """How many kernels the host launches one by one in a call, once it has been called."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):
+        jax.block_until_ready(compiled(*arguments))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        jax.block_until_ready(compiled(*arguments))
+    return sum(event.name() == "cudaLaunchKernelExC" for event in profiler.profiler.kineto_results.events())
+
+
 @pytest.mark.gpu
 def test_cuda_graphs():
     """Graphs as XLA makes them: with the calls, their workspaces, and other memory between the replays."""

@@ -53,7 +53,7 @@ struct Pair<RowElement::fp16> {
 };
 
 template <RowElement element>
-struct alignas(kChunkBytes) Chunk {
+struct Chunk {
   using Storage = uint16_t;  // an element's bits
   static constexpr int kWidth = kChunkBytes / sizeof(Storage);
   static constexpr Storage kMinusInfinity = Pair<element>::kMinusInfinity;
@@ -95,7 +95,7 @@ struct alignas(kChunkBytes) Chunk {
 };
 
 template <>
-struct alignas(kChunkBytes) Chunk<RowElement::fp32> {
+struct Chunk<RowElement::fp32> {
   using Storage = uint32_t;
   static constexpr int kWidth = 4;
   static constexpr Storage kMinusInfinity = 0xff800000;
@@ -133,18 +133,6 @@ template <class Chunk, class Storage>
 __device__ Chunk read_chunk(Storage const* from) {
   uint4 const words = *reinterpret_cast<uint4 const*>(from);
   return {{words.x, words.y, words.z, words.w}};
-}
-// Into shared memory, some time before wait_for_chunks returns; begun ones are counted in groups.
-template <class Chunk, class Storage>
-__device__ void fetch_chunk(Chunk* to, Storage const* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-}
-__device__ inline void end_group_of_chunks() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLaterGroups>
-__device__ void wait_for_chunks() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLaterGroups) : "memory");
 }
 template <class Chunk, class Storage>
 __device__ void write_chunk(Storage* to, Chunk const& chunk) {

@@ -20,32 +20,24 @@ constexpr auto row_kernel() {
 template <RowElement element, bool kBackward, int kTile = 0, class Visitor>
 void visit_row_tile(int tile, Visitor&& visitor) {
   if (tile == kTile) return visitor(RowTraits<element, kBackward, kTile>{});
-  if constexpr (kTile + 1 < row_tiles(kBackward).count())
+  if constexpr (kTile + 1 < row_tiles(sizeof(typename Chunk<element>::Storage), kBackward).count)
     visit_row_tile<element, kBackward, kTile + 1>(tile, visitor);
 }
 
-// Thread blocks of a tile that the GPU runs at once.
-template <class Traits, bool kBackward>
+// Thread blocks of the shared tile that the GPU runs at once.
+template <RowElement element, bool kBackward>
 int resident_blocks(DeviceInfo const& device) {
+  constexpr int kTile = row_tiles(sizeof(typename Chunk<element>::Storage), kBackward).shared();
+  using Traits = RowTraits<element, kBackward, kTile>;
   static std::atomic<int> per_multiprocessor[DeviceInfo::kMaxDevices];  // 0: not asked yet
   int blocks = per_multiprocessor[device.index].load(std::memory_order_relaxed);
   if (blocks == 0) {
-    constexpr auto kKernel = row_kernel<Traits, kBackward>();
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-          "asking for the kernel's shared memory");
-    check(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, Traits::kThreads, Traits::kSmemBytes),
-        "asking how many thread blocks fit");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, row_kernel<Traits, kBackward>(),
+                                                        Traits::kThreads, 0),
+          "asking how many thread blocks fit");
     per_multiprocessor[device.index].store(blocks, std::memory_order_relaxed);
   }
   return blocks * device.multiprocessors;
-}
-
-template <RowElement element, bool kBackward>
-ResidentBlocks resident_of_shared(DeviceInfo const& device) {
-  using InParts = RowTraits<element, kBackward, row_tiles(kBackward).in_parts()>;
-  using InTiles = RowTraits<element, kBackward, row_tiles(kBackward).in_tiles()>;
-  return {resident_blocks<InParts, kBackward>(device), resident_blocks<InTiles, kBackward>(device)};
 }
 
 template <RowElement element, bool kBackward>
@@ -53,12 +45,10 @@ void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& pl
   visit_row_tile<element, kBackward>(plan.tile, [&]<class Traits>(Traits) {
     int blocks = ceil_div(params.shape.all_rows(), Traits::kRows);
     bool const cooperative = plan.parts > 1;
-    if constexpr (Traits::kPersistent) {
-      int const teams = resident_blocks<Traits, kBackward>(params.device) / plan.parts;
-      blocks = smaller(blocks, teams) * plan.parts;
-    }
     if (cooperative) {
       check(cudaMemsetAsync(params.workspace, 0xff, plan.workspace_bytes, stream), "clearing the workspace");
+      int const teams = resident_blocks<element, kBackward>(params.device) / plan.parts;
+      blocks = smaller(blocks, teams) * plan.parts;
     }
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
@@ -66,7 +56,6 @@ void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& pl
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = cooperative;
@@ -83,9 +72,9 @@ RowSoftmaxPlan RowSoftmaxLaunch<element>::plan(RowSoftmaxParams const& params, b
   bool const all_aligned = reinterpret_cast<uintptr_t>(input.data) % kChunkBytes == 0 &&
                            aligned(input.batch_stride) && aligned(input.head_stride) &&
                            aligned(input.row_stride);
-  ResidentBlocks const resident = backward ? resident_of_shared<element, true>(params.device)
-                                           : resident_of_shared<element, false>(params.device);
-  return plan_row_softmax(params.shape, kBytes, all_aligned, backward, params.device, resident);
+  int const resident = backward ? resident_blocks<element, true>(params.device)
+                                : resident_blocks<element, false>(params.device);
+  return plan_row_softmax(params.shape, kBytes, all_aligned, backward, resident);
 }
 
 template <RowElement element>

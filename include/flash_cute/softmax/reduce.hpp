@@ -31,12 +31,26 @@ struct LogSumOp {
 
   float scale_log2;
 
-  __device__ float weight(float max, float of_all) const {
-    return max == -INFINITY ? 0.f : exp2_approx((max - of_all) * scale_log2);
+  // What weights are relative to. It is rounded, and alike wherever that score is the highest, so it cancels
+  // out of their ratios. (A product and difference in one instruction would not round it.)
+  __device__ float reference(float highest) const { return __fmul_rn(highest, scale_log2); }
+
+  // exp(scale * score - reference).
+  __device__ float weight(float score, float reference) const {
+    return exp2_approx(fmaf(score, scale_log2, -reference));
+  }
+  // What turns weights relative to one highest score into those relative to another.
+  __device__ float change(float from, float to) const {
+    return from == -INFINITY ? 0.f : exp2_approx(reference(from) - reference(to));
+  }
+  // The logarithm of a sum of weights that is not 0.
+  __device__ float lse(Value const& total, float scale) const {
+    float const rounded_off = fmaf(total.x, scale_log2, -reference(total.x)) * float(M_LN2);
+    return fmaf(total.x, scale, logf(total.y) - rounded_off);
   }
   __device__ Value operator()(Value const& a, Value const& b) const {
     float const max = max_or_nan(a.x, b.x);
-    return {max, a.y * weight(a.x, max) + b.y * weight(b.x, max)};
+    return {max, a.y * change(a.x, max) + b.y * change(b.x, max)};
   }
 };
 
@@ -48,7 +62,7 @@ struct LogSumDotOp {
   LogSumOp sum;
 
   __device__ Value operator()(Value const& a, Value const& b) const {
-    float const max = max_or_nan(a.x, b.x), of_a = sum.weight(a.x, max), of_b = sum.weight(b.x, max);
+    float const max = max_or_nan(a.x, b.x), of_a = sum.change(a.x, max), of_b = sum.change(b.x, max);
     return {max, a.y * of_a + b.y * of_b, a.z * of_a + b.z * of_b, 0.f};
   }
 };

@@ -10,22 +10,16 @@ namespace flash_cute {
 // See RowTile.
 template <RowElement element, bool kBackward, int kIndex>
 struct RowTraits {
-  static constexpr RowTiles kTiles = row_tiles(kBackward);
-  static constexpr RowTile kShape = kTiles.tiles[kIndex];
-  static constexpr int kTensors = kTiles.tensors;
-
   using Chunk = flash_cute::Chunk<element>;
   using Storage = typename Chunk::Storage;
+  static constexpr RowTile kShape = row_tiles(sizeof(Storage), kBackward).tiles[kIndex];
   static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kTile = kLanes * kChunks;
-  static constexpr int kStages = kShape.stages, kSmemBytes = kShape.smem_bytes(kTensors);
   static constexpr bool kShared = kShape.shared, kFromScores = keeps_scores(element);
-  static constexpr bool kPersistent = kShared || kStages > 0;
   static constexpr int kWidth = Chunk::kWidth;
   static constexpr int kThreads =
       kLanes > 32 ? kLanes : 128;                  // a row of several warps has a block of its own
   static constexpr int kRows = kThreads / kLanes;  // of a thread block
-  static constexpr bool kManyRegisters = kShared && kStages == 0;
-  static constexpr int kMinBlocks = (kManyRegisters ? (kBackward ? 512 : 768) : 1024) / kThreads;
+  static constexpr int kMinBlocks = (kShared ? 768 : 1024) / kThreads;  // a loop over rows takes registers
 };
 
 // Positions count elements from the row's first chunk on. The row is those from `skew` to `size` - 1, of
@@ -43,6 +37,11 @@ struct Row {
     return int(reinterpret_cast<uintptr_t>(data) % kChunkBytes / sizeof(Storage));
   }
 
+  // Is each chunk of the row, in a tensor where it is at `data`, visible as a whole?
+  __device__ bool is_plain(Storage const* data) const {
+    return skew == 0 && begin == 0 && end == size && size % kWidth == 0 && skew_of(data) == 0;
+  }
+
   // A thread's chunks of a tensor whose row is at `data`; first: its first one. What is hidden is `hidden`.
   __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, int first,
                        Storage hidden) const {
@@ -53,40 +52,33 @@ struct Row {
       chunks[k] = Chunk::filled(hidden);
       if (whole_chunks && shows_any(position)) chunks[k] = read_chunk<Chunk>(data + (position - skew));
     }
+    if (is_plain(data)) return;
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
       int const position = position_of(first, k);
-      if (shows_any(position) && !(whole_chunks && shows_all(position)))
-        complete(chunks[k], data, position, whole_chunks, hidden);
-    }
-  }
-
-  // The same into shared memory, where chunk k is at to[k * kLanes]: begun ...
-  __device__ void fetch(Chunk* to, Storage const* data, int first) const {
-    if (skew_of(data) != skew) return;
+      if (!shows_any(position) || (whole_chunks && shows_all(position))) continue;
 #pragma unroll
-    for (int k = 0; k < Traits::kChunks; ++k) {
-      int const position = position_of(first, k);
-      if (shows_any(position)) fetch_chunk(to + k * Traits::kLanes, data + (position - skew));
-    }
-  }
-  // ... and, when that has arrived, ended.
-  __device__ void settle(Chunk* to, Storage const* data, int first, Storage hidden) const {
-    bool const whole_chunks = skew_of(data) == skew;
-#pragma unroll
-    for (int k = 0; k < Traits::kChunks; ++k) {
-      int const position = position_of(first, k);
-      if (whole_chunks && shows_all(position)) continue;
-      bool const arrived = whole_chunks && shows_any(position);
-      Chunk chunk = arrived ? to[k * Traits::kLanes] : Chunk::filled(hidden);
-      if (shows_any(position)) complete(chunk, data, position, whole_chunks, hidden);
-      to[k * Traits::kLanes] = chunk;
+      for (int i = 0; i < kWidth; ++i) {
+        if (!shows(position + i)) {
+          chunks[k].set(i, hidden);
+        } else if (!whole_chunks) {
+          chunks[k].set(i, data[position + i - skew]);
+        }
+      }
     }
   }
 
   // Writes value(k) for each chunk k of a thread, and 0 where the row is hidden.
   template <class Value>
   __device__ void store(Storage* data, int first, Value&& value) const {
+    if (is_plain(data)) {
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) {
+        int const position = position_of(first, k);
+        if (position < size) write_chunk(data + position, value(k));
+      }
+      return;
+    }
     bool const whole_chunks = skew_of(data) == skew;
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
@@ -115,19 +107,6 @@ struct Row {
 
  private:
   __device__ static int position_of(int first, int k) { return (first + k * Traits::kLanes) * kWidth; }
-
-  // A chunk of which some elements are hidden, or, without whole_chunks, none is read yet.
-  __device__ void complete(Chunk& chunk, Storage const* data, int position, bool whole_chunks,
-                           Storage hidden) const {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if (!shows(position + i)) {
-        chunk.set(i, hidden);
-      } else if (!whole_chunks) {
-        chunk.set(i, data[position + i - skew]);
-      }
-    }
-  }
 
   __device__ bool shows(int position) const { return begin <= position && position < end; }
   __device__ bool shows_any(int position) const { return position < end && position + kWidth > begin; }
