@@ -92,6 +92,7 @@ def report(results: dict) -> str:
 def main(arguments: list[str] | None = None) -> Path:
     args = argparse.ArgumentParser(prog="python -m benchmarks.softmax", description=__doc__.splitlines()[0])
     args.add_argument("--columns", type=int, nargs="+", default=COLUMNS + ODD_COLUMNS)
+    args.add_argument("--element", choices=DTYPES, nargs="+", default=list(DTYPES))
     args.add_argument("--seconds", type=float, default=0.2, help="for each cell")
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="softmax", help="of the result file")
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> Path:
     cells = [
         measure(columns, element, direction, device, options.seconds)
         for direction in ("forward", "backward")
-        for element in DTYPES
+        for element in options.element
         for columns in timing.progress(options.columns, f"{direction}, {element}")
     ]
     results = {"environment": environment(device), "cells": cells}

@@ -9,11 +9,12 @@ namespace flash_cute {
 
 constexpr int kChunkBytes = 16;  // what a thread reads and writes at once
 
-// A row's threads hold up to lanes * chunks chunks of it in their registers. shared: several thread blocks
-// have a part of the row each, and where there are too few a part is more than one tile.
+// A row's threads hold up to lanes * chunks chunks of it in their registers. weights: and, of scores, what
+// they compute of them. shared: several thread blocks have a part of the row each, and where there are too
+// few a part is more than one tile.
 struct RowTile {
   int lanes = 0, chunks = 0;
-  bool shared = false;
+  bool weights = false, shared = false;
 
   constexpr int capacity() const { return lanes * chunks; }
 };
@@ -27,21 +28,26 @@ struct RowTiles {
   constexpr int shared() const { return count - 1; }
 };
 
-// A thread keeps 32 numbers, of the backward 16 of each of two tensors: more would leave registers for less
-// than 1024 threads on an SM. Short rows leave no lane idle.
+// Short rows leave no lane idle. From 128 chunks on a thread keeps 32 numbers, of the backward 16 of each of
+// two tensors: more would leave registers for less than 1024 threads on an SM. Of long rows of 16-bit types
+// it computes the numbers twice instead, as an SM has to have 128 kB under way (H200, rows of 64 kB, of a
+// copy's speed: 0.68 with 64 kB).
 constexpr RowTiles row_tiles(int element_bytes, bool backward) {
-  int const most = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), single = backward ? 8 : 4;
+  int const kept = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), most = backward ? 4 : 8;
+  int const single = backward ? 8 : 4, largest = 1024 * (backward ? kept : most);
   RowTiles rows;
-  for (int capacity = 1; capacity <= 1024 * most; capacity *= 2) {
-    int const chunks = capacity <= single ? 1 : smaller(most, larger(2, capacity / 32));
-    rows.tiles[rows.count++] = {capacity / chunks, chunks};
+  for (int capacity = 1; capacity <= largest; capacity *= 2) {
+    bool const is_long = !backward && capacity > 512 * kept;
+    int const chunks = capacity <= single ? 1 : is_long ? most : smaller(kept, larger(2, capacity / 32));
+    rows.tiles[rows.count++] = {capacity / chunks, chunks, chunks <= kept};
   }
-  rows.tiles[rows.count++] = {256, most, true};
+  rows.tiles[rows.count++] = {256, most, false, true};
   return rows;
 }
 
 struct RowSoftmaxPlan {
   int tile;                 // of row_tiles
+  bool plain;               // no column is hidden, and all rows are whole chunks of memory
   int parts;                // thread blocks that share a row; all blocks of such a grid run at once
   int64_t workspace_bytes;  // for what the parts tell each other
 };
@@ -58,7 +64,7 @@ inline int row_chunks(ScoreShape const& shape, int element_bytes, bool aligned) 
 
 // aligned: all rows begin at multiples of 16 bytes; else a row may touch one chunk more. resident_blocks: how
 // many a GPU runs at once of the shared tile's.
-inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_bytes, bool aligned,
+inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_bytes, bool aligned, bool plain,
                                        bool backward, int resident_blocks) {
   RowTiles const rows = row_tiles(element_bytes, backward);
   int const chunks = row_chunks(shape, element_bytes, aligned);
@@ -66,13 +72,14 @@ inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_byte
   while (tile < rows.shared() && rows.tiles[tile].capacity() < chunks) ++tile;
   int const parts =
       tile < rows.shared() ? 1 : smaller(ceil_div(chunks, rows.tiles[tile].capacity()), resident_blocks);
-  return {tile, parts, share_bytes(shape, parts, backward)};
+  return {tile, plain, parts, share_bytes(shape, parts, backward)};
 }
 
 // Enough for a workspace on any GPU.
 inline int64_t row_softmax_workspace(ScoreShape const& shape, int element_bytes, bool backward) {
   int const any = std::numeric_limits<int>::max();
-  return plan_row_softmax(shape, element_bytes, /*aligned=*/false, backward, any).workspace_bytes;
+  return plan_row_softmax(shape, element_bytes, /*aligned=*/false, /*plain=*/false, backward, any)
+      .workspace_bytes;
 }
 
 }  // namespace flash_cute

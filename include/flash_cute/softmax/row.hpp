@@ -7,19 +7,25 @@
 
 namespace flash_cute {
 
-// See RowTile.
-template <RowElement element, bool kBackward, int kIndex>
+// See RowTile, and RowSoftmaxPlan::plain.
+template <RowElement element, bool kBackward, int kIndex, bool kPlain_>
 struct RowTraits {
+  static constexpr bool kPlain = kPlain_;
   using Chunk = flash_cute::Chunk<element>;
   using Storage = typename Chunk::Storage;
   static constexpr RowTile kShape = row_tiles(sizeof(Storage), kBackward).tiles[kIndex];
   static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kTile = kLanes * kChunks;
-  static constexpr bool kShared = kShape.shared, kFromScores = keeps_scores(element);
+  static constexpr int kTensors = kBackward ? 2 : 1;
+  static constexpr bool kShared = kShape.shared;
+  static constexpr bool kFromScores = !kBackward || keeps_scores(element);
+  static constexpr bool kKeepsWeights = kFromScores && kShape.weights;
   static constexpr int kWidth = Chunk::kWidth;
   static constexpr int kThreads =
       kLanes > 32 ? kLanes : 128;                  // a row of several warps has a block of its own
   static constexpr int kRows = kThreads / kLanes;  // of a thread block
-  static constexpr int kMinBlocks = (kShared ? 768 : 1024) / kThreads;  // a loop over rows takes registers
+  static constexpr int kMinBlocks = (!kShared ? 1024 : kBackward ? 512 : 768) / kThreads;
+  // Of a shared tile: where the chunks of the next row arrive.
+  static constexpr int kSmemBytes = kShared ? kTensors * kTile * kChunkBytes : 0;
 };
 
 // Positions count elements from the row's first chunk on. The row is those from `skew` to `size` - 1, of
@@ -39,18 +45,26 @@ struct Row {
 
   // Is each chunk of the row, in a tensor where it is at `data`, visible as a whole?
   __device__ bool is_plain(Storage const* data) const {
-    return skew == 0 && begin == 0 && end == size && size % kWidth == 0 && skew_of(data) == 0;
+    return Traits::kPlain ||
+           (skew == 0 && begin == 0 && end == size && size % kWidth == 0 && skew_of(data) == 0);
   }
 
   // A thread's chunks of a tensor whose row is at `data`; first: its first one. What is hidden is `hidden`.
   __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, int first,
                        Storage hidden) const {
-    bool const whole_chunks = skew_of(data) == skew;
+    load(chunks, data, first, hidden,
+         [&](int, int position) { return read_chunk<Chunk>(data + (position - skew)); });
+  }
+  // read(k, position): chunk k, where it is a whole one of memory.
+  template <class Read>
+  __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, int first, Storage hidden,
+                       Read&& read) const {
+    bool const whole_chunks = Traits::kPlain || skew_of(data) == skew;
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
       int const position = position_of(first, k);
       chunks[k] = Chunk::filled(hidden);
-      if (whole_chunks && shows_any(position)) chunks[k] = read_chunk<Chunk>(data + (position - skew));
+      if (whole_chunks && shows_any(position)) chunks[k] = read(k, position);
     }
     if (is_plain(data)) return;
 #pragma unroll
@@ -65,6 +79,16 @@ struct Row {
           chunks[k].set(i, data[position + i - skew]);
         }
       }
+    }
+  }
+
+  // Begins to copy those that load reads whole; chunk k goes to to[k * kLanes].
+  __device__ void fetch(uint4* to, Storage const* data, int first) const {
+    if (!Traits::kPlain && skew_of(data) != skew) return;
+#pragma unroll
+    for (int k = 0; k < Traits::kChunks; ++k) {
+      int const position = position_of(first, k);
+      if (shows_any(position)) fetch_chunk(to + k * Traits::kLanes, data + (position - skew));
     }
   }
 
@@ -109,7 +133,9 @@ struct Row {
   __device__ static int position_of(int first, int k) { return (first + k * Traits::kLanes) * kWidth; }
 
   __device__ bool shows(int position) const { return begin <= position && position < end; }
-  __device__ bool shows_any(int position) const { return position < end && position + kWidth > begin; }
+  __device__ bool shows_any(int position) const {
+    return position < end && (Traits::kPlain || position + kWidth > begin);
+  }
   __device__ bool shows_all(int position) const { return begin <= position && position + kWidth <= end; }
 };
 
