@@ -71,14 +71,14 @@ class HeldRow {
   __device__ Chunk const (&gradients() const)[Traits::kChunks] { return chunks_[Traits::kTensors - 1]; }
 
   __device__ void fetch(Place const& place) {
-    if (place.tiles > 1) return;
+    if (!Traits::kAhead || place.tiles > 1) return;
     place.columns.fetch(memory(0), place.input, place.first);
     if (Traits::kTensors > 1 && place.gradient) {
       place.columns.fetch(memory(Traits::kTensors - 1), place.gradient, place.first);
     }
   }
   __device__ void load(Place const& place, int tile, Storage hidden) {
-    if (Traits::kShared && place.tiles == 1) wait_for_chunks();
+    if (Traits::kAhead && place.tiles == 1) wait_for_chunks();
     load(place, 0, place.input, tile, hidden);
     if constexpr (Traits::kTensors > 1) {
       if (place.gradient) {
@@ -89,15 +89,16 @@ class HeldRow {
       }
     }
   }
-  // The compiler would keep the floats of all chunks for the next loop over them, and spill.
+  // The compiler would keep the floats of all chunks for the next loop over them, and spill. Of kept weights
+  // there is no next loop, and the chunks would be kept.
   __device__ void forget_floats() {
-#pragma unroll
-    for (auto& chunks : chunks_) flash_cute::forget_floats(chunks);
+    if constexpr (!Traits::kKeepsWeights) flash_cute::forget_floats(chunks_[0]);
+    if constexpr (Traits::kTensors > 1) flash_cute::forget_floats(chunks_[1]);
   }
 
  private:
   __device__ void load(Place const& place, int tensor, Storage const* data, int tile, Storage hidden) {
-    if constexpr (Traits::kShared) {
+    if constexpr (Traits::kAhead) {
       if (place.tiles == 1) {
         return place.columns.load(chunks_[tensor], data, place.first, hidden, [&](int k, int) {
           uint4 const words = memory(tensor)[k * Traits::kLanes];
@@ -125,7 +126,8 @@ __device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& s
   } else {
     unsigned const blocks = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows)) * parts;
     auto fetch = [&](unsigned turn) {
-      if (turn * gridDim.x + blockIdx.x < blocks) held.fetch(RowPlace<Traits>(params, parts, turn));
+      if (Traits::kAhead && turn * gridDim.x + blockIdx.x < blocks)
+        held.fetch(RowPlace<Traits>(params, parts, turn));
     };
     fetch(0);
     for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < blocks; ++turn) {
