@@ -8,55 +8,17 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "calls.hpp"
 #include "device.hpp"
-#include "flash_cute/backward/launch.hpp"
-#include "flash_cute/core/dispatch.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-struct Kernel {
-  Family family;
-  int head_dim;  // the largest that it serves
-  decltype(&BackwardLaunch<void>::run) run;
-  decltype(&BackwardLaunch<void>::attributes) attributes;
-};
-
-Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
-  Family const family = family_for(problem, gpu);
-  Kernel kernel{};
-  bool const found =
-      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
-                  BackwardLaunch<Instance>::attributes};
-      });
-  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
-          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
-  return kernel;
-}
-
-// A call with everything decided: backward_cuda executes it, backward_plan_cuda prints it.
-struct CallPlan {
-  AttentionProblem problem;
-  Kernel kernel;
-  BackwardParams params;  // without pointers to operands, and strides
-  bool launches;          // else all gradients are 0
-  BackwardPlan launch;
-};
-
-CallPlan plan_call(AttentionProblem const& problem, BackwardArguments const& arguments) {
-  Lengths const& lengths = arguments.attention.lengths;
-  Gpu const& gpu = gpu_at(arguments.attention.q.get_device_index());
-  CallPlan call{problem, kernel_for(problem, gpu), {}, true, {}};
-  BackwardParams& params = call.params;
-  params.softmax_scale = problem.softmax_scale;
-  set_problem(params, problem, lengths, gpu.info);
-  ProblemShape const& shape = params.shape;
-  call.launches = shape.seqlen_k > 0 && shape.seqlen_q > 0 && shape.heads_q > 0 && shape.batch > 0;
-  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, params, arguments.needs_dq,
-                              arguments.needs_dkv, arguments.deterministic);
-  return call;
+BackwardCall plan_call(AttentionProblem const& problem, BackwardArguments const& arguments) {
+  AttentionArguments const& attention = arguments.attention;
+  return plan_backward_call(problem, length_params(attention.lengths), gpu_at(attention.q.get_device_index()),
+                            arguments.needs_dq, arguments.needs_dkv, arguments.deterministic);
 }
 
 // A gradient like `whole`, and where a kernel writes it: there, or to a copy that is copied back.
@@ -85,12 +47,12 @@ struct Gradient {
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
   auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments.attention;
-  CallPlan call = plan_call(validate(arguments), arguments);
+  BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   BackwardParams& params = call.params;
   bool const ragged = call.problem.ragged;
-  int const unreachable = ragged ? 0 : call.problem.shape.seqlen_k - params.shape.seqlen_k;
+  int const unreachable = call.unreachable();
 
   // Keys that no query reaches are cut off before the launch.
   bool const zeros = !call.launches;
@@ -124,15 +86,14 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     }
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
-    params.workspace = call.launch.parts(workspace.mutable_data_ptr());
-    call.kernel.run(params, call.launch, current_stream(device_index));
+    call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   return {dq.result, dk.result, dv.result};
 }
 
 std::string backward_plan_cuda(BackwardArguments const& arguments) {
-  CallPlan const call = plan_call(validate(arguments.attention), arguments);
+  BackwardCall const call = plan_call(validate(arguments.attention), arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
   KernelAttributes const attributes = call.kernel.attributes(call.launch);
   BackwardTile const& tile = call.launch.tile;

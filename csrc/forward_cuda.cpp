@@ -8,77 +8,25 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <cmath>
 #include <limits>
 
+#include "calls.hpp"
 #include "device.hpp"
-#include "flash_cute/core/dispatch.hpp"
-#include "flash_cute/forward/launch.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
 namespace {
 
-struct Kernel {
-  Family family;
-  int head_dim;  // the largest that it serves
-  decltype(&ForwardLaunch<void>::run) run;
-  decltype(&ForwardLaunch<void>::attributes) attributes;
-};
-
-// The compiled kernel that serves the problem.
-Kernel kernel_for(AttentionProblem const& problem, Gpu const& gpu) {
-  Family const family = family_for(problem, gpu);
-  Kernel kernel{};
-  bool const found =
-      visit_instance(family, problem.element, problem.shape.head_dim, [&]<class Instance>(Instance) {
-        kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run,
-                  ForwardLaunch<Instance>::attributes};
-      });
-  require(found, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
-          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
-  return kernel;
-}
-
-// Without pointers to operands, and strides.
-ForwardParams make_params(AttentionProblem const& problem, Lengths const& lengths, DeviceInfo const& device) {
-  ForwardParams params{};
-  params.softmax = {problem.softmax_scale * float(M_LOG2E)};
-  set_problem(params, problem, lengths, device);
-  return params;
-}
-
-// A call with everything decided: forward_cuda executes it, plan_cuda prints it.
-struct CallPlan {
-  AttentionProblem problem;
-  Kernel kernel;
-  ForwardParams params;
-  bool launches;       // else there is nothing to attend to, or nobody who would
-  ForwardPlan launch;  // of the smallest problem where nothing is launched
-};
-
-CallPlan plan_call(AttentionArguments const& arguments) {
-  CallPlan call{.problem = validate(arguments), .kernel = {}, .params = {}, .launches = true, .launch = {}};
-  Gpu const& gpu = gpu_at(arguments.q.get_device_index());
-  call.kernel = kernel_for(call.problem, gpu);
-  call.params = make_params(call.problem, arguments.lengths, gpu.info);
-  ForwardParams planned = call.params;
-  ProblemShape const& shape = planned.shape;
-  if (shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0) {
-    call.launches = false;
-    planned.shape = {1, 1, 1, 1, 1, shape.head_dim};
-    planned.mask = WindowMask::make(1, 1, 0, 0);
-    planned.lengths = {};
-  }
-  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned);
-  return call;
+ForwardCall plan_call(AttentionArguments const& arguments) {
+  AttentionProblem const problem = validate(arguments);  // before the device, of which it may complain
+  return plan_forward_call(problem, length_params(arguments.lengths), gpu_at(arguments.q.get_device_index()));
 }
 
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
   auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments;
-  CallPlan call = plan_call(arguments);
+  ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ForwardParams& params = call.params;
@@ -98,7 +46,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     return {out, lse};
   }
 
-  int const unreachable = call.problem.shape.seqlen_k - shape.seqlen_k;
+  int const unreachable = call.unreachable();
   Readable const q = readable("a copy of q", q_whole, ragged);
   Readable const k = readable("a copy of k", k_whole, ragged, unreachable);
   Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
@@ -116,7 +64,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     list = allocate("the list of tiles", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.lengths.workspace = list->mutable_data_ptr();
   }
-  call.kernel.run(params, call.launch, current_stream(device_index));
+  call.run(current_stream(device_index));
   if (!direct) {
     int64_t const head_dim = call.problem.shape.head_dim;
     torch::stable::copy_(out,
@@ -126,7 +74,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
 }
 
 std::string plan_cuda(AttentionArguments const& arguments) {
-  CallPlan const call = plan_call(arguments);
+  ForwardCall const call = plan_call(arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.q.get_device_index());
   auto const& [problem, kernel, params, launches, launch] = call;
   KernelAttributes const attributes = kernel.attributes(launch);
@@ -152,22 +100,20 @@ std::string plan_cuda(AttentionArguments const& arguments) {
 
 std::string compiled_kernels() {
   std::string list;
-  visit_instances([&]<class Kernel>(Kernel) {
-    for (auto const& [tile, smem_bytes] : ForwardLaunch<Kernel>::tiles()) {
-      JsonObject shape, kernel;
-      shape.add("block_m", tile.block_m)
-          .add("block_n", tile.block_n)
-          .add("stages", tile.stages)
-          .add("warps", tile.warps);
-      kernel.add("family", name_of(Kernel::family))
-          .add("element", name_of(Kernel::element))
-          .add("head_dim", Kernel::head_dim)
-          .add_raw("tile", shape.text())
-          .add("smem_bytes", smem_bytes);
-      list += (list.empty() ? "" : ", ") + kernel.text();
-    }
-    return false;
-  });
+  for (auto const& [family, element, head_dim, compiled] : compiled_forwards()) {
+    auto const& [tile, smem_bytes] = compiled;
+    JsonObject shape, kernel;
+    shape.add("block_m", tile.block_m)
+        .add("block_n", tile.block_n)
+        .add("stages", tile.stages)
+        .add("warps", tile.warps);
+    kernel.add("family", name_of(family))
+        .add("element", name_of(element))
+        .add("head_dim", head_dim)
+        .add_raw("tile", shape.text())
+        .add("smem_bytes", smem_bytes);
+    list += (list.empty() ? "" : ", ") + kernel.text();
+  }
   return '[' + list + ']';
 }
 

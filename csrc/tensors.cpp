@@ -131,8 +131,7 @@ LengthParams length_params(Lengths const& lengths) {
           .cu_seqlens_k = pointer(lengths.offsets_k()),
           .seqused_q = pointer(lengths.seqused_q),
           .seqused_k = pointer(lengths.seqused_k),
-          .leftpad_k = pointer(lengths.leftpad_k),
-          .given = true};
+          .leftpad_k = pointer(lengths.leftpad_k)};
 }
 
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.

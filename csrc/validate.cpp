@@ -115,9 +115,6 @@ Operand operand(char const* name, Tensor const& tensor) {
 
 }  // namespace
 
-char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
-char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
-
 std::string name_of(Device const& device) {
   std::ostringstream text;
   switch (device.type()) {

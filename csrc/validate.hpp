@@ -6,11 +6,9 @@
 
 #include <array>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 
-#include "flash_cute/params.hpp"
+#include "problem.hpp"
 
 namespace flash_cute {
 
@@ -63,37 +61,6 @@ using LengthOperands = std::array<std::optional<Operand>, 5>;
 inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
                                                "leftpad_k"};
 
-// The call once it is known to make sense.
-struct AttentionProblem {
-  ProblemShape shape;  // packed: seqlen_q and seqlen_k are the totals of all sequences
-  ElementType element;
-  float softmax_scale;
-  std::optional<int64_t> window_left, window_right;  // nullopt: unlimited; causal is right = 0
-  std::optional<Family> family;                      // nullopt: the device decides
-  bool packed;                                       // the sequences lie one behind the other
-  bool ragged;                                       // tensors of lengths were given, packed or not
-
-  // That of sequences which are all as long as the shape says.
-  WindowMask mask() const {
-    int64_t const unlimited = int64_t(shape.seqlen_q) + shape.seqlen_k;
-    return WindowMask::make(shape.seqlen_q, shape.seqlen_k, window_left.value_or(unlimited),
-                            window_right.value_or(unlimited));
-  }
-};
-
-// Every error of the library is one sentence; torch turns it into a Python exception. The backward's
-// operators put their name in place of this one (csrc/ops.cpp).
-inline constexpr char kErrorPrefix[] = "flash_cute.forward: ";
-
-template <class... Parts>
-void require(bool condition, Parts const&... parts) {
-  if (condition) return;
-  std::ostringstream message;
-  message << kErrorPrefix;
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
-}
-
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
@@ -108,8 +75,6 @@ inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 // Throws if these do not belong to q, packed or not.
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
 
-char const* name_of(Family family);
-char const* name_of(ElementType element);
 std::string name_of(Device const& device);
 
 }  // namespace flash_cute

@@ -1,20 +1,33 @@
-"""flash_cute: exact attention for PyTorch, written in C++/CUDA on CuTe.
+"""flash_cute: exact attention for PyTorch and JAX, written in C++/CUDA on CuTe.
 
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
 forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, merge makes
-one result of those for parts of the keys, supported and explain tell with what, flash_cute.reference checks.
+one result of those for parts of the keys, softmax the probabilities alone, supported and explain tell with
+what, flash_cute.reference checks. These are for PyTorch, flash_cute.jax is for JAX.
 flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
 """
 
+import sys
+from importlib import import_module
 from pkgutil import extend_path
+from typing import TYPE_CHECKING
 
 # A checkout's folder hides the installed package's, where the native library is: look there as well.
 __path__ = extend_path(__path__, __name__)
 
-from flash_cute import reference
-from flash_cute.interface import attention, attention_varlen, explain, forward, forward_varlen, supported
-from flash_cute.partial import merge
+if TYPE_CHECKING:
+    from flash_cute import reference
+    from flash_cute.interface import (
+        attention,
+        attention_varlen,
+        explain,
+        forward,
+        forward_varlen,
+        supported,
+    )
+    from flash_cute.partial import merge
+    from flash_cute.row_softmax import softmax
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,5 +38,30 @@ __all__ = [
     "forward_varlen",
     "merge",
     "reference",
+    "softmax",
     "supported",
 ]
+
+
+def _load_torch_face() -> None:
+    """Makes the functions for PyTorch, and registers its operators."""
+    for name in __all__:
+        module = {"reference": None, "softmax": "row_softmax", "merge": "partial"}.get(name, "interface")
+        found = import_module(f"flash_cute.{module or name}")
+        globals()[name] = getattr(found, name) if module else found
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'flash_cute' has no attribute {name!r}")
+    _load_torch_face()
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# flash_cute.jax works without torch, and where nobody has loaded torch it is not loaded for it.
+if "torch" in sys.modules:
+    _load_torch_face()

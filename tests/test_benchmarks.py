@@ -28,6 +28,7 @@ from benchmarks import (
     profile,
     report,
     results,
+    softmax,
     timing,
 )
 from benchmarks.problem import Problem, parse_shape, parse_window
@@ -596,6 +597,26 @@ def test_overhead(tmp_path, capsys):
     assert "training step, SDPA flash" in text
     assert "host" in text
     assert "latency" not in text  # of a CPU it says the same
+
+
+def test_softmax(tmp_path, capsys):
+    options = ["--device", "cpu", "--columns", "40", "--seconds", "0.01", "--output", str(tmp_path)]
+    path = softmax.main(options)
+    assert "| backward | fp16 | 40 |" in capsys.readouterr().out
+    cells = json.loads(path.read_text())["cells"]
+    assert {cell["element"] for cell in cells} == {"fp32", "fp16", "bf16"}
+    assert all(cell["over_torch"] > 0 < cell["of_a_copy"] for cell in cells)
+
+
+def test_jax_attention(tmp_path, capsys):
+    pytest.importorskip("jax", reason="needs jax")
+    from benchmarks import jax_attention
+
+    path = jax_attention.main(["--device", "cpu", "--seconds", "0.01", "--output", str(tmp_path)])
+    assert "times flash_cute in PyTorch" in capsys.readouterr().out
+    cells = json.loads(path.read_text())["cells"]
+    assert {cell["problem"]["direction"] for cell in cells} == {"forward", "backward"}
+    assert all(min(cell["over"].values()) > 0 for cell in cells)
 
 
 @pytest.mark.parametrize(("direction", "products"), [("forward", 2), ("backward", 5)])

@@ -1,0 +1,178 @@
+"""flash_cute.jax.attention under jax.jit, beside the same kernels called from PyTorch, and cuDNN through JAX.
+
+    python -m benchmarks.jax_attention
+
+A time is that of many calls and the wait for the last one, by the host's clock, divided by their number. The
+calls take the device longer than the host takes to enqueue them, so it never waits. Who is first in a round
+is drawn. A backward is called on what its own forward saved.
+
+"GPU" is the time from the first kernel of a call to its last one's end, as CUPTI saw them, of calls that wait
+for each other: without what the host does, or kernels of the next call that begin early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+# PyTorch needs memory of the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import flash_cute  # noqa: F401  it registers PyTorch's operators
+from flash_cute.jax import attention
+
+from . import timing
+from .problem import Problem, paper_grid
+from .report import MISSING, geometric_mean, shape_labels, source, table
+from .results import choose_device, environment, save_and_show
+
+JAX, TORCH, CUDNN, XLA = "flash_cute.jax", "flash_cute in PyTorch", "cuDNN in JAX", "XLA"
+GRID = {"cuda": (16384, 2048, [64, 128], [512, 1024, 2048, 4096, 16384]), "cpu": (128, 64, [32], [32, 64])}
+ROUND_SECONDS = 0.012  # of each contender
+Timed = tuple[Callable[[], object], Callable[[object], object]]  # a call, and the wait for its result
+
+
+def gradients(function: Callable, inputs: list[jax.Array], dout: jax.Array) -> Callable[[], object]:
+    """The jitted backward alone, on what a jitted forward saved."""
+    _, backward = jax.jit(partial(jax.vjp, function))(*inputs)
+    return partial(jax.jit(lambda saved, dout: saved(dout)), backward, dout)
+
+
+def contenders(problem: Problem, device: torch.device) -> dict[str, Timed]:
+    tensors = problem.inputs(device)  # (batch, heads, seqlen, head_dim), a token's heads stored together
+    arrays = [
+        jnp.asarray(jax.random.normal(jax.random.key(i), x.transpose(1, 2).shape), jnp.bfloat16)
+        for i, x in enumerate(tensors)
+    ]
+    their = jax.nn.dot_product_attention
+    functions = {JAX: attention}
+    functions |= {CUDNN: partial(their, implementation="cudnn")} if device.type == "cuda" else {XLA: their}
+    found: dict[str, Timed] = {}
+    for name, function in functions.items():
+        call = partial(function, is_causal=problem.causal)
+        if problem.direction == "forward":
+            run = partial(jax.jit(call), *arrays)
+        else:
+            run = gradients(call, arrays[:3], arrays[3])
+        found[name] = run, jax.block_until_ready
+    if problem.direction == "forward":
+        run = partial(torch.ops.flash_cute.forward, *tensors, problem.causal)
+    else:
+        *inputs, dout = tensors
+        saved = torch.ops.flash_cute.forward(*inputs, problem.causal)
+        run = partial(torch.ops.flash_cute._backward, dout, None, *inputs, *saved, problem.causal)
+    found[TORCH] = run, lambda _: timing.synchronize(device)
+    return found
+
+
+def seconds_of(timed: Timed, calls: int) -> float:
+    run, wait = timed
+    begin = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    wait(result)
+    return time.perf_counter() - begin
+
+
+def gpu_us(timed: Timed, calls: int = 10) -> list[float]:
+    """Microseconds of the GPU's own clock for each of some calls."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            seconds_of(timed, 1)
+    found = [
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    found.sort()
+    of_a_call = len(found) // calls
+    if of_a_call * calls != len(found):
+        raise RuntimeError(f"{len(found)} kernels in {calls} calls")
+    parts = [found[i : i + of_a_call] for i in range(0, len(found), of_a_call)]
+    return [(max(end for _, end in part) - part[0][0]) / 1e3 for part in parts]
+
+
+def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
+    running = contenders(problem, device)
+    calls = {}
+    for name, timed in running.items():
+        for _ in range(2):  # the first time to compile
+            took = seconds_of(timed, 3) / 3
+        calls[name] = max(3, round(ROUND_SECONDS / took))
+    samples: dict[str, list[float]] = {name: [] for name in running}
+    for _ in timing.rounds(seconds):
+        for name in random.sample(list(running), len(running)):
+            samples[name].append(1e6 * seconds_of(running[name], calls[name]) / calls[name])
+    peers = [name for name in running if name != JAX]
+    cell = {
+        "problem": problem.to_json(),
+        "us": {name: timing.summary(values) for name, values in samples.items()},
+        "over": {name: timing.paired_speedup(samples[JAX], samples[name]) for name in peers},
+    }
+    if device.type == "cuda":
+        on_gpu = {name: timing.summary(gpu_us(running[name])) for name in (JAX, TORCH)}
+        cell["gpu_us"] = on_gpu
+        cell["gpu_share"] = round(on_gpu[JAX]["median"] / on_gpu[TORCH]["median"], 4)
+    return cell
+
+
+def markdown(results: dict) -> str:
+    cells = results["cells"]
+    names, peers = list(cells[0]["us"]), list(cells[0]["over"])
+    lines = [
+        *source(results["environment"]),
+        "",
+        f"jax {results['environment']['jax']}. Times as fast as:",
+        "",
+    ]
+    header = ["", *(f"{name}, us" for name in names), *(f"times {name}" for name in peers)]
+    header.append("GPU: our time in JAX / in PyTorch")
+    rows = []
+    for cell, label in zip(cells, shape_labels(cells), strict=True):
+        problem = cell["problem"]
+        title = f"{problem['direction']}, head dim {problem['head_dim']}, {problem['mask']}, {label}"
+        times = [f"{cell['us'][name]['median']:.1f}" for name in names]
+        over = [f"{cell['over'][name]:.3f}" for name in peers]
+        share = f"{cell['gpu_share']:.3f}" if "gpu_share" in cell else MISSING
+        rows.append([title.replace("\n", ", "), *times, *over, share])
+    means = [f"{geometric_mean([cell['over'][name] for cell in cells]):.3f}" for name in peers]
+    rows.append(["all, geometric mean", *[MISSING] * len(names), *means, MISSING])
+    return "\n".join(lines + table(header, rows))
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    args = argparse.ArgumentParser(
+        prog="python -m benchmarks.jax_attention", description=__doc__.splitlines()[0]
+    )
+    args.add_argument("--seqlen", type=int, nargs="+", help="a part of the grid")
+    args.add_argument("--seconds", type=float, default=0.4, help="per problem")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="jax-attention", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    *sizes, seqlens = GRID[device.type]
+    problems = [
+        problem
+        for direction in ("forward", "backward")
+        for problem in paper_grid(*sizes, options.seqlen or seqlens, [False, True], "bf16", direction)
+    ]
+    cells = [measure(problem, device, options.seconds) for problem in timing.progress(problems, "jax")]
+    results = {"environment": environment(device) | {"jax": jax.__version__}, "cells": cells}
+    return save_and_show(results, markdown(results), options.name, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+// A call with everything decided but where its operands lie: the family, its kernel, the plan, the workspace.
+// Every face makes one, sets pointers and strides, and runs it.
+#pragma once
+
+#include "kernels.hpp"
+#include "problem.hpp"
+
+namespace flash_cute {
+
+// shape.seqlen_k of params may be less than the problem's: the first keys, which no query reaches, are not
+// there for a kernel.
+struct ForwardCall {
+  AttentionProblem problem;
+  ForwardKernel kernel;
+  ForwardParams params;
+  bool launches;       // else there is nothing to attend to, or nobody who would
+  ForwardPlan launch;  // of the smallest problem where nothing is launched
+
+  int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
+  // With operands, and params.lengths.workspace of launch.workspace_bytes.
+  void run(cudaStream_t stream) const { kernel.run(params, launch, stream); }
+};
+
+struct BackwardCall {
+  AttentionProblem problem;
+  BackwardKernel kernel;
+  BackwardParams params;
+  bool launches;  // else all gradients are 0
+  BackwardPlan launch;
+
+  int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
+  // With operands. workspace: of launch.workspace_bytes.
+  void run(void* workspace, cudaStream_t stream) {
+    params.workspace = launch.parts(workspace);
+    kernel.run(params, launch, stream);
+  }
+};
+
+// lengths: pointers to those that were given; read if the problem is ragged.
+FLASH_CUTE_API ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths,
+                                             Gpu const& gpu);
+FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths,
+                                               Gpu const& gpu, bool needs_dq, bool needs_dkv,
+                                               bool deterministic);
+
+// Bytes that hold the workspace of a call on any GPU, for a face that allocates before it knows the GPU; n
+// times as many hold that of n times the batch.
+FLASH_CUTE_API int64_t forward_workspace(AttentionProblem const& problem);
+FLASH_CUTE_API int64_t backward_workspace(AttentionProblem const& problem, bool deterministic);
+
+}  // namespace flash_cute

@@ -1,0 +1,310 @@
+// The kernels as XLA calls them: handlers of its foreign function interface (flash_cute/jax.py registers
+// them). Shapes and options were checked there.
+#include <cuda_runtime_api.h>
+#include <xla/ffi/api/ffi.h>
+
+#include <string>
+
+#include "../calls.hpp"
+#include "flash_cute/core/check.hpp"
+#include "flash_cute/softmax/plan.hpp"
+
+namespace flash_cute {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// (..., seqlen, heads, head_dim), contiguous; what vmap maps over comes before the batch.
+struct Sizes {
+  int batch = 1, seqlen, heads, head_dim;
+
+  explicit Sizes(ffi::AnyBuffer const& buffer) {
+    auto const sizes = buffer.dimensions();
+    size_t const dims = sizes.size();
+    for (size_t dim = 0; dim + 3 < dims; ++dim) batch *= int(sizes[dim]);
+    seqlen = int(sizes[dims - 3]);
+    heads = int(sizes[dims - 2]);
+    head_dim = int(sizes[dims - 1]);
+  }
+  TensorView view(void* data) const {
+    int64_t const row = int64_t(heads) * head_dim;
+    return {data, batch > 1 ? seqlen * row : 0, head_dim, row};
+  }
+};
+
+TensorView view(ffi::AnyBuffer const& buffer) { return Sizes(buffer).view(buffer.untyped_data()); }
+
+int const* lengths(ffi::AnyBuffer const& buffer) {  // empty: they were not given
+  return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
+}
+
+AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, float scale,
+                            int64_t left, int64_t right) {
+  Sizes const of_q(q), of_k(k);
+  ElementType const element = q.element_type() == ffi::DataType::F16 ? ElementType::fp16 : ElementType::bf16;
+  auto limit = [](int64_t value) { return value < 0 ? std::nullopt : std::optional(value); };
+  return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
+          .element = element,
+          .softmax_scale = scale,
+          .window_left = limit(left),
+          .window_right = limit(right),
+          .family = std::nullopt,
+          .packed = false,
+          .ragged = has_lengths};
+}
+
+LengthParams lengths_of(ffi::AnyBuffer const& seqused_q, ffi::AnyBuffer const& seqused_k,
+                        ffi::AnyBuffer const& leftpad_k) {
+  return {.seqused_q = lengths(seqused_q), .seqused_k = lengths(seqused_k), .leftpad_k = lengths(leftpad_k)};
+}
+
+bool any(LengthParams const& lengths) { return lengths.seqused_q || lengths.seqused_k || lengths.leftpad_k; }
+
+Gpu const& current_gpu(int device) {
+  check(cudaSetDevice(device), "choosing the device");
+  return gpu_at(device);
+}
+
+// Calls function() and turns what it throws into an error of XLA's, under its name in JAX.
+template <class Function>
+ffi::Error guarded(char const* name, Function&& function) {
+  try {
+    function();
+    return ffi::Error::Success();
+  } catch (std::exception const& error) {
+    std::string const message = error.what();
+    if (!message.starts_with(kErrorPrefix)) return ffi::Error::Internal(message);
+    return ffi::Error::Internal(name + (": " + message.substr(sizeof(kErrorPrefix) - 1)));
+  }
+}
+
+// The workspace is a result that nobody reads: XLA knows of its memory, also while a CUDA graph has the call.
+void* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, int64_t bytes) {
+  require(int64_t(buffer->size_bytes()) >= bytes, "the workspace has ", buffer->size_bytes(), " bytes, but ",
+          bytes, " are needed; it was made for another GPU or another build");
+  return buffer->untyped_data();
+}
+
+constexpr char kAttention[] = "flash_cute.jax.attention";
+constexpr char kSoftmax[] = "flash_cute.jax.softmax";
+
+// No rows or keys are cut off here: flash_cute/jax.py does so, where a mask asks for it.
+template <class Call>
+void require_whole(Call const& call) {
+  require(call.launches && call.unreachable() == 0, "some keys are seen by no query");
+}
+
+ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                   ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   ffi::Result<ffi::AnyBuffer> workspace, float scale, int64_t left, int64_t right) {
+  return guarded(kAttention, [&] {
+    LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
+    ForwardCall call =
+        plan_forward_call(problem_of(q, k, any(lengths), scale, left, right), lengths, current_gpu(device));
+    require_whole(call);
+    ForwardParams& params = call.params;
+    params.q = view(q);
+    params.k = view(k);
+    params.v = view(v);
+    params.out = view(*out);
+    params.lse = static_cast<float*>(lse->untyped_data());
+    params.lengths.workspace = workspace_of(workspace, call.launch.workspace_bytes);
+    call.run(stream);
+  });
+}
+
+ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::AnyBuffer dlse,
+                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
+                    ffi::AnyBuffer lse, ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k,
+                    ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace, float scale,
+                    int64_t left, int64_t right, bool deterministic) {
+  return guarded(kAttention, [&] {
+    LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
+    BackwardCall call = plan_backward_call(problem_of(q, k, any(lengths), scale, left, right), lengths,
+                                           current_gpu(device), true, true, deterministic);
+    require_whole(call);
+    BackwardParams& params = call.params;
+    params.q = view(q);
+    params.k = view(k);
+    params.v = view(v);
+    params.out = view(out);
+    params.dout = view(dout);
+    params.dq = view(*dq);
+    params.dk = view(*dk);
+    params.dv = view(*dv);
+    params.lse = static_cast<float const*>(lse.untyped_data());
+    params.dlse = dlse.element_count() > 0 ? static_cast<float const*>(dlse.untyped_data()) : nullptr;
+    call.run(workspace_of(workspace, call.launch.workspace_bytes), stream);
+  });
+}
+
+RowElement row_element(ffi::AnyBuffer const& x) {
+  switch (x.element_type()) {
+    case ffi::DataType::F16: return RowElement::fp16;
+    case ffi::DataType::BF16: return RowElement::bf16;
+    default: return RowElement::fp32;
+  }
+}
+
+// Softmax of rows, contiguous: (..., rows, columns) with causal, else (..., columns). Lengths tell the batch.
+struct SoftmaxCall {
+  RowSoftmaxParams params{};
+  SoftmaxKernels kernels;
+
+  SoftmaxCall(int device, ffi::AnyBuffer const& x, ffi::AnyBuffer const& seqused_k,
+              ffi::AnyBuffer const& leftpad_k, float scale, bool causal)
+      : kernels(softmax_kernels(row_element(x))) {
+    auto const sizes = x.dimensions();
+    size_t const dims = sizes.size(), counted = larger(seqused_k.element_count(), leftpad_k.element_count());
+    int64_t const columns = sizes[dims - 1], all_rows = int64_t(x.element_count()) / columns;
+    int64_t const batch = counted > 0 ? int64_t(counted) : 1;
+    int64_t const rows = causal ? sizes[dims - 2] : all_rows / batch, heads = all_rows / batch / rows;
+    params.shape = {int(batch), int(heads), int(rows), int(columns)};
+    params.scale = scale;
+    params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
+    params.device = current_gpu(device).info;
+    params.input = view(x);
+  }
+
+  TensorView view(ffi::AnyBuffer const& buffer) const {
+    int64_t const columns = params.shape.columns, rows = params.shape.rows;
+    return {buffer.untyped_data(), params.shape.heads * rows * columns, rows * columns, columns};
+  }
+  void run(cudaStream_t stream, ffi::Result<ffi::AnyBuffer>& workspace, bool backward) {
+    RowSoftmaxPlan const plan = kernels.plan(params, backward);
+    params.workspace = workspace_of(workspace, plan.workspace_bytes);
+    (backward ? kernels.backward : kernels.forward)(params, plan, stream);
+  }
+};
+
+ffi::Error softmax(cudaStream_t stream, int device, ffi::AnyBuffer x, ffi::AnyBuffer seqused_k,
+                   ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> probabilities,
+                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace, float scale,
+                   bool causal) {
+  return guarded(kSoftmax, [&] {
+    SoftmaxCall call(device, x, seqused_k, leftpad_k, scale, causal);
+    call.params.output = call.view(*probabilities);
+    call.params.lse = static_cast<float*>(lse->untyped_data());
+    call.run(stream, workspace, /*backward=*/false);
+  });
+}
+
+ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dprobabilities,
+                            ffi::AnyBuffer dlse, ffi::AnyBuffer kept, ffi::AnyBuffer seqused_k,
+                            ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> dx,
+                            ffi::Result<ffi::AnyBuffer> workspace, float scale, bool causal) {
+  return guarded(kSoftmax, [&] {
+    SoftmaxCall call(device, kept, seqused_k, leftpad_k, scale, causal);
+    call.params.gradient = call.view(dprobabilities);
+    call.params.output = call.view(*dx);
+    call.params.dlse = static_cast<float const*>(dlse.untyped_data());
+    call.run(stream, workspace, /*backward=*/true);
+  });
+}
+
+}  // namespace
+}  // namespace flash_cute
+
+// Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
+extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch, int heads_q, int heads_kv,
+                                            int seqlen_q, int seqlen_k, int head_dim, bool has_lengths,
+                                            bool deterministic) {
+  using namespace flash_cute;
+  AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
+                                 .element = fp16 ? ElementType::fp16 : ElementType::bf16,
+                                 .softmax_scale = 1.f,
+                                 .window_left = std::nullopt,
+                                 .window_right = std::nullopt,
+                                 .family = std::nullopt,
+                                 .packed = false,
+                                 .ragged = has_lengths};
+  try {
+    return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
+  } catch (std::exception const&) {
+    return 0;
+  }
+}
+
+extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows, int64_t columns,
+                                                    int element_bytes) {
+  using namespace flash_cute;
+  ScoreShape const shape{1, 1, int(rows), int(columns)};
+  return row_softmax_workspace(shape, element_bytes, backward);
+}
+
+namespace ffi = xla::ffi;
+
+// A CUDA graph may have any of the calls: all that they do is launch.
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, flash_cute::forward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()  // q
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<ffi::AnyBuffer>()  // seqused_q
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Ret<ffi::AnyBuffer>()  // lse
+                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("left")
+                                  .Attr<int64_t>("right"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()  // dout
+                                  .Arg<ffi::AnyBuffer>()  // dlse
+                                  .Arg<ffi::AnyBuffer>()  // q
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<ffi::AnyBuffer>()  // out
+                                  .Arg<ffi::AnyBuffer>()  // lse
+                                  .Arg<ffi::AnyBuffer>()  // seqused_q
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // dq
+                                  .Ret<ffi::AnyBuffer>()  // dk
+                                  .Ret<ffi::AnyBuffer>()  // dv
+                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("left")
+                                  .Attr<int64_t>("right")
+                                  .Attr<bool>("deterministic"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax, flash_cute::softmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // probabilities
+                                  .Ret<ffi::AnyBuffer>()  // lse
+                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("causal"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax_backward, flash_cute::softmax_backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()  // dprobabilities
+                                  .Arg<ffi::AnyBuffer>()  // dlse
+                                  .Arg<ffi::AnyBuffer>()  // kept: x or probabilities, see keeps_scores
+                                  .Arg<ffi::AnyBuffer>()  // seqused_k
+                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Ret<ffi::AnyBuffer>()  // dx
+                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("causal"),
+                              {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,125 @@
+#include "../calls.hpp"
+
+#include <cmath>
+
+#include "flash_cute/attention/ragged.hpp"
+
+namespace flash_cute {
+namespace {
+
+// What a GPU of Ampere or newer lets a thread block have of shared memory: 8.6 and 8.9, 8.0, 9.0.
+constexpr int kSharedMemories[] = {99 << 10, 163 << 10, 227 << 10};
+
+// The family that serves the problem, in this build; throws where there is none, or not the one asked for.
+Family family_for(AttentionProblem const& problem, Gpu const& gpu) {
+  constexpr int kAmpere = 80, kHopper = 90;
+  int const capability = gpu.compute_capability;
+  require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
+          "; 8.0 (Ampere) and newer are supported");
+  if (!problem.family) return default_family(gpu, problem.element, problem.shape.head_dim);
+  require(*problem.family != Family::sm90 || capability == kHopper,
+          "family is 'sm90', which needs compute capability ", "9.0 (Hopper), but the GPU has ",
+          capability / 10, ".", capability % 10);
+  return *problem.family;
+}
+
+// find: forward_kernel or backward_kernel.
+template <class Find>
+auto kernel_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
+  Family const family = family_for(problem, gpu);
+  auto const kernel = find(family, problem.element, problem.shape.head_dim);
+  require(kernel.run, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
+          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+  return kernel;
+}
+
+// What both passes know of a call beside its operands. Keys that no query can reach are cut off; the mask
+// stays what it was, as it is aligned to the end of the keys. Of sequences of unequal lengths the kernels see
+// to it.
+template <class Params>
+Params make_params(AttentionProblem const& problem, LengthParams const& lengths, DeviceInfo const& device) {
+  Params params{};
+  params.shape = problem.shape;
+  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
+  params.mask = problem.mask();
+  params.device = device;
+  params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
+  if (problem.ragged) {
+    params.lengths = lengths;
+    params.lengths.given = true;
+  } else {
+    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
+  }
+  return params;
+}
+
+bool is_empty(ProblemShape const& shape) {
+  return shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0;
+}
+
+// The largest result of bytes(family, its kernel's head dim, params) over all GPUs.
+template <class Params, class Find, class Bytes>
+int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
+  int64_t most = 0;
+  for (Family const family : {Family::sm80, Family::sm90}) {
+    auto const kernel = find(family, problem.element, problem.shape.head_dim);
+    if (!kernel.run) continue;
+    for (int const smem_bytes : kSharedMemories) {
+      DeviceInfo const device{.index = 0, .multiprocessors = 1, .smem_bytes = smem_bytes, .l2_bytes = 1};
+      most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
+    }
+  }
+  return most;
+}
+
+}  // namespace
+
+ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu) {
+  ForwardCall call{problem,
+                   kernel_for(problem, gpu, forward_kernel),
+                   make_params<ForwardParams>(problem, lengths, gpu.info),
+                   true,
+                   {}};
+  call.params.softmax = {problem.softmax_scale * float(M_LOG2E)};
+  ForwardParams planned = call.params;
+  if (is_empty(planned.shape)) {
+    call.launches = false;
+    planned.shape = {1, 1, 1, 1, 1, planned.shape.head_dim};
+    planned.mask = WindowMask::make(1, 1, 0, 0);
+    planned.lengths = {};
+  }
+  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned);
+  return call;
+}
+
+BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
+                                bool needs_dq, bool needs_dkv, bool deterministic) {
+  BackwardCall call{problem,
+                    kernel_for(problem, gpu, backward_kernel),
+                    make_params<BackwardParams>(problem, lengths, gpu.info),
+                    true,
+                    {}};
+  call.params.softmax_scale = problem.softmax_scale;
+  call.launches = !is_empty(call.params.shape);
+  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, needs_dq, needs_dkv,
+                              deterministic);
+  return call;
+}
+
+int64_t forward_workspace(AttentionProblem const& problem) {
+  if (!problem.ragged) return 0;
+  AttentionProblem many = problem;  // few sequences need less, but not a part of what more of them do
+  many.shape.batch = larger(problem.shape.batch, kFewSequences + 1);
+  return largest<ForwardParams>(many, forward_kernel, [](Family family, int bucket, auto const& params) {
+    return plan_forward(family, bucket, params).workspace_bytes;
+  });
+}
+
+int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
+  return largest<BackwardParams>(
+      problem, backward_kernel, [&](Family family, int bucket, auto const& params) {
+        return plan_backward(family, bucket, params, true, true, deterministic).workspace_bytes;
+      });
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,54 @@
+// A call of attention once it is known to make sense, for every face, and how errors are raised. No torch.
+#pragma once
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "flash_cute/params.hpp"
+
+namespace flash_cute {
+
+// Every error of the library is one sentence, which its face turns into a Python exception, under the name of
+// the function that was called in place of this one.
+inline constexpr char kErrorPrefix[] = "flash_cute.forward: ";
+
+template <class... Parts>
+void require(bool condition, Parts const&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  message << kErrorPrefix;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+struct AttentionProblem {
+  ProblemShape shape;  // packed: seqlen_q and seqlen_k are the totals of all sequences
+  ElementType element;
+  float softmax_scale;
+  std::optional<int64_t> window_left, window_right;  // nullopt: unlimited; causal is right = 0
+  std::optional<Family> family;                      // nullopt: the device decides
+  bool packed;                                       // the sequences lie one behind the other
+  bool ragged;                                       // tensors of lengths were given, packed or not
+
+  // That of sequences which are all as long as the shape says.
+  WindowMask mask() const {
+    int64_t const unlimited = int64_t(shape.seqlen_q) + shape.seqlen_k;
+    return WindowMask::make(shape.seqlen_q, shape.seqlen_k, window_left.value_or(unlimited),
+                            window_right.value_or(unlimited));
+  }
+};
+
+inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
+inline char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
+
+constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
+
+// head_dim with the columns of 0 that make rows a multiple of it.
+inline int padded_head_dim(int64_t head_dim) {
+  constexpr int kElements = kRowAlignment / kElementBytes;
+  return int(ceil_div(head_dim, int64_t(kElements)) * kElements);
+}
+
+}  // namespace flash_cute

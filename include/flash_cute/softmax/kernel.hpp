@@ -1,0 +1,325 @@
+// Softmax over rows, and its gradient. A row's threads keep it in registers between its sum and its result:
+// one read and one write. Where the registers of all thread blocks don't hold it, what came before the last
+// tile is read again.
+#pragma once
+
+#include <type_traits>
+
+#include "flash_cute/softmax/reduce.hpp"
+#include "flash_cute/softmax/row.hpp"
+
+namespace flash_cute {
+
+// A thread's place among the rows, and in its row.
+template <class Traits>
+struct RowPlace {
+  using Storage = typename Traits::Storage;
+
+  bool valid;  // else there is no such row
+  int row;     // among all rows
+  int part, lane;
+  Row<Traits> columns;  // of the row, as far as the part has them
+  Storage const *input, *gradient;
+  Storage* output;
+  int first, tiles;  // the thread's first chunk, and how many tiles the part has
+
+  __device__ RowPlace(RowSoftmaxParams const& params, int parts, unsigned turn) {
+    static_assert(!Traits::kShared || Traits::kRows == 1);
+    ScoreShape const& shape = params.shape;
+    unsigned const team = (blockIdx.x + turn * gridDim.x) / parts;
+    unsigned const found = team * Traits::kRows + threadIdx.x / Traits::kLanes;
+    part = int(blockIdx.x % parts);
+    lane = int(threadIdx.x % Traits::kLanes);
+    valid = found < unsigned(shape.all_rows());
+    row = valid ? int(found) : 0;
+    int const index = row % shape.rows, pair = row / shape.rows;
+    int const head = pair % shape.heads, entry = pair / shape.heads;
+    auto at = [&](TensorView const& view) {
+      return static_cast<Storage*>(view.data) + entry * view.batch_stride + head * view.head_stride +
+             index * view.row_stride;
+    };
+    input = at(params.input);
+    gradient = params.gradient.data ? at(params.gradient) : nullptr;
+    output = at(params.output);
+
+    VisibleColumns const visible =
+        Traits::kPlain ? VisibleColumns{0, shape.columns} : params.mask.visible(shape, entry, index);
+    int const skew = Traits::kPlain ? 0 : Row<Traits>::skew_of(input), size = skew + shape.columns;
+    int const chunks = ceil_div(size, Traits::kWidth), of_part = ceil_div(chunks, parts);
+    int const part_end = valid ? smaller((part + 1) * of_part * Traits::kWidth, size) : 0;
+    int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
+    columns = {skew, part_end, skew + visible.begin, end};
+    first = part * of_part + lane;
+    tiles = Traits::kShared ? ceil_div(of_part, Traits::kTile) : 1;
+  }
+
+  __device__ int chunk(int tile) const { return first + tile * Traits::kTile; }
+};
+
+// A thread's chunks of its row: of one tensor, or of that and the gradient. Where rows are shared, those of
+// the next row arrive in shared memory from the moment on in which this row's are in registers: thread blocks
+// that wait for each other's sums are then not waiting for memory, too. Each thread reads what it fetched
+// itself.
+template <class Traits>
+class HeldRow {
+ public:
+  using Chunk = typename Traits::Chunk;
+  using Storage = typename Traits::Storage;
+  using Place = RowPlace<Traits>;
+
+  __device__ Chunk const (&inputs() const)[Traits::kChunks] { return chunks_[0]; }
+  __device__ Chunk const (&gradients() const)[Traits::kChunks] { return chunks_[Traits::kTensors - 1]; }
+
+  __device__ void fetch(Place const& place) {
+    if (!Traits::kAhead || place.tiles > 1) return;
+    place.columns.fetch(memory(0), place.input, place.first);
+    if (Traits::kTensors > 1 && place.gradient) {
+      place.columns.fetch(memory(Traits::kTensors - 1), place.gradient, place.first);
+    }
+  }
+  __device__ void load(Place const& place, int tile, Storage hidden) {
+    if (Traits::kAhead && place.tiles == 1) wait_for_chunks();
+    load(place, 0, place.input, tile, hidden);
+    if constexpr (Traits::kTensors > 1) {
+      if (place.gradient) {
+        load(place, 1, place.gradient, tile, 0);
+      } else {
+#pragma unroll
+        for (Chunk& chunk : chunks_[1]) chunk = Chunk::filled(0);
+      }
+    }
+  }
+  // The compiler would keep the floats of all chunks for the next loop over them, and spill. Of kept weights
+  // there is no next loop, and the chunks would be kept.
+  __device__ void forget_floats() {
+    if constexpr (!Traits::kKeepsWeights) flash_cute::forget_floats(chunks_[0]);
+    if constexpr (Traits::kTensors > 1) flash_cute::forget_floats(chunks_[1]);
+  }
+
+ private:
+  __device__ void load(Place const& place, int tensor, Storage const* data, int tile, Storage hidden) {
+    if constexpr (Traits::kAhead) {
+      if (place.tiles == 1) {
+        return place.columns.load(chunks_[tensor], data, place.first, hidden, [&](int k, int) {
+          uint4 const words = memory(tensor)[k * Traits::kLanes];
+          return Chunk{{words.x, words.y, words.z, words.w}};
+        });
+      }
+    }
+    place.columns.load(chunks_[tensor], data, place.chunk(tile), hidden);
+  }
+  __device__ static uint4* memory(int tensor) {
+    extern __shared__ uint4 row_memory[];
+    return row_memory + tensor * Traits::kTile + threadIdx.x;
+  }
+
+  Chunk chunks_[Traits::kTensors][Traits::kChunks];
+};
+
+// Calls step(place, held, fetch_next) for each row that this thread has a share in; fetch_next() is to be
+// called once the row's chunks are in registers.
+template <class Traits, class Step>
+__device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& step) {
+  HeldRow<Traits> held;
+  if constexpr (!Traits::kShared) {
+    step(RowPlace<Traits>(params, 1, 0), held, [] {});
+  } else {
+    unsigned const blocks = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows)) * parts;
+    auto fetch = [&](unsigned turn) {
+      if (Traits::kAhead && turn * gridDim.x + blockIdx.x < blocks)
+        held.fetch(RowPlace<Traits>(params, parts, turn));
+    };
+    fetch(0);
+    for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < blocks; ++turn) {
+      step(RowPlace<Traits>(params, parts, turn), held, [&] { fetch(turn + 1); });
+    }
+  }
+}
+
+// The weights of scores, relative to one of them: computed once and kept, or each time that they are asked
+// for. Without scores, the probabilities themselves.
+template <class Traits>
+class Weights {
+ public:
+  using Chunks = typename Traits::Chunk[Traits::kChunks];
+
+  __device__ void set_reference(float score, Chunks const& scores, LogSumOp const& op) {
+    reference_ = op.reference(score);
+    if constexpr (Traits::kKeepsWeights) {
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) compute(scores[k], op, values_[k]);
+    }
+  }
+  // The highest score among those of a warp's lanes that share a row, which is the reference from now on.
+  __device__ float set_reference(Chunks const& scores, LogSumOp const& op) {
+    float highest = -INFINITY;
+#pragma unroll
+    for (auto const& chunk : scores) highest = max_or_nan(highest, chunk.max());
+    highest = reduce_lanes<Traits::kLanes>(highest, MaxOrNan{});
+    set_reference(highest == -INFINITY ? 0.f : highest, scores, op);
+    return highest;
+  }
+  __device__ void get(int k, Chunks const& scores, LogSumOp const& op,
+                      float (&values)[Traits::kWidth]) const {
+    if constexpr (Traits::kKeepsWeights) {
+#pragma unroll
+      for (int i = 0; i < Traits::kWidth; ++i) values[i] = values_[k][i];
+    } else {
+      compute(scores[k], op, values);
+    }
+  }
+
+ private:
+  __device__ void compute(typename Traits::Chunk const& scores, LogSumOp const& op,
+                          float (&values)[Traits::kWidth]) const {
+    scores.to_floats(values);
+    if constexpr (Traits::kFromScores) {
+#pragma unroll
+      for (float& value : values) value = op.weight(value, reference_);
+    }
+  }
+
+  float reference_ = 0.f;
+  float values_[Traits::kKeepsWeights ? Traits::kChunks : 1][Traits::kWidth];
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    row_softmax(__grid_constant__ RowSoftmaxParams const params, int parts) {
+  using Chunk = typename Traits::Chunk;
+  using Reduction = RowReduction<Traits, LogSumOp>;
+  __shared__ typename Reduction::Storage storage;
+  Reduction reduce(storage);
+  LogSumOp const op{params.scale * float(M_LOG2E)};
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held, auto fetch_next) {
+    Weights<Traits> weights;
+    float values[Traits::kWidth];
+    float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
+    float highest_of_warp = -INFINITY;    // in the last tile, whose weights stay
+    for (int tile = 0; tile < place.tiles; ++tile) {
+      held.load(place, tile, Chunk::kMinusInfinity);
+      highest_of_warp = weights.set_reference(held.inputs(), op);
+      held.forget_floats();
+      float sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) {
+        weights.get(k, held.inputs(), op, values);
+#pragma unroll
+        for (float const value : values) sum += value;
+      }
+      held.forget_floats();
+      total = place.tiles == 1 ? float2{highest_of_warp, sum} : op(total, {highest_of_warp, sum});
+    }
+    fetch_next();
+    total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
+    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
+    if (place.valid && place.part == 0 && place.lane == 0) {
+      params.lse[place.row] = isinf(total.x) ? total.x : op.lse(total, params.scale);
+    }
+    float const whole = __fdividef(1.f, total.y);
+    float factor = whole;
+    if constexpr (!Traits::kKeepsWeights) {
+      weights.set_reference(total.x, held.inputs(), op);
+    } else if constexpr (Traits::kLanes > kWarp) {
+      factor *= op.change(highest_of_warp, total.x);
+    }
+    for (int tile = place.tiles - 1; tile >= 0; --tile) {
+      if (tile + 1 < place.tiles) {
+        held.load(place, tile, Chunk::kMinusInfinity);
+        weights.set_reference(total.x, held.inputs(), op);
+        factor = whole;
+      }
+      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+        weights.get(k, held.inputs(), op, values);
+#pragma unroll
+        for (float& value : values) value *= factor;
+        return Chunk::of_floats(values);
+      });
+    }
+  });
+}
+
+// dS = scale * P (dP + dLSE - sum(P dP)), from P or from S. Of scores, the row's highest and the sum of its
+// weights are found anew: the LSE, as float32, does not tell probabilities of scores of thousands.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    row_softmax_backward(__grid_constant__ RowSoftmaxParams const params, int parts) {
+  using Chunk = typename Traits::Chunk;
+  using Op = std::conditional_t<Traits::kFromScores, LogSumDotOp, DotOp>;
+  using Value = typename Op::Value;
+  using Reduction = RowReduction<Traits, Op>;
+  constexpr int kWidth = Traits::kWidth;
+  constexpr typename Traits::Storage kHidden = Traits::kFromScores ? Chunk::kMinusInfinity : 0;
+  __shared__ typename Reduction::Storage storage;
+  Reduction reduce(storage);
+  LogSumOp const weigh{params.scale * float(M_LOG2E)};
+  Op op;
+  if constexpr (Traits::kFromScores) op.sum = weigh;
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held, auto fetch_next) {
+    Weights<Traits> weights;
+    float p[kWidth], dp[kWidth];
+    Value total = Op::identity();
+    [[maybe_unused]] float highest_of_warp = -INFINITY;
+    for (int tile = 0; tile < place.tiles; ++tile) {
+      held.load(place, tile, kHidden);
+      if constexpr (Traits::kFromScores) highest_of_warp = weights.set_reference(held.inputs(), weigh);
+      held.forget_floats();
+      [[maybe_unused]] float sum = 0.f;
+      float dot = 0.f;
+#pragma unroll
+      for (int k = 0; k < Traits::kChunks; ++k) {
+        weights.get(k, held.inputs(), weigh, p);
+        held.gradients()[k].to_floats(dp);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if constexpr (Traits::kFromScores) sum += p[i];
+          dot = fmaf(p[i], dp[i], dot);
+        }
+      }
+      held.forget_floats();
+      if constexpr (Traits::kFromScores) {
+        Value const of_tile{highest_of_warp, sum, dot, 0.f};
+        total = place.tiles == 1 ? of_tile : op(total, of_tile);
+      } else {
+        total.x += dot;
+      }
+    }
+    fetch_next();
+    if constexpr (Traits::kFromScores) {
+      total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
+      total.z = reduce_lanes<Traits::kLanes>(total.z, Sum{});
+    } else {
+      total.x = reduce_lanes<Traits::kLanes>(total.x, Sum{});
+    }
+    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
+    float whole = 1.f, dot = total.x;
+    if constexpr (Traits::kFromScores) {
+      whole = __fdividef(1.f, total.y);
+      dot = total.z * whole;
+    }
+    float const shift = (params.dlse && place.valid ? params.dlse[place.row] : 0.f) - dot;
+    whole *= params.scale;
+    float factor = whole;
+    if constexpr (Traits::kKeepsWeights && Traits::kLanes > kWarp) {
+      factor *= weigh.change(highest_of_warp, total.x);
+    } else if constexpr (Traits::kFromScores && !Traits::kKeepsWeights) {
+      weights.set_reference(total.x, held.inputs(), weigh);
+    }
+    for (int tile = place.tiles - 1; tile >= 0; --tile) {
+      if (tile + 1 < place.tiles) {
+        held.load(place, tile, kHidden);
+        if constexpr (Traits::kFromScores) weights.set_reference(total.x, held.inputs(), weigh);
+        factor = whole;
+      }
+      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+        weights.get(k, held.inputs(), weigh, p);
+        held.gradients()[k].to_floats(dp);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) p[i] *= factor * (dp[i] + shift);
+        return Chunk::of_floats(p);
+      });
+    }
+  });
+}
+
+}  // namespace flash_cute

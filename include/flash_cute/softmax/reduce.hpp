@@ -1,0 +1,170 @@
+// Sums over a row from all its threads: lanes of a warp, warps of a thread block, thread blocks.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "flash_cute/softmax/chunk.hpp"
+
+namespace flash_cute {
+
+constexpr int kWarp = 32;
+
+struct MaxOrNan {
+  __device__ float operator()(float a, float b) const { return max_or_nan(a, b); }
+};
+struct Sum {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// {highest score, sum of exp(scale * (score - highest))}; {-inf, 0} of no score, or of scores of -inf.
+struct LogSumOp {
+  using Value = float2;
+  static __device__ Value identity() { return {-INFINITY, 0.f}; }
+
+  float scale_log2;
+
+  // What weights are relative to. It is rounded, and alike wherever that score is the highest, so it cancels
+  // out of their ratios. (A product and difference in one instruction would not round it.)
+  __device__ float reference(float highest) const { return __fmul_rn(highest, scale_log2); }
+
+  // exp(scale * score - reference).
+  __device__ float weight(float score, float reference) const {
+    return exp2_approx(fmaf(score, scale_log2, -reference));
+  }
+  // What turns weights relative to one highest score into those relative to another.
+  __device__ float change(float from, float to) const {
+    return from == -INFINITY ? 0.f : exp2_approx(reference(from) - reference(to));
+  }
+  // The logarithm of a sum of weights that is not 0.
+  __device__ float lse(Value const& total, float scale) const {
+    float const rounded_off = fmaf(total.x, scale_log2, -reference(total.x)) * float(M_LN2);
+    return fmaf(total.x, scale, logf(total.y) - rounded_off);
+  }
+  __device__ Value operator()(Value const& a, Value const& b) const {
+    float const max = max_or_nan(a.x, b.x);
+    return {max, a.y * change(a.x, max) + b.y * change(b.x, max)};
+  }
+};
+
+// The same with a second sum of the same weights, of what the gradient multiplies them with.
+struct LogSumDotOp {
+  using Value = float4;  // {highest score, sum, second sum, 0}
+  static __device__ Value identity() { return {-INFINITY, 0.f, 0.f, 0.f}; }
+
+  LogSumOp sum;
+
+  __device__ Value operator()(Value const& a, Value const& b) const {
+    float const max = max_or_nan(a.x, b.x), of_a = sum.change(a.x, max), of_b = sum.change(b.x, max);
+    return {max, a.y * of_a + b.y * of_b, a.z * of_a + b.z * of_b, 0.f};
+  }
+};
+
+struct DotOp {
+  using Value = float2;  // {sum, 0}
+  static __device__ Value identity() { return {0.f, 0.f}; }
+
+  __device__ Value operator()(Value const& a, Value const& b) const { return {a.x + b.x, 0.f}; }
+};
+
+// Over neighbouring lanes of a warp; each gets the result.
+template <int kLanes, class Value, class Op>
+__device__ Value reduce_lanes(Value value, Op const& op) {
+  constexpr int kFloats = sizeof(Value) / sizeof(float);
+#pragma unroll
+  for (int distance = smaller(kLanes, kWarp) / 2; distance > 0; distance /= 2) {
+    Value other;
+#pragma unroll
+    for (int i = 0; i < kFloats; ++i) {
+      reinterpret_cast<float*>(&other)[i] =
+          __shfl_xor_sync(0xffffffffu, reinterpret_cast<float const*>(&value)[i], distance);
+    }
+    value = op(value, other);
+  }
+  return value;
+}
+
+// What thread blocks tell each other about a row: each writes its own share, of words that are never
+// `nothing` (NaN of all ones, which no operation gives), and waits for the others'. All of them run at the
+// same time.
+template <class Value>
+struct Shares {
+  using Word = unsigned long long;
+  static constexpr int kWords = sizeof(Value) / sizeof(Word);
+  static constexpr Word kNothing = ~Word(0);
+
+  Word* words;  // kWords for each part, of this row
+
+  __device__ Shares(void* workspace, int64_t offset)
+      : words(static_cast<Word*>(workspace) + offset * kWords) {}
+
+  __device__ void tell(int part, Value const& share) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(words + part * kWords + i),
+                   "l"(reinterpret_cast<Word const*>(&share)[i])
+                   : "memory");
+    }
+  }
+  __device__ Value wait_for(int part) const {
+    alignas(Value) Word found[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      do {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                     : "=l"(found[i])
+                     : "l"(words + part * kWords + i)
+                     : "memory");
+      } while (found[i] == kNothing);
+    }
+    return reinterpret_cast<Value const&>(found);
+  }
+};
+
+// From each warp's value (the same in all lanes, or in a row's where a warp has several) to the row's,
+// several times in a kernel.
+template <class Traits, class Op>
+class RowReduction {
+ public:
+  using Value = typename Op::Value;
+  static constexpr int kWarps = Traits::kLanes / kWarp;
+  using Storage = Value[2][kWarps + 1];
+
+  __device__ explicit RowReduction(Storage& storage) : storage_(storage) {}
+
+  __device__ Value operator()(Value value, Op const& op, int part, int parts, Shares<Value> const& shares) {
+    if constexpr (kWarps > 1) {
+      // A warp may be one reduction ahead of another, which still reads the one before.
+      Value* const of_warps = storage_[turn_ ^= 1];
+      int const lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWarps;
+      if (lane == 0) of_warps[warp] = value;
+      __syncthreads();
+      value = reduce_lanes<kWarp>(lane < kWarps ? of_warps[lane] : Op::identity(), op);
+      if (Traits::kShared && parts > 1) {
+        if (warp == 0) {
+          if (lane == 0) shares.tell(part, value);
+          value = Op::identity();
+          for (int other = lane; other < parts; other += kWarp) value = op(value, shares.wait_for(other));
+          value = reduce_lanes<kWarp>(value, op);
+          if (lane == 0) of_warps[kWarps] = value;
+        }
+        __syncthreads();
+        value = of_warps[kWarps];
+      }
+    }
+    return value;
+  }
+
+ private:
+  Storage& storage_;
+  int turn_ = 0;
+};
+
+}  // namespace flash_cute

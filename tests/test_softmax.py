@@ -1,0 +1,242 @@
+"""flash_cute.softmax against float64: sizes, masks, layouts, element types, gradients, wrong calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import poisoned
+from tolerance import assert_within_rule
+
+import flash_cute
+from flash_cute.row_softmax import hidden_columns
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# Around what a thread, some lanes, a warp, a block and several blocks hold; also rows of no multiple of
+# 16 bytes.
+COLUMNS = [1, 3, 8, 17, 64, 100, 511, 1024, 1025, 4100, 10_000]
+LONG = [16_384, 16_391, 32_768, 50_000, 131_072, 262_147, 1_000_000, 1_048_576]  # of the GPU
+
+
+def plain(x, dtype, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
+    """The same by PyTorch's operators in a type, hidden columns 0."""
+    hidden = hidden_columns(x.shape, causal, seqused_k, leftpad_k, x.device)
+    scores = (x.to(dtype) * scale).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1).masked_fill(hidden, 0), scores.logsumexp(-1)
+
+
+def assert_softmax(x, **options):
+    """Values and gradients of a call; x is drawn anew where nobody sees it."""
+    seen = ~hidden_columns(
+        x.shape, options.get("causal", False), options.get("seqused_k"), options.get("leftpad_k"), x.device
+    )
+    dirty = x.masked_fill(~seen, torch.nan).detach() if not seen.all() else x.detach()
+    if dirty.stride() != x.stride():
+        dirty = x.detach().copy_(dirty)
+    ours = dirty.requires_grad_()
+    with poisoned():
+        results = flash_cute.softmax(ours, **options)
+    assert results[0].is_contiguous()
+    assert (results[0].dtype, results[1].dtype) == (x.dtype, torch.float32)
+    generator = torch.Generator(x.device).manual_seed(1)
+    gradients = [
+        torch.randn(y.shape, generator=generator, device=x.device, dtype=torch.float32).to(y.dtype)
+        for y in results
+    ]
+    gradients[0].masked_fill_(~seen, torch.nan)
+    with poisoned():
+        (dx,) = torch.autograd.grad(results, ours, gradients)
+    clean = torch.where(seen, x.detach(), 0)
+    checked = {}
+    for dtype in (torch.float64, x.dtype):
+        leaf = clean.clone().requires_grad_()
+        outputs = plain(leaf, dtype, **options)
+        blind = ~seen.expand(x.shape).any(-1)
+        given = [gradients[0].masked_fill(~seen, 0).to(dtype), gradients[1].masked_fill(blind, 0).to(dtype)]
+        (gradient,) = torch.autograd.grad(outputs, leaf, given)
+        gradient = torch.where(seen & ~blind.unsqueeze(-1), gradient, 0)
+        checked[dtype] = *(y.detach() for y in outputs), gradient
+    names = "probabilities", "lse", "dx"
+    for name, result, yardstick, oracle in zip(
+        names, (*results, dx), checked[x.dtype], checked[torch.float64], strict=True
+    ):
+        assert_within_rule(name, result.detach(), yardstick, oracle)
+    assert (results[0].masked_select(~seen) == 0).all()
+    assert (dx.masked_select(~seen) == 0).all()
+
+
+def scores(device, *shape, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return (3 * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("columns", COLUMNS + [pytest.param(n, marks=pytest.mark.gpu) for n in LONG])
+def test_columns(device, columns, dtype):
+    assert_softmax(scores(device, 5, columns, dtype=dtype))
+
+
+@dtypes
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 1000, 40_000])
+def test_more_rows_than_run_at_once(device, columns, dtype):
+    assert_softmax(scores(device, 3000 if columns < 2000 else 700, columns, dtype=dtype), scale=0.5)
+
+
+@dtypes
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("columns", [7, 64, 300, 5000])
+def test_masks(device, columns, causal, dtype):
+    """Columns that don't count hold NaN; entries without any, and values that make no sense."""
+    used = torch.tensor([columns, columns // 2, 0, columns + 9, -4], dtype=torch.int32, device=device)
+    skipped = torch.tensor([0, columns // 3, 2, 5, -7], dtype=torch.int32, device=device)
+    x = scores(device, 5, 2, 9, columns, dtype=dtype)
+    for lengths in (
+        {},
+        {"seqused_k": used},
+        {"leftpad_k": skipped},
+        {"seqused_k": used, "leftpad_k": skipped},
+    ):
+        assert_softmax(x, scale=0.3, causal=causal, **lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [40_000, 300_000])
+def test_masks_of_long_rows(device, columns):
+    used = torch.tensor([columns, 77, 0], dtype=torch.int32, device=device)
+    skipped = torch.tensor([33_333, 5, 2], dtype=torch.int32, device=device)
+    x = scores(device, 3, 4, columns, dtype=torch.bfloat16)
+    assert_softmax(x, causal=True, seqused_k=used, leftpad_k=skipped)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT,
+    "every second column": lambda x: x[..., ::2],
+    "a slice": lambda x: x[..., 1:-2],
+    "rows permuted": lambda x: x.permute(2, 0, 1, 3),
+    "one row for all": lambda x: x[:, :, :1].expand(x.shape),
+    "no batch": lambda x: x[0, 0, 0],
+    "aligned slice": lambda x: x[..., 8:72],
+}
+
+
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(device, layout, dtype):
+    assert_softmax(layout(scores(device, 3, 4, 20, 90, dtype=dtype)), scale=2)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 0, 7), (0,)])
+def test_empty(device, shape):
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    probabilities, lse = flash_cute.softmax(x)
+    assert probabilities.shape == x.shape
+    assert (lse == -torch.inf).all()
+    assert (
+        torch.autograd.grad(probabilities.sum() + lse.masked_fill(lse.isinf(), 0).sum(), x)[0].shape == shape
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [5, 100, 3000])
+def test_infinities(device, columns, dtype):
+    """As PyTorch's: NaN where the scores that a row sees are all -inf, or one is inf or NaN."""
+    x = scores(device, 4, columns, dtype=dtype)
+    x[0] = -torch.inf
+    x[1, columns // 2] = torch.inf
+    x[2, columns // 3] = torch.nan
+    x[3, 0] = -torch.inf
+    results = flash_cute.softmax(x)
+    for name, ours, *theirs in zip(
+        ("probabilities", "lse"), results, plain(x, x.dtype), plain(x, torch.float64), strict=True
+    ):
+        assert_within_rule(name, ours, *theirs)
+
+
+@dtypes
+def test_large_scores(device, dtype):
+    assert_softmax(scores(device, 6, 700, dtype=dtype) * 1000)
+
+
+def test_one_result_alone(device):
+    x = scores(device, 6, 70).requires_grad_()
+    probabilities, lse = flash_cute.softmax(x)
+    expected = torch.autograd.grad(x.double().logsumexp(-1).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(lse.sum(), x, retain_graph=True)[0], expected)
+    weights = scores(device, 70)
+    expected = torch.autograd.grad((x.double().softmax(-1) * weights).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad((probabilities * weights).sum(), x)[0], expected)
+
+
+def test_vmap_and_grad(device):
+    x = scores(device, 3, 4, 5, 30)
+    used = torch.tensor([30, 7, 0, 12], dtype=torch.int32, device=device)
+
+    def loss(x, used):
+        probabilities, lse = flash_cute.softmax(x, causal=True, seqused_k=used)
+        return probabilities.square().sum() + lse.exp().sum()
+
+    for dims in ((0, None), (2, None)):
+        mapped = x.movedim(0, dims[0])
+        ours = torch.vmap(torch.func.grad(loss), dims)(mapped, used)
+        each = torch.stack([torch.func.grad(loss)(entry, used) for entry in x])
+        torch.testing.assert_close(ours, each)
+    torch.testing.assert_close(torch.vmap(flash_cute.softmax)(x), flash_cute.softmax(x))
+
+
+def test_compiled(device):
+    x = scores(device, 4, 50).requires_grad_()
+
+    def loss(x):
+        probabilities, lse = flash_cute.softmax(x, scale=0.5, causal=True)
+        return probabilities.square().sum() + lse.sum()
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    (ours,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_no_second_derivative(device):
+    x = scores(device, 4, 50).requires_grad_()
+    (gradient,) = torch.autograd.grad(flash_cute.softmax(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^flash_cute.softmax: there are no second derivatives"):
+        gradient.sum().backward()
+
+
+WRONG = {
+    "x is a list": (TypeError, lambda x: flash_cute.softmax([1.0]), "x is list"),
+    "float64": (ValueError, lambda x: flash_cute.softmax(x.double()), "x has dtype Double"),
+    "no dimension": (ValueError, lambda x: flash_cute.softmax(x.sum()), "x has 0 dimensions; at least 1"),
+    "causal vector": (
+        ValueError,
+        lambda x: flash_cute.softmax(x[0, 0], causal=True),
+        "x has 1 dimensions; at least 2, (..., rows, columns)",
+    ),
+    "scale": (ValueError, lambda x: flash_cute.softmax(x, scale=-1), "scale is -1"),
+    "scale is text": (TypeError, lambda x: flash_cute.softmax(x, scale="one"), "scale is 'one'"),
+    "causal is a number": (
+        TypeError,
+        lambda x: flash_cute.softmax(x, causal=1),
+        "causal is 1; True or False",
+    ),
+    "lengths are a list": (TypeError, lambda x: flash_cute.softmax(x, leftpad_k=[1]), "leftpad_k is list"),
+    "lengths of another batch": (
+        ValueError,
+        lambda x: flash_cute.softmax(x, seqused_k=torch.ones(3, dtype=torch.int32, device=x.device)),
+        "seqused_k has 3 elements in 1 dimensions; (2,)",
+    ),
+    "lengths in int64": (
+        ValueError,
+        lambda x: flash_cute.softmax(x, seqused_k=torch.ones(2, dtype=torch.int64, device=x.device)),
+        "seqused_k has dtype Long; torch.int32 is accepted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "call", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_calls(device, kind, call, words):
+    with pytest.raises(kind) as raised:
+        call(scores(device, 2, 3, 20))
+    assert str(raised.value).startswith("flash_cute.softmax: ")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
