@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -215,6 +217,8 @@ class Sequence:
         return slice(self.leftpad, self.rows_k if self.used_k is None else self.used_k)
 
 
+SHORT_ONES = Sequence(5, 7), Sequence(3, 2), Sequence(40, 1), Sequence(2, 70)
+
 # Unequal lengths of one batch. Tiles as in SHAPES; few queries are packed with the heads of a group.
 BATCHES = {
     "no sequence": (),
@@ -227,7 +231,8 @@ BATCHES = {
     ),
     "all empty": (Sequence(0, 0),) * 3,
     "no keys": (Sequence(20, 0), Sequence(3, 0)),
-    "one long": (Sequence(5, 7), Sequence(3, 2), Sequence(900, 1000), Sequence(40, 1), Sequence(2, 70)),
+    # The short ones four times, as below: their few rows broke the rule once in some hundred runs.
+    "one long": (*SHORT_ONES * 2, Sequence(900, 1000), *SHORT_ONES * 2),
     "short": tuple(Sequence(1 + 7 * i % 20, 1 + 11 * i % 23) for i in range(40)),
     **{  # up to 80 (kFewSequences), blocks on Hopper list them themselves
         f"{count} of them": tuple(Sequence(1 + 37 * i % 150, 1 + 53 * i % 190) for i in range(count))
@@ -347,3 +352,17 @@ def make_ragged_gradients(batch: Ragged, seed: int | None = None) -> tuple[torch
     dout.transpose(1, 2)[~counts] = torch.nan
     dlse.transpose(1, 2)[~counts] = torch.nan
     return (dout[0].transpose(0, 1), dlse[0]) if batch.packed else (dout, dlse)
+
+
+@contextmanager
+def poisoned():
+    """Deterministic mode, in which torch.empty is NaN; skips what this build has no kernel for."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if "this build has no" in str(error):  # one for development, with a part of the kernels
+            pytest.skip(str(error))
+        raise
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 # The benchmarks are tested from the checkout, but an installed flash_cute goes before the checkout's sources.
 sys.path.append(str(ROOT))
+
+from cases import poisoned  # noqa: E402
 
 import flash_cute  # noqa: E402
 from benchmarks.contenders import CPU, families  # noqa: E402
@@ -54,20 +55,6 @@ class Kernel:
     @staticmethod
     def function(options: dict):
         return flash_cute.forward_varlen if "cu_seqlens_q" in options else flash_cute.forward
-
-
-@contextmanager
-def poisoned():
-    """Deterministic mode, in which torch.empty is NaN; skips what this build has no kernel for."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        if "this build has no" in str(error):  # one for development, with a part of the kernels
-            pytest.skip(str(error))
-        raise
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def kernels(device: torch.device) -> list[Kernel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import poisoned
+from cases import poisoned
 from tolerance import assert_within_rule
 
 import flash_cute
