@@ -1,4 +1,5 @@
-// The Hopper family's backward kernel: in a thread block one warp loads and two warpgroups compute.
+// The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, and a warp
+// for each of them adds its sums of dQ.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
