@@ -36,13 +36,7 @@ auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_se
 // Errors of a backward under its own name.
 template <class Function>
 auto in_backward(Function&& function) {
-  try {
-    return function();
-  } catch (std::runtime_error const& error) {
-    std::string const message = error.what();
-    if (!message.starts_with(kErrorPrefix)) throw;
-    throw std::runtime_error("flash_cute.backward: " + message.substr(sizeof(kErrorPrefix) - 1));
-  }
+  return under_name("flash_cute.backward: ", std::forward<Function>(function));
 }
 
 template <auto function>

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace flash_cute {
 namespace {
@@ -34,17 +35,62 @@ Tensor softmax_backward_cpu(MaybeTensor const& dprobabilities, MaybeTensor const
   return to<Tensor>(stack[0]);
 }
 
+constexpr char kName[] = "flash_cute.softmax: ";
+
+std::optional<Operand> operand(char const* name, MaybeTensor const& tensor) {
+  if (!tensor) return std::nullopt;
+  return Operand{name, tensor->sizes(), tensor->scalar_type(), tensor->device(),
+                 tensor->dim() == 1 ? tensor->stride(0) : 1};
+}
+
+void validate(Tensor const& x, SoftmaxOptions const& options) {
+  validate_softmax(*operand("x", x), options.scale, options.causal, operand("seqused_k", options.seqused_k),
+                   operand("leftpad_k", options.leftpad_k));
+}
+
 template <auto function>
 SoftmaxResult forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k, MaybeTensor leftpad_k) {
-  SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
-  validate_softmax(x, options);
-  return function(x, options);
+  return under_name(kName, [&] {
+    SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
+    validate(x, options);
+    return function(x, options);
+  });
 }
 
 template <auto function>
 Tensor backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, double scale, bool causal,
                 MaybeTensor seqused_k, MaybeTensor leftpad_k) {
-  return function(dprobabilities, dlse, kept, {scale, causal, seqused_k, leftpad_k});
+  return under_name(kName, [&] {
+    SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
+    validate(kept, options);
+    validate_softmax_backward(*operand("x", kept), operand("dprobabilities", dprobabilities),
+                              operand("dlse", dlse));
+    return function(dprobabilities, dlse, kept, options);
+  });
+}
+
+using MaybeSizes = std::optional<std::vector<int64_t>>;
+
+// The checks of a call by what is known of its tensors while it is traced, or for one sample of vmap: sizes,
+// and of those that are given, in this order, dtypes, devices and strides.
+void check_traced(std::vector<int64_t> x, std::vector<ScalarType> dtypes, std::vector<Device> devices,
+                  std::vector<int64_t> steps, double scale, bool causal, MaybeSizes seqused_k,
+                  MaybeSizes leftpad_k, MaybeSizes dprobabilities, MaybeSizes dlse) {
+  size_t next = 0;
+  auto operand = [&](char const* name, MaybeSizes const& sizes) -> std::optional<Operand> {
+    if (!sizes) return std::nullopt;
+    Operand const found{name, *sizes, dtypes.at(next), devices.at(next), steps.at(next)};
+    ++next;
+    return found;
+  };
+  under_name(kName, [&] {
+    MaybeSizes const sizes = x;
+    Operand const kept = *operand("x", sizes);
+    auto const used = operand("seqused_k", seqused_k), skipped = operand("leftpad_k", leftpad_k);
+    validate_softmax(kept, scale, causal, used, skipped);
+    auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
+    validate_softmax_backward(kept, first, second);
+  });
 }
 
 }  // namespace
@@ -58,40 +104,55 @@ ScoreShape score_shape(IntHeaderOnlyArrayRef sizes, bool has_lengths) {
   return {int(batch), int(heads), int(rows), int(sizes[dims - 1])};
 }
 
-void validate_softmax(Tensor const& x, SoftmaxOptions const& options) {
+void validate_softmax(Operand const& x, double scale, bool causal, std::optional<Operand> const& seqused_k,
+                      std::optional<Operand> const& leftpad_k) {
   constexpr int64_t kMaxColumns = int64_t(1) << 28;
-  ScalarType const type = x.scalar_type();
-  require(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
-          "x has dtype ", torch::headeronly::toString(type),
+  require(x.type == ScalarType::Float || x.type == ScalarType::Half || x.type == ScalarType::BFloat16,
+          "x has dtype ", torch::headeronly::toString(x.type),
           "; torch.float32, torch.float16 and torch.bfloat16 are accepted");
-  bool const has_lengths = options.seqused_k || options.leftpad_k;
-  int64_t const dims = x.dim(), needed = 1 + has_lengths + options.causal;
+  bool const has_lengths = seqused_k || leftpad_k;
+  int64_t const dims = x.sizes.size(), needed = 1 + has_lengths + causal;
   require(dims >= needed, "x has ", dims, " dimensions; at least ", needed,
-          has_lengths
-              ? (options.causal ? ", (batch, ..., rows, columns), are accepted with causal and lengths"
+          has_lengths ? (causal ? ", (batch, ..., rows, columns), are accepted with causal and lengths"
                                 : ", (batch, ..., columns), are accepted with lengths")
-          : options.causal ? ", (..., rows, columns), are accepted with causal"
-                           : ", (..., columns), is accepted");
+          : causal    ? ", (..., rows, columns), are accepted with causal"
+                      : ", (..., columns), is accepted");
   int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < dims; ++dim) rows *= x.size(dim);
+  for (int64_t dim = 0; dim + 1 < dims; ++dim) rows *= x.sizes[dim];
   require(rows < std::numeric_limits<int>::max(), "x has ", rows, " rows; fewer than 2**31 - 1 are accepted");
-  require(x.size(dims - 1) <= kMaxColumns, "x has ", x.size(dims - 1), " columns; at most ", kMaxColumns,
+  require(x.sizes[dims - 1] <= kMaxColumns, "x has ", x.sizes[dims - 1], " columns; at most ", kMaxColumns,
           " are accepted");
-  require(std::isfinite(float(options.scale)) && float(options.scale) > 0.f, "scale is ", options.scale,
+  require(std::isfinite(float(scale)) && float(scale) > 0.f, "scale is ", scale,
           "; a finite number > 0 is accepted");
-  for (auto const& [name, length] :
-       {std::pair{"seqused_k", &options.seqused_k}, {"leftpad_k", &options.leftpad_k}}) {
-    if (!*length) continue;
-    Tensor const& tensor = **length;
-    require(tensor.scalar_type() == ScalarType::Int, name, " has dtype ",
-            torch::headeronly::toString(tensor.scalar_type()), "; torch.int32 is accepted");
-    require(tensor.device() == x.device(), name, " is on device ", name_of(tensor.device()), " and x on ",
-            name_of(x.device()), "; they must be the same");
-    require(tensor.dim() == 1 && tensor.size(0) == x.size(0), name, " has ", tensor.numel(), " elements in ",
-            tensor.dim(), " dimensions; (", x.size(0), ",), as the batch is, is accepted");
-    require(tensor.size(0) <= 1 || tensor.stride(0) == 1, name, " has stride ", tensor.stride(0),
+  for (auto const& length : {seqused_k, leftpad_k}) {
+    if (!length) continue;
+    require(length->type == ScalarType::Int, length->name, " has dtype ",
+            torch::headeronly::toString(length->type), "; torch.int32 is accepted");
+    require(length->device == x.device, length->name, " is on device ", name_of(length->device), " and x on ",
+            name_of(x.device), "; they must be the same");
+    int64_t elements = 1;
+    for (int64_t const size : length->sizes) elements *= size;
+    require(length->sizes.size() == 1 && length->sizes[0] == x.sizes[0], length->name, " has ", elements,
+            " elements in ", length->sizes.size(), " dimensions; (", x.sizes[0],
+            ",), as the batch is, is accepted");
+    require(length->sizes[0] <= 1 || length->step == 1, length->name, " has stride ", length->step,
             "; a contiguous tensor is accepted");
   }
+}
+
+void validate_softmax_backward(Operand const& kept, std::optional<Operand> const& dprobabilities,
+                               std::optional<Operand> const& dlse) {
+  auto const check = [&](Operand const& gradient, size_t dims, ScalarType type) {
+    bool same = gradient.sizes.size() == dims;
+    for (size_t dim = 0; same && dim < dims; ++dim) same = gradient.sizes[dim] == kept.sizes[dim];
+    require(same, gradient.name, " has another shape than the result that it is the gradient of");
+    require(gradient.type == type, gradient.name, " has dtype ", torch::headeronly::toString(gradient.type),
+            "; ", torch::headeronly::toString(type), " is accepted");
+    require(gradient.device == kept.device, gradient.name, " is on device ", name_of(gradient.device),
+            " and x on ", name_of(kept.device), "; they must be the same");
+  };
+  if (dprobabilities) check(*dprobabilities, kept.sizes.size(), kept.type);
+  if (dlse) check(*dlse, kept.sizes.size() - 1, ScalarType::Float);
 }
 
 #ifndef FLASH_CUTE_WITH_CUDA
@@ -116,8 +177,12 @@ Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor cons
 #define FLASH_CUTE_SOFTMAX_GRADIENTS "Tensor? dprobabilities, Tensor? dlse, Tensor kept, "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_cute, library) {
+  library.def("softmax(Tensor x, " FLASH_CUTE_SOFTMAX FLASH_CUTE_SOFTMAX_RESULTS);
   library.def("_softmax(Tensor x, " FLASH_CUTE_SOFTMAX FLASH_CUTE_SOFTMAX_RESULTS);
   library.def("_softmax_backward(" FLASH_CUTE_SOFTMAX_GRADIENTS FLASH_CUTE_SOFTMAX "-> Tensor");
+  library.def(
+      "_softmax_check(int[] x, ScalarType[] dtypes, Device[] devices, int[] steps, float scale, bool causal, "
+      "int[]? seqused_k=None, int[]? leftpad_k=None, int[]? dprobabilities=None, int[]? dlse=None) -> ()");
   library.def("_softmax_cpu(Tensor x, " FLASH_CUTE_SOFTMAX FLASH_CUTE_SOFTMAX_RESULTS);
   library.def("_softmax_backward_cpu(" FLASH_CUTE_SOFTMAX_GRADIENTS FLASH_CUTE_SOFTMAX "-> Tensor");
 }
@@ -130,4 +195,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
   library.impl("_softmax", TORCH_BOX(&flash_cute::forward<flash_cute::softmax_cpu>));
   library.impl("_softmax_backward", TORCH_BOX(&flash_cute::backward<flash_cute::softmax_backward_cpu>));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, library) {
+  library.impl("_softmax_check", TORCH_BOX(&flash_cute::check_traced));
 }

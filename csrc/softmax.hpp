@@ -24,7 +24,12 @@ Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::o
                              Tensor const& kept, SoftmaxOptions const& options);
 
 // Throws if the call makes no sense, as validate of attention does. Values of lengths are not looked at.
-void validate_softmax(Tensor const& x, SoftmaxOptions const& options);
+void validate_softmax(Operand const& x, double scale, bool causal, std::optional<Operand> const& seqused_k,
+                      std::optional<Operand> const& leftpad_k);
+
+// Throws if these gradients do not belong to what was kept.
+void validate_softmax_backward(Operand const& kept, std::optional<Operand> const& dprobabilities,
+                               std::optional<Operand> const& dlse);
 
 // x as (batch, heads, rows, columns): rows and columns are its last dimensions, and batch is its first where
 // lengths are given.

@@ -7,6 +7,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "problem.hpp"
 
@@ -76,5 +77,17 @@ inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
 
 std::string name_of(Device const& device);
+
+// function(), whose errors come under another name than kErrorPrefix: "flash_cute.backward: ", say.
+template <class Function>
+auto under_name(std::string const& name, Function&& function) {
+  try {
+    return function();
+  } catch (std::runtime_error const& error) {
+    std::string_view const message = error.what();
+    if (!message.starts_with(kErrorPrefix)) throw;
+    throw std::runtime_error(name + std::string(message.substr(sizeof(kErrorPrefix) - 1)));
+  }
+}
 
 }  // namespace flash_cute

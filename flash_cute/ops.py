@@ -154,7 +154,7 @@ def as_python_error(error: Exception, name: str) -> Exception:
     """What an operator threw, of the type that fits and under this name; foreign errors unchanged."""
     message = str(error).partition("\n")[0]
     operator, _, sentence = message.partition(": ")
-    if operator not in ("flash_cute.forward", "flash_cute.backward"):
+    if operator not in ("flash_cute.forward", "flash_cute.backward", "flash_cute.softmax"):
         return error
     if isinstance(error, NotImplementedError):
         kind = NotImplementedError

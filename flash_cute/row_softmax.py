@@ -10,10 +10,12 @@ from numbers import Real
 import torch
 from torch.autograd import forward_ad
 
-from flash_cute import rules  # noqa: F401  it loads the native library
+from flash_cute import ops, rules
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
+_check = torch.ops.flash_cute._softmax_check.default
+_GRADIENTS = "dprobabilities", "dlse"
 
 
 def softmax(
@@ -52,30 +54,57 @@ def softmax(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
+    if x.is_nested or x.layout != torch.strided or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise ValueError(f"flash_cute.softmax: x is {kind}; dense tensors are accepted")
     if not isinstance(causal, bool):
         raise TypeError(f"flash_cute.softmax: causal is {causal!r}; True or False is accepted")
     if not isinstance(scale, Real) or isinstance(scale, bool):
-        raise TypeError(f"flash_cute.softmax: scale is {scale!r}; a number is accepted")
+        kind = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
+        raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
+    if not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"flash_cute.softmax: scale is {scale}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
         if not (length is None or isinstance(length, torch.Tensor)):
             raise TypeError(
                 f"flash_cute.softmax: {name} is {type(length).__name__}; a tensor or None is accepted"
             )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(
-            "flash_cute.softmax: there is no forward-mode differentiation; use a gradient"
-        )
+        _refuse_forward_mode()
     transformed = torch._C._are_functorch_transforms_active()
-    plain = not (transformed or (x.requires_grad and torch.is_grad_enabled()))
+    if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
+        run = torch.ops.flash_cute.softmax.default
+    elif transformed or (x.requires_grad and torch.is_grad_enabled()):
+        run = _Softmax.apply
+    else:
+        run = _softmax
     try:
-        return (_softmax if plain else _Softmax.apply)(x, float(scale), causal, seqused_k, leftpad_k)
+        return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
-        message = str(error).partition("\n")[0]
-        _, found, sentence = message.partition("flash_cute.forward: ")  # csrc/validate.hpp's prefix
-        if not found:
-            raise
-        kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
-        raise kind(f"flash_cute.softmax: {sentence}") from None
+        raise ops.as_python_error(error, "softmax") from None
+
+
+def _refuse_forward_mode(*tangents):
+    raise NotImplementedError("flash_cute.softmax: there is no forward-mode differentiation; use a gradient")
+
+
+def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
+    """The kernel of the public operator, which autograd sees through."""
+    needed = (x.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active()
+    return (_Softmax.apply_here if needed else _softmax)(x, scale, causal, seqused_k, leftpad_k)
+
+
+def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
+    """The checks of a call by what is known while it is traced."""
+    tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
+    sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(None in known for known in sizes if known):
+        return
+    steps = [rules.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    with torch.utils._python_dispatch._disable_current_modes():
+        dtypes, devices = ([getattr(tensor, name) for tensor in given] for name in ("dtype", "device"))
+        _check(sizes[0], dtypes, devices, steps, scale, causal, *sizes[1:])
 
 
 def _unmapped(function, info, in_dims, tensors, options):
@@ -95,7 +124,36 @@ def _unmapped(function, info, in_dims, tensors, options):
     return (results, (0,) * len(results)) if several else (results[0], 0)
 
 
-class _Softmax(torch.autograd.Function):
+def _vmap_of_op(op, info, in_dims, tensors, options):
+    """The rule of an operator: while a transform is traced, dispatch comes by no autograd Function."""
+    names = [name for name in (*_GRADIENTS, "x", "kept") if name in tensors] + ["seqused_k", "leftpad_k"]
+    dims, given = ([found.get(name) for name in names] for found in (in_dims[0], tensors))
+    options = options.get("scale", 1.0), options.get("causal", False)
+    if "x" in tensors:
+        _check_mapped(given, options[1], dims)
+    return _unmapped(op, info, dims, given, options)
+
+
+def _check_mapped(tensors, causal, dims):
+    """Has an entry of what vmap maps the dimensions that a call needs? The rest is checked of all entries."""
+    x, *lengths = (
+        None if tensor is None else tensor.dim() - (dim is not None)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    )
+    needed = 1 + causal + (lengths != [None, None])
+    if x < needed:
+        raise ValueError(
+            f"flash_cute.softmax: under vmap an entry of x has {x} dimensions; at least {needed} are accepted"
+        )
+    for name, dims in zip(("seqused_k", "leftpad_k"), lengths, strict=True):
+        if dims not in (None, 1):
+            raise ValueError(
+                f"flash_cute.softmax: under vmap an entry of {name} has {dims} dimensions; (batch,) is "
+                "accepted"
+            )
+
+
+class _Softmax(ops._Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
@@ -120,10 +178,13 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, x, scale, causal, *lengths):
         dims = in_dims[0], *in_dims[3:]
+        _check_mapped((x, *lengths), causal, dims)
         return _unmapped(_Softmax.apply, info, dims, (x, *lengths), (scale, causal))
 
+    jvp = staticmethod(_refuse_forward_mode)
 
-class _Gradient(torch.autograd.Function):
+
+class _Gradient(ops._Function):
     """The gradient of x, which refuses to be differentiated."""
 
     @staticmethod
@@ -143,6 +204,8 @@ class _Gradient(torch.autograd.Function):
         dims = *in_dims[:3], *in_dims[5:]
         tensors = dprobabilities, dlse, kept, *lengths
         return _unmapped(_Gradient.apply, info, dims, tensors, (scale, causal))
+
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 def hidden_columns(
@@ -188,17 +251,23 @@ def _softmax_backward_cpu(
     return gradient.masked_fill(hidden, 0).to(kept.dtype, memory_format=torch.contiguous_format)
 
 
-def _traced(x, *options, **named):
+def _traced(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
+    _check_shapes(x, scale, causal, seqused_k, leftpad_k)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _traced_backward(dprobabilities, dlse, kept, *options, **named):
+def _traced_backward(dprobabilities, dlse, kept, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
+    _check_shapes(kept, scale, causal, seqused_k, leftpad_k, dprobabilities, dlse)
     return kept.new_empty(kept.shape)
 
 
 _library = torch.library.Library("flash_cute", "IMPL")
+_library.impl("softmax", _composite, "CompositeImplicitAutograd")
 _library.impl("_softmax_cpu", _softmax_cpu, "CPU")
 _library.impl("_softmax_backward_cpu", _softmax_backward_cpu, "CPU")
+for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
+    _rule = rules.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
+    _library.impl(_op._schema.name.split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
 for _suffix in ("", "_cpu"):
     torch.library.register_fake(f"flash_cute::_softmax{_suffix}", _traced, lib=_library)
     torch.library.register_fake(f"flash_cute::_softmax_backward{_suffix}", _traced_backward, lib=_library)

@@ -25,10 +25,10 @@ def check(q, k, v, causal=False, *, window_left=None, window_right=None, **optio
     """
     given = {name: options.pop(name, None) for name in (*LENGTHS, *RESULTS)}
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    sizes = {name: _hints(tensor.shape) for name, tensor in given.items()}
-    shapes = [_hints(tensor.shape) for tensor in (q, k, v)]
+    sizes = {name: hints(tensor.shape) for name, tensor in given.items()}
+    shapes = [hints(tensor.shape) for tensor in (q, k, v)]
     steps = [
-        _hint(tensor.stride(0)) if tensor.dim() == 1 else 1
+        hint(tensor.stride(0)) if tensor.dim() == 1 else 1
         for name, tensor in given.items()
         if name in LENGTHS
     ]
@@ -42,8 +42,8 @@ def check(q, k, v, causal=False, *, window_left=None, window_right=None, **optio
             [tensor.device for tensor in tensors],
             steps,
             causal,
-            window_left=_hint(window_left),
-            window_right=_hint(window_right),
+            window_left=hint(window_left),
+            window_right=hint(window_right),
             **sizes,
             **options,
         )
@@ -96,15 +96,15 @@ def _traced_cpu(q, k, v, scale, window_left, window_right, cu_seqlens_q=None, *l
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
-def _hint(size: int | torch.SymInt | None) -> int | None:
+def hint(size: int | torch.SymInt | None) -> int | None:
     """A size of the example that is traced, which does not bind the graph to it; None where there is none."""
     if not isinstance(size, torch.SymInt):
         return size
     return size.node.hint if size.node.has_hint() else None
 
 
-def _hints(sizes: torch.Size) -> list[int | None]:
-    return [_hint(size) for size in sizes]
+def hints(sizes: torch.Size) -> list[int | None]:
+    return [hint(size) for size in sizes]
 
 
 def vmap(op, info, in_dims, tensors, options):
@@ -142,13 +142,13 @@ def vmap_varlen(op, info, in_dims, tensors, options):
     )
 
 
-def _vmapped(op, rule):
+def vmapped(op, rule, tensor_names=TENSORS):
     """op's kernel under vmap. torch.library.register_vmap has none for tensors that only have a keyword."""
     names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keyset, *args, **kwargs):
         named = dict(zip(names, args, strict=False)) | kwargs
-        tensors = {name: named.pop(name) for name in TENSORS if name in named}
+        tensors = {name: named.pop(name) for name in tensor_names if name in named}
         interpreter = retrieve_current_functorch_interpreter()
         unmapped = lambda tensors, options: op(**tensors, **options)  # noqa: E731
         return custom_function_call_vmap_helper(interpreter, partial(rule, op), unmapped, tensors, named)
@@ -187,9 +187,9 @@ def register(library: torch.library.Library) -> None:
     ):
         name = op.default._schema.name
         torch.library.register_fake(name, fake, lib=library)
-        library.impl(name, _vmapped(op.default, rule), "FuncTorchBatched", with_keyset=True)
+        library.impl(name, vmapped(op.default, rule), "FuncTorchBatched", with_keyset=True)
         register_flop_formula(op)(formula)
     torch.library.register_fake("flash_cute::_forward_cpu", _traced_cpu, lib=library)
     torch.library.register_fake("flash_cute::_backward_cpu", _traced_backward_cpu, lib=library)
     # Of forward_varlen PyTorch's own rule is a loop over the mapped dimension.
-    library.impl("forward", _vmapped(ops.forward.default, vmap), "FuncTorchBatched", with_keyset=True)
+    library.impl("forward", vmapped(ops.forward.default, vmap), "FuncTorchBatched", with_keyset=True)

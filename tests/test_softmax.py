@@ -196,6 +196,66 @@ def test_compiled(device):
     torch.testing.assert_close(ours, expected)
 
 
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda loss: torch.vmap(torch.func.grad(loss)),
+    "vmap over lengths": lambda loss: (
+        lambda x: torch.vmap(
+            lambda used: torch.func.grad(lambda x: flash_cute.softmax(x, seqused_k=used)[0].square().sum())(x)
+        )(torch.arange(5 * len(x), dtype=torch.int32, device=x.device).view(5, -1))
+    ),
+    "jacrev": torch.func.jacrev,
+    "vjp": lambda loss: lambda x: torch.func.vjp(loss, x)[1](torch.ones((), device=x.device))[0],
+}
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_compiled_transforms(device, transform):
+    """Inside a graph, too, a transform sees softmax's own gradient."""
+    call = transform(lambda x: flash_cute.softmax(x, scale=0.5)[0].square().sum())
+    x = scores(device, 4, 50)
+    expected = call(x)
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_exported_and_dynamic(device):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return flash_cute.softmax(x, causal=True)
+
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(Module(), (scores(device, 4, 50),), dynamic_shapes={"x": {0: rows}})
+    for count in (4, 7):
+        x = scores(device, count, 50)
+        torch.testing.assert_close(program.module()(x), flash_cute.softmax(x, causal=True))
+    with pytest.raises(ValueError, match=r"^flash_cute.softmax: x has dtype Double"):
+        torch.export.export(Module(), (scores(device, 4, 50).double(),))
+
+
+def test_gradients_of_other_shapes(device):
+    x = scores(device, 4, 50)
+    for wrong in (x[:1, :1], x.half()):
+        with pytest.raises(RuntimeError, match=r"^flash_cute.softmax: dprobabilities has"):
+            torch.ops.flash_cute._softmax_backward(wrong.contiguous(), None, x)
+    with pytest.raises(RuntimeError, match=r"^flash_cute.softmax: dlse has another shape"):
+        torch.ops.flash_cute._softmax_backward(None, x, x)
+
+
+FORWARD_MODE = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("call", FORWARD_MODE.values(), ids=FORWARD_MODE)
+def test_no_forward_mode(device, call):
+    with pytest.raises(NotImplementedError, match=r"^flash_cute.softmax: there is no forward-mode"):
+        call(lambda x: flash_cute.softmax(x)[0].square().sum(), scores(device, 4, 50))
+
+
 def test_no_second_derivative(device):
     x = scores(device, 4, 50).requires_grad_()
     (gradient,) = torch.autograd.grad(flash_cute.softmax(x)[0].square().sum(), x, create_graph=True)
@@ -213,6 +273,27 @@ WRONG = {
         "x has 1 dimensions; at least 2, (..., rows, columns)",
     ),
     "scale": (ValueError, lambda x: flash_cute.softmax(x, scale=-1), "scale is -1"),
+    "scale of inf": (ValueError, lambda x: flash_cute.softmax(x, scale=10**400), "scale is 1000"),
+    "scale of 0 in float32": (ValueError, lambda x: flash_cute.softmax(x, scale=1e-60), "scale is 1e-60"),
+    "scale is a tensor": (TypeError, lambda x: flash_cute.softmax(x, scale=x.sum()), "scale is a tensor"),
+    "sparse": (ValueError, lambda x: flash_cute.softmax(x.to_sparse()), "x is of layout torch.sparse_coo"),
+    "vmap leaves no rows": (
+        ValueError,
+        lambda x: torch.vmap(lambda row: flash_cute.softmax(row, causal=True))(x[0]),
+        "under vmap an entry of x has 1 dimensions; at least 2",
+    ),
+    "vmap leaves no columns": (
+        ValueError,
+        lambda x: torch.vmap(flash_cute.softmax)(x[0, 0]),
+        "under vmap an entry of x has 0 dimensions; at least 1",
+    ),
+    "vmap leaves no batch": (
+        ValueError,
+        lambda x: torch.vmap(lambda row, used: flash_cute.softmax(row, seqused_k=used))(
+            x, torch.ones(2, dtype=torch.int32, device=x.device)
+        ),
+        "under vmap an entry of seqused_k has 0 dimensions; (batch,)",
+    ),
     "scale is text": (TypeError, lambda x: flash_cute.softmax(x, scale="one"), "scale is 'one'"),
     "causal is a number": (
         TypeError,

@@ -51,7 +51,7 @@ int resident_blocks(DeviceInfo const& device) {
 template <RowElement element, bool kBackward>
 void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan, cudaStream_t stream) {
   visit_row_tile<element, kBackward>(plan, [&]<class Traits>(Traits) {
-    int blocks = ceil_div(params.shape.all_rows(), Traits::kRows);
+    int blocks = int(ceil_div(int64_t(params.shape.all_rows()), int64_t(Traits::kRows)));
     bool const cooperative = plan.parts > 1;
     if (cooperative) {
       check(cudaMemsetAsync(params.workspace, 0xff, plan.workspace_bytes, stream), "clearing the workspace");
