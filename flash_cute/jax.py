@@ -117,7 +117,7 @@ def attention(
         return _with_lengths(query, key, value, lengths, is_causal, same, options)
 
     out, lse = _in_shards(compute, query, key, value, lengths)
-    out, lse = (x if has_batch else x[0] for x in (out, jnp.swapaxes(lse, 1, 2)))
+    out, lse = (x if has_batch else jnp.squeeze(x, 0) for x in (out, jnp.swapaxes(lse, 1, 2)))
     return (out, lse) if return_residual else out
 
 

@@ -336,7 +336,10 @@ def test_explicit_shards_of_one_head_of_keys():
     expected = call(q, k, v)
     with jax.set_mesh(mesh):
         heads = jax.NamedSharding(mesh, PartitionSpec(None, None, ("b", "h")))
-        close(jax.jit(call)(jax.device_put(q, heads), k, v), expected)
+        queries = jax.device_put(q, heads)
+        close(jax.jit(call)(queries, k, v), expected)
+        entry = jax.device_put(q[0], jax.NamedSharding(mesh, PartitionSpec(None, ("b", "h"))))
+        close(jax.jit(attention)(entry, k[0], v[0]), attention(q, k, v)[0])
 
 
 def test_explicit_shards_within_shard_map():
@@ -566,6 +569,15 @@ def test_sizes_that_are_refused():
             jax.eval_shape(function, *arguments)
     assert jax.eval_shape(ours.softmax, array(2**31 - 2, 1))[1].shape == (2**31 - 2,)
     assert jax.eval_shape(ours.softmax, array(1, 2**28))[1].shape == (1,)
+
+
+@pytest.mark.skipif(ours._library() is None, reason="this flash_cute has no kernels for JAX")
+def test_sizes_that_the_handlers_refuse():
+    """Where vmap made them larger; 32 bits of them look small."""
+    ask = ours._library().flash_cute_jax_softmax_workspace
+    assert ask(False, 10, 2**20, 4) > 0
+    assert ask(False, 2**32 + 10, 2**20, 4) == 0
+    assert ask(False, 10, 2**28 + 1, 4) == 0
 
 
 def test_empty():
