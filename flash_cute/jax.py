@@ -390,7 +390,11 @@ def _axes(x) -> frozenset[str]:
 def _varying(x, axes):
     """x varying over these axes, too. Its gradient is summed over those that it did not vary over."""
     axes -= _axes(x)
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+    if not axes:
+        return x
+    if not hasattr(jax.lax, "pcast"):  # JAX 0.8.0 and older
+        return jax.lax.pvary(x, tuple(axes))
+    return jax.lax.pcast(x, tuple(axes), to="varying")
 
 
 def _alike(arrays):
