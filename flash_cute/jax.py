@@ -663,8 +663,10 @@ def _gradient_of_scores(dprobabilities, dlse, kept, lengths, options):
         dx, _ = call(*arguments, scale=np.float32(options[0]), causal=options[1])
         return _varying(dx, _axes(kept))
 
+    if kept.size == 0:
+        return jnp.zeros_like(kept)
     arguments = dprobabilities, dlse, kept, lengths
-    if _library() is None or kept.size == 0:
+    if _library() is None:
         return plain(*arguments)
     return jax.lax.platform_dependent(*arguments, cuda=native, default=plain)
 

@@ -465,7 +465,7 @@ def test_gradients_of_rows_that_do_not_count():
     """Whatever they hold, NaN included, no gradient has of it."""
     q, k, v = inputs((2, 6, 6, 2, 1, 8))
     used = jnp.array([3, 5], jnp.int32)
-    options = {"query_seq_lengths": used, "return_residual": True}
+    options = {"query_seq_lengths": used, "return_residual": True, "deterministic": True}
     (out, lse), backward = jax.vjp(partial(attention, **options), q, k, v)
     behind = np.arange(6)[None, :, None] >= np.asarray(used)[:, None, None]
     dirty = [
@@ -578,6 +578,16 @@ def test_sizes_that_the_handlers_refuse():
     assert ask(False, 10, 2**20, 4) > 0
     assert ask(False, 2**32 + 10, 2**20, 4) == 0
     assert ask(False, 10, 2**28 + 1, 4) == 0
+
+
+def test_empty_within_shard_map():
+    mesh, spec = mesh_of(shards=4), PartitionSpec("shards")
+    q, k, v = inputs((4, 3, 0, 2, 1, 8))
+    for function, arrays in ((attention, (q, k, v)), (lambda x: ours.softmax(x)[0], (k,))):
+        sharded = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec)
+        gradients = jax.grad(loss_of(sharded), tuple(range(len(arrays))))(*arrays)
+        for x, array in zip(gradients, arrays, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.zeros(array.shape))
 
 
 def test_empty():
