@@ -52,6 +52,8 @@ def _load_torch_face() -> None:
 
 
 def __getattr__(name: str):
+    if name == "jax":
+        return import_module("flash_cute.jax")
     if name not in __all__:
         raise AttributeError(f"module 'flash_cute' has no attribute {name!r}")
     _load_torch_face()

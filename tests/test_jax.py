@@ -222,6 +222,171 @@ def test_shard_map():
         )
 
 
+def close(found, expected):
+    """Of trees of arrays, within what bfloat16 loses where sums are ordered differently."""
+    for result, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(result, np.float32), np.asarray(reference, np.float32), rtol=0.02, atol=0.04
+        )
+
+
+def mesh_of(**sizes):
+    """A mesh whose types XLA looks after, and shard_map."""
+    count = np.prod(list(sizes.values()))
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} devices")
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count])
+
+
+def loss_of(function):
+    return lambda *x: (function(*x).astype(jnp.float32) ** 2).sum()
+
+
+REPLICATED = {
+    "heads": PartitionSpec(None, None, "shards", None),
+    "queries": PartitionSpec(None, "shards", None, None),
+}
+
+
+@pytest.mark.parametrize("spec", REPLICATED.values(), ids=REPLICATED)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_gradients_of_replicated_keys_are_summed(inside, spec):
+    """Grad inside shard_map and around it: on the CPU by values, for CUDA as many sums are lowered."""
+    mesh, whole = mesh_of(shards=4), PartitionSpec()
+    q, k, v = inputs((2, 8, 8, 4, 1, 16))
+    specs = spec, whole, whole
+    own = jax.grad(loss_of(attention), (0, 1, 2))
+    if inside:
+        call = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs))
+    else:
+        sharded = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=spec)
+        call = jax.jit(jax.grad(loss_of(sharded), (0, 1, 2)))
+    close(call(q, k, v), own(q, k, v))
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"flash_cute_{name}") for name in ("forward", "backward")
+    ]
+    for platform in ("cpu", "cuda"):
+        exported = jax.export.export(call, platforms=[platform], disabled_checks=checks)(q, k, v)
+        assert exported.mlir_module().count("all_reduce") == 2, platform
+
+
+def test_operands_that_vary_over_different_axes():
+    mesh = mesh_of(batch=2, heads=2)
+    q, k, v = inputs((2, 8, 8, 4, 2, 16))
+    used = jnp.array([3, 8, 0, 5], jnp.int32)
+    batch, both, heads, whole = (PartitionSpec(*x) for x in (("batch",), ("batch", "heads"), ("heads",), ()))
+
+    def over_keys(q, k, v):
+        return jax.lax.pmean(attention(q, k, v), "heads")
+
+    def over_lengths(q, used):
+        return jax.lax.pmean(attention(q, q, q, key_value_seq_lengths=used), "heads")
+
+    def over_lengths_of_rows(x, used):
+        return jax.lax.pmean(ours.softmax(x, seqused_k=used)[0], "heads")
+
+    mapped = jax.shard_map(over_keys, mesh=mesh, in_specs=(batch, both, both), out_specs=batch)
+    halves = [(k[:, :4], v[:, :4]), (k[:, 4:], v[:, 4:])]
+    close(mapped(q, k, v), sum(attention(q, *half).astype(jnp.float32) for half in halves) / 2)
+    for function, own in (
+        (over_lengths, lambda x, used: attention(x, x, x, key_value_seq_lengths=used)),
+        (over_lengths_of_rows, lambda x, used: ours.softmax(x, seqused_k=used)[0]),
+    ):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=(whole, heads), out_specs=whole)
+
+        def mean(x, own=own):
+            return (own(x, used[:2]).astype(jnp.float32) + own(x, used[2:])) / 2
+
+        close(jax.grad(lambda x, mapped=mapped: loss_of(mapped)(x, used))(q), jax.grad(loss_of(mean))(q))
+
+
+def explicit_mesh():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.make_mesh((2, 2), ("b", "h"), axis_types=kinds, devices=jax.devices()[:4])
+
+
+EXPLICIT = {"batch": ("b",), "both": ("b", None, "h"), "batch over both": (("b", "h"),)}
+
+
+@pytest.mark.parametrize("spec", EXPLICIT.values(), ids=EXPLICIT)
+def test_explicit_shards(spec):
+    """Results and gradients are sharded as the operands are."""
+    mesh = explicit_mesh()
+    q, k, v = inputs((4, 8, 8, 4, 2, 8))
+    used = jnp.array([3, 5, 2, 8], jnp.int32)
+    options = {"is_causal": True, "key_value_seq_lengths": used}
+    call = jax.value_and_grad(loss_of(lambda q, k, v: attention(q, k, v, **options)), (0, 1, 2))
+    expected = call(q, k, v)
+    with jax.set_mesh(mesh):
+        operands = [jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*spec))) for x in (q, k, v)]
+        found = jax.jit(call)(*operands)
+        mixed = jax.jit(call)(operands[0], k, v)
+    assert all(jax.typeof(x) == jax.typeof(y) for x, y in zip(found[1], operands, strict=True))
+    close(found, expected)
+    close(mixed, expected)
+
+
+def test_explicit_shards_of_one_head_of_keys():
+    mesh = explicit_mesh()
+    q, k, v = inputs((2, 8, 8, 4, 1, 8))
+    call = jax.grad(loss_of(attention), (0, 1, 2))
+    expected = call(q, k, v)
+    with jax.set_mesh(mesh):
+        heads = jax.NamedSharding(mesh, PartitionSpec(None, None, ("b", "h")))
+        queries = jax.device_put(q, heads)
+        close(jax.jit(call)(queries, k, v), expected)
+        entry = jax.device_put(q[0], jax.NamedSharding(mesh, PartitionSpec(None, ("b", "h"))))
+        close(jax.jit(attention)(entry, k[0], v[0]), attention(q, k, v)[0])
+
+
+def test_explicit_shards_within_shard_map():
+    """Over the batch by hand, over the heads by type."""
+    mesh = explicit_mesh()
+    q, k, v = inputs((2, 8, 8, 4, 2, 8))
+    expected = attention(q, k, v)
+    with jax.set_mesh(mesh):
+        shards = jax.NamedSharding(mesh, PartitionSpec("b", None, "h"))
+        operands = [jax.device_put(x, shards) for x in (q, k, v)]
+        batch = PartitionSpec("b")
+        call = jax.shard_map(attention, in_specs=(batch,) * 3, out_specs=batch, axis_names={"b"})
+        close(jax.jit(call)(*operands), expected)
+
+
+def test_explicit_shards_of_softmax():
+    mesh = explicit_mesh()
+    x, used = inputs((4, 6, 8, 2, 2, 8))[0].astype(jnp.float32), jnp.array([3, 5, 2, 8], jnp.int32)
+    call = jax.value_and_grad(loss_of(lambda x: ours.softmax(x, causal=True, seqused_k=used)[0]))
+    expected = call(x)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("b", "h")))
+        found = jax.jit(call)(sharded)
+    assert jax.typeof(found[1]) == jax.typeof(sharded)
+    close(found, expected)
+
+
+def test_explicit_shards_that_are_refused():
+    mesh = explicit_mesh()
+    q, k, v = inputs((4, 8, 8, 4, 2, 8))
+    with jax.set_mesh(mesh):
+
+        def put(x, *spec):
+            return jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*spec)))
+
+        for call, words in (
+            (lambda: attention(put(q, None, "b"), k, v), "query is sharded as (None, 'b', None, None)"),
+            (lambda: attention(q, k, put(v, None, None, None, "b")), "value is sharded as"),
+            (lambda: attention(put(q, None, None, ("b", "h")), k, v), "key has 2 heads and query's are in 4"),
+            (lambda: ours.softmax(put(q, None, None, None, "b")), "x is sharded as"),
+            (lambda: ours.softmax(put(q, None, None, "b"), causal=True), "x is sharded as"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(words)) as raised:
+                call()
+            assert "\n" not in str(raised.value)
+
+
 def launches(compiled, *arguments) -> int:
     """How many kernels the host launches one by one in a call, once it has been called."""
     from torch.profiler import ProfilerActivity, profile
@@ -273,6 +438,158 @@ def test_no_forward_mode():
         jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
 
 
+@pytest.mark.parametrize("face", ["attention", "softmax"])
+def test_no_second_derivatives(face):
+    """On any platform; the gradients may be used where nothing differentiates them."""
+    q, k, v = inputs("grouped")
+    function = (lambda q: attention(q, k, v)) if face == "attention" else (lambda x: ours.softmax(x)[0])
+    gradient = jax.grad(loss_of(function))
+    sentence = f"flash_cute.jax.{face}: there are no second derivatives"
+    with pytest.raises(NotImplementedError, match=re.escape(sentence)):
+        jax.grad(loss_of(gradient))(q)
+    with pytest.raises(NotImplementedError, match=re.escape(sentence)):
+        jax.jit(jax.grad(loss_of(gradient)))(q)
+    kept = jax.grad(lambda q: (q * jax.lax.stop_gradient(gradient(q))).astype(jnp.float32).sum())(q)
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (kept, gradient(q))))
+
+
+def test_no_second_derivatives_on_cuda():
+    """What is lowered there has no derivative of its own either: the same sentence."""
+    q, k, v = inputs("grouped")
+    second = jax.jit(jax.grad(loss_of(jax.grad(loss_of(lambda q: attention(q, k, v))))))
+    with pytest.raises(NotImplementedError, match="there are no second derivatives"):
+        jax.export.export(second, platforms=["cuda"])(q)
+
+
+def test_gradients_of_rows_that_do_not_count():
+    """Whatever they hold, NaN included, no gradient has of it."""
+    q, k, v = inputs((2, 6, 6, 2, 1, 8))
+    used = jnp.array([3, 5], jnp.int32)
+    options = {"query_seq_lengths": used, "return_residual": True, "deterministic": True}
+    (out, lse), backward = jax.vjp(partial(attention, **options), q, k, v)
+    behind = np.arange(6)[None, :, None] >= np.asarray(used)[:, None, None]
+    dirty = [
+        jnp.where(behind.reshape(2, 6, *(1,) * (x.ndim - 2)), jnp.nan, 1).astype(x.dtype) for x in (out, lse)
+    ]
+    dirty = tuple(jnp.broadcast_to(d, x.shape) for d, x in zip(dirty, (out, lse), strict=True))
+    clean = tuple(jnp.nan_to_num(x) for x in dirty)
+    for found, expected in zip(backward(dirty), backward(clean), strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, (2**40, 0), (0, 2**40), (2**70, 2**70)])
+def test_windows_wider_than_the_keys(window):
+    q, k, v = inputs("more queries")
+    limits = tuple(min(x, 100) for x in (window if isinstance(window, tuple) else (window, window)))
+    found, expected = (attention(q, k, v, local_window_size=x) for x in (window, limits))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+SETTINGS = {
+    "debug_nans": {"jax_debug_nans": True},
+    "rank_promotion": {"jax_numpy_rank_promotion": "raise"},
+    "strict types": {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_strict_settings(settings):
+    """With blind rows, of all masks, forward and backward."""
+    q, k, v = inputs("more queries")
+    used = jnp.array([5], jnp.int32)
+    lengths = {
+        "query_seq_lengths": used + 4,
+        "key_value_seq_lengths": used,
+        "key_value_left_padding": used - 3,
+    }
+    rows = jnp.ones((1, 7, 3))
+    calls = [
+        partial(attention, q, k, v, is_causal=c, **options)
+        for c in (False, True)
+        for options in ({}, lengths)
+    ]
+    calls.append(partial(attention, q, k, v, local_window_size=(2, 1)))
+    calls += [
+        partial(ours.softmax, rows.astype(dtype), causal=True, **options)
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for options in ({}, {"seqused_k": used - 4, "leftpad_k": used - 5})
+    ]
+    previous = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        for call in calls:
+            arrays = call.args
+            results, backward = jax.vjp(partial(call.func, **call.keywords), *arrays)
+            assert all(jnp.isfinite(x).all() for x in backward(jax.tree.map(jnp.ones_like, results)))
+    finally:
+        for name, value in previous.items():
+            jax.config.update(name, value)
+
+
+def test_integers_of_any_type_are_lengths():
+    """The same with 64 bits and without; what is too long for int32 is long."""
+    q, k, v = inputs("grouped")
+    x = jnp.ones((2, 5))
+    used = jnp.array([33, 4], jnp.int32)
+    expected = attention(q, k, v, key_value_seq_lengths=used), ours.softmax(x, seqused_k=used)
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            for given in ([33, 4], np.array([2**32, 4]), np.array([33, 4], np.int8), jnp.array([33, 4])):
+                found = attention(q, k, v, key_value_seq_lengths=given), ours.softmax(x, seqused_k=given)
+                close(found, expected)
+
+
+def test_arguments_of_jax():
+    """bias, mask and implementation where JAX has them, and no batch, of any of the operands."""
+    q, k, v = inputs((1, 9, 9, 4, 2, 16))
+    expected = attention(q, k, v, return_residual=True)
+    close(attention(q, k, v, None, None, implementation=None, return_residual=True), expected)
+    out, lse = attention(q[0], k, v[0], return_residual=True)
+    assert (out.shape, lse.shape) == ((9, 4, 16), (9, 4))
+    close((out, lse), [x[0] for x in expected])
+    assert attention(q, k[0], v).shape == q.shape
+
+
+def test_sizes_that_are_refused():
+    """By shapes alone, before anything is allocated; to the last that is accepted."""
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    small = array(1, 4, 1, 8)
+    for function, arguments, words in (
+        (attention, (array(1, 2**28 + 1, 1, 8), small, small), "query has seqlen 268435457"),
+        (attention, (small, *[array(1, 2**28 + 1, 1, 8)] * 2), "key has seqlen 268435457"),
+        (attention, [array(2**27 + 1, 4, 2, 8)] * 3, "query has 268435458 (batch, head) pairs"),
+        (ours.softmax, (array(2**31 - 1, 1),), "x has 2147483647 rows"),
+        (ours.softmax, (array(1, 2**28 + 1),), "x has 268435457 columns"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            jax.eval_shape(function, *arguments)
+    assert jax.eval_shape(ours.softmax, array(2**31 - 2, 1))[1].shape == (2**31 - 2,)
+    assert jax.eval_shape(ours.softmax, array(1, 2**28))[1].shape == (1,)
+
+
+@pytest.mark.skipif(ours._library() is None, reason="this flash_cute has no kernels for JAX")
+def test_sizes_that_the_handlers_refuse():
+    """Where vmap made them larger; 32 bits of them look small."""
+    ask = ours._library().flash_cute_jax_softmax_workspace
+    assert ask(False, 10, 2**20, 4) > 0
+    assert ask(False, 2**32 + 10, 2**20, 4) == 0
+    assert ask(False, 10, 2**28 + 1, 4) == 0
+
+
+def test_empty_within_shard_map():
+    mesh, spec = mesh_of(shards=4), PartitionSpec("shards")
+    q, k, v = inputs((4, 3, 0, 2, 1, 8))
+    for function, arrays in ((attention, (q, k, v)), (lambda x: ours.softmax(x)[0], (k,))):
+        sharded = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec)
+        gradients = jax.jit(jax.grad(loss_of(sharded), tuple(range(len(arrays)))))(*arrays)
+        for x, array in zip(gradients, arrays, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.zeros(array.shape))
+
+
 def test_empty():
     q, k, v = inputs("grouped")
     out, lse = jax.jit(partial(attention, return_residual=True))(q, k[:, :0], v[:, :0])
@@ -316,6 +633,23 @@ def test_torch_is_not_imported():
     assert ran.returncode == 0, ran.stderr
 
 
+def test_it_is_found_in_the_package():
+    program = "import flash_cute; assert flash_cute.jax.attention.__module__ == 'flash_cute.jax'"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("line", ["import flash_cute.jax", "import flash_cute; flash_cute.jax"])
+def test_without_jax(line):
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['jax'] = None; {line}"],
+        capture_output=True,
+        text=True,
+    )
+    sentence = "ModuleNotFoundError: flash_cute.jax needs jax; pip install 'flash_cute[jax]'"
+    assert ran.stderr.splitlines()[-1] == sentence
+
+
 def changed(**changes):
     q, k, v = inputs("grouped")
     return SimpleNamespace(**({"query": q, "key": k, "value": v} | changes))
@@ -323,7 +657,10 @@ def changed(**changes):
 
 INT = jnp.ones((2,), jnp.int32)
 WRONG = {
-    "three dimensions": (ValueError, lambda t: {"query": t.query[0]}, "query has 3 dimensions; 4"),
+    "two dimensions": (ValueError, lambda t: {"query": t.query[0, 0]}, "query has 2 dimensions; 4"),
+    "no query": (TypeError, lambda t: {"query": None}, "query is NoneType"),
+    "query of text": (TypeError, lambda t: {"query": "a"}, "query is str"),
+    "ragged key": (TypeError, lambda t: {"key": [[1], [1, 2]]}, "key is list"),
     "float32": (ValueError, lambda t: {"query": t.query.astype(jnp.float32)}, "query has dtype float32"),
     "another dtype": (
         ValueError,
@@ -338,6 +675,17 @@ WRONG = {
     "batch": (ValueError, lambda t: {"key": t.key[:1], "value": t.value[:1]}, "key has batch 1"),
     "heads": (ValueError, lambda t: {"query": t.query[:, :, :5]}, "query has 5 heads and key 2"),
     "scale": (ValueError, lambda t: {"scale": 0.0}, "scale is 0.0"),
+    "scale of text": (TypeError, lambda t: {"scale": "x"}, "scale is 'x'; a number"),
+    "complex scale": (TypeError, lambda t: {"scale": 1j}, "scale is 1j"),
+    "truth as scale": (TypeError, lambda t: {"scale": True}, "scale is True"),
+    "scale of an array": (TypeError, lambda t: {"scale": np.ones((2, 2))}, "scale is array("),
+    "large scale": (ValueError, lambda t: {"scale": 1e300}, "scale is 1e+300"),
+    "huge scale": (ValueError, lambda t: {"scale": 10**400}, "finite in float32"),
+    "tiny scale": (ValueError, lambda t: {"scale": 1e-60}, "scale is 1e-60"),
+    "NaN as scale": (ValueError, lambda t: {"scale": float("nan")}, "scale is nan"),
+    "bias": (ValueError, lambda t: {"bias": t.query}, "bias is given; None"),
+    "mask": (ValueError, lambda t: {"mask": t.query}, "mask is given; None"),
+    "implementation": (ValueError, lambda t: {"implementation": "xla"}, "implementation is given; None"),
     "lengths": (
         ValueError,
         lambda t: {"query_seq_lengths": INT[:1]},
@@ -345,8 +693,14 @@ WRONG = {
     ),
     "lengths' type": (
         ValueError,
-        lambda t: {"key_value_left_padding": INT.astype(jnp.int16)},
-        "key_value_left_padding is int16[2]",
+        lambda t: {"key_value_left_padding": INT.astype(jnp.float32)},
+        "key_value_left_padding is float32[2]",
+    ),
+    "lengths of text": (ValueError, lambda t: {"query_seq_lengths": "ab"}, "query_seq_lengths is <U2[]"),
+    "ragged lengths": (
+        TypeError,
+        lambda t: {"query_seq_lengths": [[1], [1, 2]]},
+        "query_seq_lengths is list",
     ),
     "lengths and window": (
         ValueError,
@@ -354,6 +708,12 @@ WRONG = {
         "key_value_seq_lengths is given with local_window_size",
     ),
     "window": (ValueError, lambda t: {"local_window_size": (3, -1)}, "local_window_size is (3, -1)"),
+    "window of one": (TypeError, lambda t: {"local_window_size": (3,)}, "local_window_size is (3,)"),
+    "window of text": (TypeError, lambda t: {"local_window_size": "ab"}, "local_window_size is 'ab'"),
+    "fraction": (TypeError, lambda t: {"local_window_size": (3.5, 1)}, "local_window_size is (3.5, 1)"),
+    "truth as window": (TypeError, lambda t: {"local_window_size": True}, "local_window_size is True"),
+    "deterministic": (TypeError, lambda t: {"deterministic": 1}, "deterministic is 1; True or False"),
+    "return_residual": (TypeError, lambda t: {"return_residual": None}, "return_residual is None"),
     "causal": (TypeError, lambda t: {"is_causal": 1}, "is_causal is 1; True or False"),
 }
 
@@ -366,6 +726,30 @@ def test_wrong_calls(kind, change, words):
     assert str(raised.value).startswith("flash_cute.jax.attention: ")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_traced_arguments():
+    """Of what must be a Python value: one sentence."""
+    q, k, v = inputs("grouped")
+    for call, given, words in (
+        (lambda x: attention(q, k, v, scale=x), 0.5, "attention: scale is traced"),
+        (lambda x: attention(q, k, v, local_window_size=x), 3, "local_window_size is traced"),
+        (lambda x: attention(q, k, v, local_window_size=(1, x)), 3, "local_window_size is traced"),
+        (lambda x: attention(q, k, v, is_causal=x), True, "is_causal is"),
+        (lambda x: ours.softmax(q, scale=x), 0.5, "softmax: scale is traced"),
+        (lambda x: ours.softmax(q, causal=x), True, "causal is"),
+    ):
+        with pytest.raises(TypeError, match=words) as raised:
+            jax.jit(call)(given)
+        assert "\n" not in str(raised.value)
+
+
+def test_numbers_of_numpy():
+    q, k, v = inputs("grouped")
+    options = {"scale": np.float32(0.5), "local_window_size": np.int64(3)}
+    close(attention(q, k, v, **options), attention(q, k, v, scale=0.5, local_window_size=3))
+    close(attention(q, k, v, local_window_size=[np.int8(3), 0]), attention(q, k, v, local_window_size=(3, 0)))
+    close(ours.softmax(q, scale=np.float64(2)), ours.softmax(q, scale=2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -438,13 +822,18 @@ def test_transforms_of_softmax():
 
 
 def test_wrong_softmax():
-    for call, words in (
-        (lambda: ours.softmax(jnp.ones(3, jnp.int32)), "x has dtype int32"),
-        (lambda: ours.softmax(jnp.ones(3), causal=True), "x has 1 dimensions; at least 2"),
-        (lambda: ours.softmax(jnp.ones(3), scale=0), "scale is 0"),
-        (lambda: ours.softmax(jnp.ones((2, 3)), seqused_k=jnp.ones(3, jnp.int32)), "seqused_k is int32[3]"),
+    for kind, call, words in (
+        (ValueError, lambda: ours.softmax(jnp.ones(3, jnp.int32)), "x has dtype int32"),
+        (ValueError, lambda: ours.softmax(jnp.ones(3), causal=True), "x has 1 dimensions; at least 2"),
+        (ValueError, lambda: ours.softmax(jnp.ones(3), scale=0), "scale is 0"),
+        (ValueError, lambda: ours.softmax(jnp.ones(3), scale=1e-60), "scale is 1e-60"),
+        (ValueError, lambda: ours.softmax(jnp.ones((2, 3)), seqused_k=INT[:1]), "seqused_k is int32[1]"),
+        (TypeError, lambda: ours.softmax("a"), "x is str"),
+        (TypeError, lambda: ours.softmax(jnp.ones(3), scale="x"), "scale is 'x'"),
+        (TypeError, lambda: ours.softmax(jnp.ones((2, 3)), causal=2), "causal is 2"),
+        (TypeError, lambda: ours.softmax(jnp.ones((2, 3)), causal="x"), "causal is 'x'"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(kind, match=re.escape(f"flash_cute.jax.softmax: {words}")):
             call()
 
 

@@ -1,8 +1,9 @@
 // The kernels as XLA calls them: handlers of its foreign function interface (flash_cute/jax.py registers
-// them). Shapes and options were checked there.
+// them). Shapes and options were checked there; sizes are again, as vmap makes them larger.
 #include <cuda_runtime_api.h>
 #include <xla/ffi/api/ffi.h>
 
+#include <limits>
 #include <string>
 
 #include "../calls.hpp"
@@ -14,15 +15,26 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr int64_t kMaxLength = int64_t(1) << 28;  // csrc/validate.cpp says why
+
+int at_most(int64_t most, int64_t size, char const* what) {
+  require(size <= most, "with what vmap adds there are ", size, " ", what, "; at most ", most,
+          " are accepted");
+  return int(size);
+}
+
 // (..., seqlen, heads, head_dim), contiguous; what vmap maps over comes before the batch.
 struct Sizes {
-  int batch = 1, seqlen, heads, head_dim;
+  int batch, seqlen, heads, head_dim;
 
   explicit Sizes(ffi::AnyBuffer const& buffer) {
     auto const sizes = buffer.dimensions();
     size_t const dims = sizes.size();
-    for (size_t dim = 0; dim + 3 < dims; ++dim) batch *= int(sizes[dim]);
-    seqlen = int(sizes[dims - 3]);
+    int64_t entries = 1;  // no overflow: no dimension is 0, and the buffer lies in memory
+    for (size_t dim = 0; dim + 3 < dims; ++dim) entries *= sizes[dim];
+    at_most(kMaxLength, entries * sizes[dims - 2], "(batch, head) pairs");
+    batch = int(entries);
+    seqlen = at_most(kMaxLength, sizes[dims - 3], "rows in a sequence");
     heads = int(sizes[dims - 2]);
     head_dim = int(sizes[dims - 1]);
   }
@@ -148,6 +160,11 @@ RowElement row_element(ffi::AnyBuffer const& x) {
   }
 }
 
+ScoreShape score_shape(int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  at_most(std::numeric_limits<int>::max() - 1, batch * heads * rows, "rows");
+  return {int(batch), int(heads), int(rows), at_most(kMaxLength, columns, "columns")};
+}
+
 // Softmax of rows, contiguous: (..., rows, columns) with causal, else (..., columns). Lengths tell the batch.
 struct SoftmaxCall {
   RowSoftmaxParams params{};
@@ -161,7 +178,7 @@ struct SoftmaxCall {
     int64_t const columns = sizes[dims - 1], all_rows = int64_t(x.element_count()) / columns;
     int64_t const batch = counted > 0 ? int64_t(counted) : 1;
     int64_t const rows = causal ? sizes[dims - 2] : all_rows / batch, heads = all_rows / batch / rows;
-    params.shape = {int(batch), int(heads), int(rows), int(columns)};
+    params.shape = score_shape(batch, heads, rows, columns);
     params.scale = scale;
     params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
     params.device = current_gpu(device).info;
@@ -230,8 +247,11 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch,
 extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows, int64_t columns,
                                                     int element_bytes) {
   using namespace flash_cute;
-  ScoreShape const shape{1, 1, int(rows), int(columns)};
-  return row_softmax_workspace(shape, element_bytes, backward);
+  try {
+    return row_softmax_workspace(score_shape(1, 1, rows, columns), element_bytes, backward);
+  } catch (std::exception const&) {
+    return 0;
+  }
 }
 
 namespace ffi = xla::ffi;
