@@ -43,6 +43,9 @@ struct AttentionProblem {
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
 inline char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
 
+// Sums of sequence lengths and window limits, and tile counts, stay within int.
+constexpr int64_t kMaxLength = int64_t(1) << 28;
+
 constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
 
 // head_dim with the columns of 0 that make rows a multiple of it.

@@ -12,9 +12,6 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-// Sums of sequence lengths and window limits, and tile counts, stay within int.
-constexpr int64_t kMaxLength = int64_t(1) << 28;
-
 // Writes a shape, and costs nothing until an error is written.
 struct ShapeOf {
   IntHeaderOnlyArrayRef sizes;

@@ -28,7 +28,7 @@ import flash_cute
 
 _LIBRARY = "_jax.so"
 _ROW_ELEMENTS = 8  # rows of the kernels are multiples of 16 bytes
-_MAX_LENGTH = 2**28  # as csrc/validate.cpp has it
+_MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
 _MAX_ROWS = 2**31 - 2
 _ATTENTION, _SOFTMAX = "flash_cute.jax.attention", "flash_cute.jax.softmax"
 

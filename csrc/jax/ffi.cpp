@@ -15,8 +15,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kMaxLength = int64_t(1) << 28;  // csrc/validate.cpp says why
-
 int at_most(int64_t most, int64_t size, char const* what) {
   require(size <= most, "with what vmap adds there are ", size, " ", what, "; at most ", most,
           " are accepted");
