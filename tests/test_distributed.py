@@ -16,6 +16,7 @@ if not torch.distributed.is_available():
     pytest.skip("needs a torch with distributed", allow_module_level=True)
 
 EXAMPLE = ROOT / "examples" / "char_gpt_parallel.py"
+LEAVE = ROOT / "tests" / "run_and_leave.py"
 SIZES = {"layers": 1, "heads": 4, "kv-heads": 2, "head-dim": 16, "batch": 4, "context": 48, "steps": 6}
 
 
@@ -24,33 +25,27 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
-def on_two_processes(script: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True)
+def on_two_processes(*arguments: Path | str) -> str:
+    """What they printed, if both succeeded."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, f"{ran.stderr}\n{ran.stdout}"
+    return ran.stdout
 
 
 @pytest.mark.skipif(not hasattr(attention, "restore_flash_attention_impl"), reason="needs torch 2.11")
 def test_dtensor():
     """tests/dtensor_worker.py has the cases, and says which failed."""
-    ran = on_two_processes(ROOT / "tests" / "dtensor_worker.py")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("passed:") == 2 * 19
+    printed = on_two_processes(LEAVE, ROOT / "tests" / "dtensor_worker.py")
+    assert printed.count("passed:") == 2 * 19
 
 
 def test_training():
     """With DDP, FSDP2 and tensor parallelism, the losses are those of one process."""
     sizes = [f"--{name}={size}" for name, size in SIZES.items()]
-    ran = on_two_processes(EXAMPLE, "--device=cpu", "--tolerance=1e-3", *sizes)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "the losses agree" in ran.stdout
-    assert all(f"{parallel}: " in ran.stdout for parallel in ("data", "fsdp", "tensor"))
+    printed = on_two_processes(LEAVE, EXAMPLE, "--device=cpu", "--tolerance=1e-3", *sizes)
+    assert "the losses agree" in printed
+    assert all(f"{parallel}: " in printed for parallel in ("data", "fsdp", "tensor"))
 
 
 def test_wrong_options():
@@ -66,6 +61,4 @@ def test_wrong_options():
 def test_context_parallel(tmp_path):
     """The benchmark, in a small size, finds that results are those of one GPU."""
     sizes = "--tokens=4096", "--heads=4", "--repeats=1", f"--output={tmp_path}"
-    ran = on_two_processes("-m", "benchmarks.context_parallel", *sizes)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "results agree" in ran.stdout
+    assert "results agree" in on_two_processes("-m", "benchmarks.context_parallel", *sizes)
