@@ -10,6 +10,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -158,7 +158,9 @@ def test_windows_of_dynamic_lengths_are_exported(kernel, strict):
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("integer", [numpy.int32, numpy.int64, numpy.uint8, torch.tensor], ids=str)
+@pytest.mark.parametrize(
+    "integer", [numpy.int32, numpy.int64, numpy.uint8, torch.tensor], ids=lambda integer: integer.__name__
+)
 def test_windows_are_anything_with_an_index(device, integer):
     q, k, v = make_inputs(SHAPES["few_of_each"], torch.bfloat16, device)
     expected = flash_cute.forward(q, k, v, window=(2, 1))
