@@ -8,7 +8,6 @@ from __future__ import annotations
 from numbers import Real
 
 import torch
-from torch.autograd import forward_ad
 
 from flash_cute import ops, rules
 
@@ -59,7 +58,7 @@ def softmax(
         raise ValueError(f"flash_cute.softmax: x is {kind}; dense tensors are accepted")
     if not isinstance(causal, bool):
         raise TypeError(f"flash_cute.softmax: causal is {causal!r}; True or False is accepted")
-    if not isinstance(scale, Real) or isinstance(scale, bool):
+    if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
         kind = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
         raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
     if not 0 < scale <= torch.finfo(torch.float32).max:
@@ -69,15 +68,10 @@ def softmax(
             raise TypeError(
                 f"flash_cute.softmax: {name} is {type(length).__name__}; a tensor or None is accepted"
             )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        _refuse_forward_mode()
-    transformed = torch._C._are_functorch_transforms_active()
     if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
         run = torch.ops.flash_cute.softmax.default
-    elif transformed or (x.requires_grad and torch.is_grad_enabled()):
-        run = _Softmax.apply
     else:
-        run = _softmax
+        run = _Softmax.apply if ops.needs_gradient(x) else _softmax
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
@@ -90,8 +84,8 @@ def _refuse_forward_mode(*tangents):
 
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
     """The kernel of the public operator, which autograd sees through."""
-    needed = (x.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active()
-    return (_Softmax.apply_here if needed else _softmax)(x, scale, causal, seqused_k, leftpad_k)
+    run = _Softmax.apply_here if ops.needs_gradient(x) else _softmax
+    return run(x, scale, causal, seqused_k, leftpad_k)
 
 
 def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
@@ -157,8 +151,10 @@ class _Softmax(ops._Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
-    def forward(x, scale, causal, seqused_k, leftpad_k):
-        return _softmax(x, scale, causal, seqused_k, leftpad_k)
+    def forward(x, *args):
+        if torch._C._are_functorch_transforms_active():
+            return ops.for_outer_levels(torch.ops.flash_cute.softmax.default, x, *args)
+        return _softmax(x, *args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
