@@ -53,9 +53,7 @@ def softmax(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
-    if x.is_nested or x.layout != torch.strided or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise ValueError(f"flash_cute.softmax: x is {kind}; dense tensors are accepted")
+    _check_dense("x", x)
     if not isinstance(causal, bool):
         raise TypeError(f"flash_cute.softmax: causal is {causal!r}; True or False is accepted")
     if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
@@ -68,6 +66,8 @@ def softmax(
             raise TypeError(
                 f"flash_cute.softmax: {name} is {type(length).__name__}; a tensor or None is accepted"
             )
+        if length is not None:
+            _check_dense(name, length)
     if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
         run = torch.ops.flash_cute.softmax.default
     else:
@@ -76,6 +76,12 @@ def softmax(
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
         raise ops.as_python_error(error, "softmax") from None
+
+
+def _check_dense(name: str, x: torch.Tensor) -> None:
+    if x.is_nested or x.layout != torch.strided or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise ValueError(f"flash_cute.softmax: {name} is {kind}; dense tensors are accepted")
 
 
 def _refuse_forward_mode(*tangents):
@@ -109,12 +115,13 @@ def _unmapped(function, info, in_dims, tensors, options):
     ]
     folds = mapped[-1] is not None or mapped[-2] is not None
     if folds:
+        batch = next(x for x in mapped if x is not None).shape[:2]
         mapped = [x if x is None else x.flatten(0, 1).contiguous() for x in mapped]
     results = function(*mapped[:-2], *options, *mapped[-2:])
     several = isinstance(results, tuple)
     results = results if several else (results,)
     if folds:
-        results = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
+        results = tuple(x.unflatten(0, batch) for x in results)
     return (results, (0,) * len(results)) if several else (results[0], 0)
 
 

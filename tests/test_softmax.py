@@ -186,6 +186,17 @@ def test_vmap_and_grad(device):
     torch.testing.assert_close(torch.vmap(flash_cute.softmax)(x), flash_cute.softmax(x))
 
 
+def test_vmap_over_nothing(device):
+    x, used = (torch.zeros(0, *shape, device=device) for shape in ((2, 5), (2,)))
+
+    def call(x, used):
+        return flash_cute.softmax(x, seqused_k=used)[0]
+
+    gradient = torch.func.grad(lambda x, used: call(x, used).square().sum())
+    for function in (call, gradient):
+        assert torch.vmap(function)(x, used.int()).shape == x.shape
+
+
 def test_compiled(device):
     x = scores(device, 4, 50).requires_grad_()
 
@@ -330,6 +341,13 @@ WRONG = {
     "scale of 0 in float32": (ValueError, lambda x: flash_cute.softmax(x, scale=1e-60), "scale is 1e-60"),
     "scale is a tensor": (TypeError, lambda x: flash_cute.softmax(x, scale=x.sum()), "scale is a tensor"),
     "sparse": (ValueError, lambda x: flash_cute.softmax(x.to_sparse()), "x is of layout torch.sparse_coo"),
+    "sparse lengths": (
+        ValueError,
+        lambda x: flash_cute.softmax(
+            x, leftpad_k=torch.ones(2, dtype=torch.int32, device=x.device).to_sparse()
+        ),
+        "leftpad_k is of layout torch.sparse_coo; dense tensors are accepted",
+    ),
     "vmap leaves no rows": (
         ValueError,
         lambda x: torch.vmap(lambda row: flash_cute.softmax(row, causal=True))(x[0]),
