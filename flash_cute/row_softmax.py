@@ -99,9 +99,9 @@ def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, d
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
     sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(None in known for known in sizes if known):
-        return
     steps = [rules.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    if any(None in known for known in (*sizes, steps) if known):
+        return
     with torch.utils._python_dispatch._disable_current_modes():
         dtypes, devices = ([getattr(tensor, name) for tensor in given] for name in ("dtype", "device"))
         _check(sizes[0], dtypes, devices, steps, scale, causal, *sizes[1:])

@@ -277,6 +277,25 @@ def test_exported_and_dynamic(device):
         torch.export.export(Module(), (scores(device, 4, 50).double(),))
 
 
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_lengths_of_an_unknown_stride(device, wanted):
+    """What tracing can't know is checked by the call."""
+    x = scores(device, 3, 50)
+    given = torch.tensor([4, 50, 7, 8, 9], dtype=torch.int32, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(x, given, step):
+        return flash_cute.softmax(x, seqused_k=given.as_strided((3,), (step.item(),)))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        step = torch.tensor(wanted)
+        if wanted == 1:
+            torch.testing.assert_close(call(x, given, step), flash_cute.softmax(x, seqused_k=given[:3]))
+        else:
+            with pytest.raises(RuntimeError, match=r"^flash_cute.softmax: seqused_k has stride 2"):
+                call(x, given, step)
+
+
 def test_scale_of_a_traced_size(device):
     """PyTorch binds the graph to it, as for its own attention's."""
 
