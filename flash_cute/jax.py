@@ -126,9 +126,9 @@ def _shown(x) -> str:
     return " ".join(repr(x).split())
 
 
-def _array(face, name, x):
+def _array(face, name, x, make=jnp.asarray):
     try:
-        return jnp.asarray(x)
+        return make(x)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(
             f"{face}: {name} is {type(x).__name__}, which jax.numpy makes no array of; an array is accepted"
@@ -155,18 +155,14 @@ def _checked_lengths(face, name, x, batch):
     if x is None:
         return None
     if not isinstance(x, jax.Array):
-        try:
-            x = np.asarray(x)
-        except ValueError:
-            raise TypeError(
-                f"{face}: {name} is {type(x).__name__}, which numpy makes no array of; an array is accepted"
-            ) from None
-    if x.shape != (batch,) or not np.issubdtype(x.dtype, np.integer):
+        is_traced = any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))
+        x = _array(face, name, x, jnp.asarray if is_traced else np.asarray)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, np.integer):
         raise ValueError(
             f"{face}: {name} is {x.dtype}{list(x.shape)}; int32[{batch}], as the batch is, is accepted"
         )
     if x.dtype != np.int32:
-        x = x.clip(0, min(_MAX_LENGTH, int(np.iinfo(x.dtype).max))).astype(np.int32)
+        x = x.clip(0, min(_MAX_LENGTH, int(jnp.iinfo(x.dtype).max))).astype(np.int32)
     return jnp.asarray(x)
 
 
@@ -181,12 +177,12 @@ def _checked_window(window):
         f"{_ATTENTION}: local_window_size is {_shown(window)}; a number of keys >= 0, or two, "
         "(left, right), are accepted"
     )
+    if len(limits) != 2 or any(isinstance(x, bool) for x in limits):
+        raise TypeError(sentence)
     try:
-        limits = [operator.index(x) for x in limits if not isinstance(x, bool)]
+        limits = [operator.index(x) for x in limits]
     except TypeError:
         raise TypeError(sentence) from None
-    if len(limits) != 2:
-        raise TypeError(sentence)
     if min(limits) < 0:
         raise ValueError(sentence)
     return limits

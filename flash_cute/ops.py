@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from flash_cute import cpu, rules
 from flash_cute.rules import LENGTHS
@@ -125,7 +126,7 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     packed = "cu_seqlens_q" in lengths
     # dynamo cannot look below the wrappers of a transform.
     hidden = torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling()
-    if not (hidden or _needs_gradient(q, k, v)):
+    if not (hidden or needs_gradient(q, k, v)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
@@ -163,6 +164,12 @@ def as_python_error(error: Exception, name: str) -> Exception:
     return kind(f"flash_cute.{name}: {sentence}")
 
 
+def for_outer_levels(op, *args, **options):
+    """op, a public one, in the forward of its Function, which turns gradients off for its own level alone."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+        return op(*args, **options)
+
+
 class _Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
@@ -193,6 +200,10 @@ class _Attention(_Function):
 
     @staticmethod
     def forward(call, q, k, v, *lengths):
+        if torch._C._are_functorch_transforms_active():
+            op = torch.ops.flash_cute.forward_varlen if call.packed else torch.ops.flash_cute.forward
+            options = call.named(lengths) | {"deterministic": call.deterministic}
+            return for_outer_levels(op.default, q, k, v, **options)
         return (_forward_varlen if call.packed else _forward)(q, k, v, **call.named(lengths))
 
     @staticmethod
@@ -274,9 +285,8 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def needs_gradient(*tensors: torch.Tensor) -> bool:
     """In reverse mode or, in a dual level, in forward mode."""
-    tensors = q, k, v
     if torch._C._are_functorch_transforms_active():  # each wraps tensors, and hides what lies below
         tensors = [level for tensor in tensors for level in _levels(tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from numbers import Real
 
 import torch
-from torch.autograd import forward_ad
 
 from flash_cute import ops, rules
 
@@ -54,12 +53,10 @@ def softmax(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
-    if x.is_nested or x.layout != torch.strided or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise ValueError(f"flash_cute.softmax: x is {kind}; dense tensors are accepted")
+    _check_dense("x", x)
     if not isinstance(causal, bool):
         raise TypeError(f"flash_cute.softmax: causal is {causal!r}; True or False is accepted")
-    if not isinstance(scale, Real) or isinstance(scale, bool):
+    if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
         kind = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
         raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
     if not 0 < scale <= torch.finfo(torch.float32).max:
@@ -69,19 +66,22 @@ def softmax(
             raise TypeError(
                 f"flash_cute.softmax: {name} is {type(length).__name__}; a tensor or None is accepted"
             )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        _refuse_forward_mode()
-    transformed = torch._C._are_functorch_transforms_active()
+        if length is not None:
+            _check_dense(name, length)
     if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
         run = torch.ops.flash_cute.softmax.default
-    elif transformed or (x.requires_grad and torch.is_grad_enabled()):
-        run = _Softmax.apply
     else:
-        run = _softmax
+        run = _Softmax.apply if ops.needs_gradient(x) else _softmax
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
         raise ops.as_python_error(error, "softmax") from None
+
+
+def _check_dense(name: str, x: torch.Tensor) -> None:
+    if x.is_nested or x.layout != torch.strided or x.is_quantized:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+        raise ValueError(f"flash_cute.softmax: {name} is {kind}; dense tensors are accepted")
 
 
 def _refuse_forward_mode(*tangents):
@@ -90,8 +90,8 @@ def _refuse_forward_mode(*tangents):
 
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
     """The kernel of the public operator, which autograd sees through."""
-    needed = (x.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active()
-    return (_Softmax.apply_here if needed else _softmax)(x, scale, causal, seqused_k, leftpad_k)
+    run = _Softmax.apply_here if ops.needs_gradient(x) else _softmax
+    return run(x, scale, causal, seqused_k, leftpad_k)
 
 
 def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
@@ -99,9 +99,9 @@ def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, d
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
     sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(None in known for known in sizes if known):
-        return
     steps = [rules.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    if any(None in known for known in (*sizes, steps) if known):
+        return
     with torch.utils._python_dispatch._disable_current_modes():
         dtypes, devices = ([getattr(tensor, name) for tensor in given] for name in ("dtype", "device"))
         _check(sizes[0], dtypes, devices, steps, scale, causal, *sizes[1:])
@@ -115,12 +115,13 @@ def _unmapped(function, info, in_dims, tensors, options):
     ]
     folds = mapped[-1] is not None or mapped[-2] is not None
     if folds:
+        batch = next(x for x in mapped if x is not None).shape[:2]
         mapped = [x if x is None else x.flatten(0, 1).contiguous() for x in mapped]
     results = function(*mapped[:-2], *options, *mapped[-2:])
     several = isinstance(results, tuple)
     results = results if several else (results,)
     if folds:
-        results = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
+        results = tuple(x.unflatten(0, batch) for x in results)
     return (results, (0,) * len(results)) if several else (results[0], 0)
 
 
@@ -157,8 +158,10 @@ class _Softmax(ops._Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
-    def forward(x, scale, causal, seqused_k, leftpad_k):
-        return _softmax(x, scale, causal, seqused_k, leftpad_k)
+    def forward(x, *args):
+        if torch._C._are_functorch_transforms_active():
+            return ops.for_outer_levels(torch.ops.flash_cute.softmax.default, x, *args)
+        return _softmax(x, *args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

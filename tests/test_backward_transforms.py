@@ -32,8 +32,8 @@ class Problem:
         self.inputs = make_inputs(shape, torch.bfloat16, kernel.device)
         self.gradients = make_gradients(self.inputs[0])
 
-    def loss(self, q, k, v) -> torch.Tensor:
-        out, lse = flash_cute.forward(q, k, v, causal=True, deterministic=True, family=self.kernel.family)
+    def loss(self, q, k, v, forward=flash_cute.forward) -> torch.Tensor:
+        out, lse = forward(q, k, v, causal=True, deterministic=True, family=self.kernel.family)
         dout, dlse = self.gradients
         return (out.float() * dout).sum() + (lse * dlse).sum()
 
@@ -232,6 +232,22 @@ def test_flop_counters_count_five_products(kernel):
 
 def test_func_grad(problem):
     problem.check(torch.func.grad(problem.loss, argnums=(0, 1, 2))(*problem.inputs))
+
+
+@pytest.mark.parametrize("form", ["face", "operator", "compiled"])
+def test_func_grad_past_an_inner_transform(problem, form):
+    """q, k and v are constants for the innermost grad, which gives the loss as a gradient."""
+
+    forward = torch.ops.flash_cute.forward if form == "operator" else flash_cute.forward
+
+    def inner(*qkv):
+        one = torch.ones((), device=problem.kernel.device)
+        return torch.func.grad(lambda factor: factor * problem.loss(*qkv, forward))(one)
+
+    gradients = torch.func.grad(inner, argnums=(0, 1, 2))
+    if form == "compiled":
+        gradients = torch.compile(gradients, fullgraph=True, backend="aot_eager")
+    problem.check(gradients(*problem.inputs))
 
 
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)

@@ -547,6 +547,18 @@ def test_integers_of_any_type_are_lengths():
             for given in ([33, 4], np.array([2**32, 4]), np.array([33, 4], np.int8), jnp.array([33, 4])):
                 found = attention(q, k, v, key_value_seq_lengths=given), ours.softmax(x, seqused_k=given)
                 close(found, expected)
+    few = jnp.array([7, 4], jnp.int4)
+    close(ours.softmax(x, seqused_k=few), ours.softmax(x, seqused_k=few.astype(jnp.int32)))
+
+
+def test_lists_of_traced_lengths():
+    x = jnp.ones((2, 5))
+
+    @jax.jit
+    def call(used):
+        return ours.softmax(x, seqused_k=[used, 4])
+
+    close(call(3), ours.softmax(x, seqused_k=[3, 4]))
 
 
 def test_arguments_of_jax():
@@ -711,6 +723,16 @@ WRONG = {
         lambda t: {"query_seq_lengths": [[1], [1, 2]]},
         "query_seq_lengths is list",
     ),
+    "lengths of keys": (
+        ValueError,
+        lambda t: {"query_seq_lengths": jax.random.split(jax.random.key(0), 2)},
+        "query_seq_lengths is key<fry>[2]",
+    ),
+    "list of keys": (
+        TypeError,
+        lambda t: {"query_seq_lengths": [jax.random.key(0)] * 2},
+        "query_seq_lengths is list",
+    ),
     "lengths and window": (
         ValueError,
         lambda t: {"key_value_seq_lengths": INT, "local_window_size": 3},
@@ -721,6 +743,7 @@ WRONG = {
     "window of text": (TypeError, lambda t: {"local_window_size": "ab"}, "local_window_size is 'ab'"),
     "fraction": (TypeError, lambda t: {"local_window_size": (3.5, 1)}, "local_window_size is (3.5, 1)"),
     "truth as window": (TypeError, lambda t: {"local_window_size": True}, "local_window_size is True"),
+    "truth and two": (TypeError, lambda t: {"local_window_size": (True, 1, 2)}, "is (True, 1, 2); a number"),
     "deterministic": (TypeError, lambda t: {"deterministic": 1}, "deterministic is 1; True or False"),
     "return_residual": (TypeError, lambda t: {"return_residual": None}, "return_residual is None"),
     "causal": (TypeError, lambda t: {"is_causal": 1}, "is_causal is 1; True or False"),

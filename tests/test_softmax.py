@@ -6,6 +6,8 @@ import pytest
 import torch
 from cases import poisoned
 from tolerance import assert_within_rule
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_cute
 from flash_cute.row_softmax import hidden_columns
@@ -184,6 +186,17 @@ def test_vmap_and_grad(device):
     torch.testing.assert_close(torch.vmap(flash_cute.softmax)(x), flash_cute.softmax(x))
 
 
+def test_vmap_over_nothing(device):
+    x, used = (torch.zeros(0, *shape, device=device) for shape in ((2, 5), (2,)))
+
+    def call(x, used):
+        return flash_cute.softmax(x, seqused_k=used)[0]
+
+    gradient = torch.func.grad(lambda x, used: call(x, used).square().sum())
+    for function in (call, gradient):
+        assert torch.vmap(function)(x, used.int()).shape == x.shape
+
+
 def test_compiled(device):
     x = scores(device, 4, 50).requires_grad_()
 
@@ -220,6 +233,36 @@ def test_compiled_transforms(device, transform):
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+OPERATOR = torch.ops.flash_cute.softmax.default
+calls = pytest.mark.parametrize("call", [flash_cute.softmax, OPERATOR], ids=["face", "operator"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@calls
+def test_gradients_past_an_inner_transform(device, call, compiled):
+    """Of torch.func and of autograd, where x is a constant for the innermost grad."""
+
+    def number(x, call=call):
+        inner = torch.func.grad(lambda weights: (call(x)[0] * weights.square()).sum())
+        return inner(torch.arange(50.0, device=device)).square().sum()
+
+    x = scores(device, 4, 50).requires_grad_()
+    functional = torch.func.grad(number)
+    if compiled:
+        number, functional = (
+            torch.compile(f, fullgraph=True, backend="aot_eager") for f in (number, functional)
+        )
+    (expected,) = torch.autograd.grad(number(x, lambda x: plain(x, torch.float32)), x)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(torch.autograd.grad(number(x), x)[0], expected)
+    torch.testing.assert_close(functional(x.detach()), expected)
+
+
+def test_functionalized(device):
+    x = scores(device, 4, 50)
+    torch.testing.assert_close(torch.func.functionalize(flash_cute.softmax)(x), flash_cute.softmax(x))
+
+
 def test_exported_and_dynamic(device):
     class Module(torch.nn.Module):
         def forward(self, x):
@@ -234,6 +277,35 @@ def test_exported_and_dynamic(device):
         torch.export.export(Module(), (scores(device, 4, 50).double(),))
 
 
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_lengths_of_an_unknown_stride(device, wanted):
+    """What tracing can't know is checked by the call."""
+    x = scores(device, 3, 50)
+    given = torch.tensor([4, 50, 7, 8, 9], dtype=torch.int32, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(x, given, step):
+        return flash_cute.softmax(x, seqused_k=given.as_strided((3,), (step.item(),)))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        step = torch.tensor(wanted)
+        if wanted == 1:
+            torch.testing.assert_close(call(x, given, step), flash_cute.softmax(x, seqused_k=given[:3]))
+        else:
+            with pytest.raises(RuntimeError, match=r"^flash_cute.softmax: seqused_k has stride 2"):
+                call(x, given, step)
+
+
+def test_scale_of_a_traced_size(device):
+    """PyTorch binds the graph to it, as for its own attention's."""
+
+    def call(x):
+        return flash_cute.softmax(x, scale=x.shape[-1] ** -0.5)[0]
+
+    x = scores(device, 4, 50)
+    torch.testing.assert_close(make_fx(call, tracing_mode="symbolic")(x)(x), call(x))
+
+
 def test_gradients_of_other_shapes(device):
     x = scores(device, 4, 50)
     for wrong in (x[:1, :1], x.half()):
@@ -243,24 +315,35 @@ def test_gradients_of_other_shapes(device):
         torch.ops.flash_cute._softmax_backward(None, x, x)
 
 
+def dual(f, x):
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, x))
+
+
 FORWARD_MODE = {
+    "dual": dual,
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     "hessian": lambda f, x: torch.func.hessian(f)(x),
     "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
 }
 
 
-@pytest.mark.parametrize("call", FORWARD_MODE.values(), ids=FORWARD_MODE)
-def test_no_forward_mode(device, call):
+@pytest.mark.parametrize("transform", FORWARD_MODE.values(), ids=FORWARD_MODE)
+@calls
+def test_no_forward_mode(device, transform, call):
     with pytest.raises(NotImplementedError, match=r"^flash_cute.softmax: there is no forward-mode"):
-        call(lambda x: flash_cute.softmax(x)[0].square().sum(), scores(device, 4, 50))
+        transform(lambda x: call(x)[0].square().sum(), scores(device, 4, 50))
 
 
-def test_no_second_derivative(device):
+@calls
+def test_no_second_derivative(device, call):
     x = scores(device, 4, 50).requires_grad_()
-    (gradient,) = torch.autograd.grad(flash_cute.softmax(x)[0].square().sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(call(x)[0].square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^flash_cute.softmax: there are no second derivatives"):
         gradient.sum().backward()
+    first = torch.func.grad(lambda x: call(x)[0].square().sum())
+    with pytest.raises(NotImplementedError, match=r"^flash_cute.softmax: there are no second derivatives"):
+        torch.func.grad(lambda x: first(x).sum())(x.detach())
 
 
 WRONG = {
@@ -277,6 +360,13 @@ WRONG = {
     "scale of 0 in float32": (ValueError, lambda x: flash_cute.softmax(x, scale=1e-60), "scale is 1e-60"),
     "scale is a tensor": (TypeError, lambda x: flash_cute.softmax(x, scale=x.sum()), "scale is a tensor"),
     "sparse": (ValueError, lambda x: flash_cute.softmax(x.to_sparse()), "x is of layout torch.sparse_coo"),
+    "sparse lengths": (
+        ValueError,
+        lambda x: flash_cute.softmax(
+            x, leftpad_k=torch.ones(2, dtype=torch.int32, device=x.device).to_sparse()
+        ),
+        "leftpad_k is of layout torch.sparse_coo; dense tensors are accepted",
+    ),
     "vmap leaves no rows": (
         ValueError,
         lambda x: torch.vmap(lambda row: flash_cute.softmax(row, causal=True))(x[0]),
