@@ -1,0 +1,120 @@
+"""What the functions check of their arguments, each error in one sentence."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
+ATTENTION, SOFTMAX = "flash_cute.jax.attention", "flash_cute.jax.softmax"
+
+
+def shown(x) -> str:
+    """x in one line."""
+    return " ".join(repr(x).split())
+
+
+def array(face, name, x, make=jnp.asarray):
+    try:
+        return make(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{face}: {name} is {type(x).__name__}, which jax.numpy makes no array of; an array is accepted"
+        ) from None
+
+
+def checked_scale(face, scale) -> float:
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(f"{face}: scale is traced; a Python number is accepted (static_argnames)")
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise TypeError(f"{face}: scale is {shown(scale)}; a number is accepted")
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            fits = 0 < np.float32(float(scale)) < np.inf
+    except OverflowError:  # of a large int
+        fits = False
+    if not fits:
+        raise ValueError(f"{face}: scale is {scale}; a number > 0 that is finite in float32 is accepted")
+    return float(scale)
+
+
+def checked_lengths(face, name, x, batch):
+    """As int32. Those beyond any sequence's end stay there."""
+    if x is None:
+        return None
+    if not isinstance(x, jax.Array):
+        is_traced = any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))
+        x = array(face, name, x, jnp.asarray if is_traced else np.asarray)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, np.integer):
+        raise ValueError(
+            f"{face}: {name} is {x.dtype}{list(x.shape)}; int32[{batch}], as the batch is, is accepted"
+        )
+    if x.dtype != np.int32:
+        x = x.clip(0, min(MAX_LENGTH, int(jnp.iinfo(x.dtype).max))).astype(np.int32)
+    return jnp.asarray(x)
+
+
+def checked_window(window):
+    """(left, right)"""
+    limits = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if any(isinstance(x, jax.core.Tracer) for x in limits):
+        raise TypeError(
+            f"{ATTENTION}: local_window_size is traced; Python numbers are accepted (static_argnames)"
+        )
+    sentence = (
+        f"{ATTENTION}: local_window_size is {shown(window)}; a number of keys >= 0, or two, "
+        "(left, right), are accepted"
+    )
+    if len(limits) != 2 or any(isinstance(x, bool) for x in limits):
+        raise TypeError(sentence)
+    try:
+        limits = [operator.index(x) for x in limits]
+    except TypeError:
+        raise TypeError(sentence) from None
+    if min(limits) < 0:
+        raise ValueError(sentence)
+    return limits
+
+
+def check_operands(query, key, value):
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{ATTENTION}: {name} has {x.ndim} dimensions; 4, (batch, seqlen, heads, head_dim), or 3, "
+                "without a batch, are accepted"
+            )
+    if query.dtype not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"{ATTENTION}: query has dtype {query.dtype}; float16 and bfloat16 are accepted")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise ValueError(
+                f"{ATTENTION}: {name} has dtype {x.dtype} and query {query.dtype}; they must be the same"
+            )
+    batch, _, heads_q, head_dim = query.shape
+    if value.shape != key.shape:
+        raise ValueError(
+            f"{ATTENTION}: value has shape {value.shape} and key {key.shape}; they must be the same"
+        )
+    if (key.shape[0], key.shape[3]) != (batch, head_dim):
+        raise ValueError(
+            f"{ATTENTION}: key has batch {key.shape[0]} and head_dim {key.shape[3]}, and query "
+            f"{batch} and {head_dim}; they must be the same"
+        )
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"{ATTENTION}: head_dim is {head_dim}; 1 to 256 are accepted")
+    if key.shape[2] == 0 or heads_q % key.shape[2]:
+        raise ValueError(
+            f"{ATTENTION}: query has {heads_q} heads and key {key.shape[2]}; the heads of query "
+            "must be a multiple of those of key"
+        )
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[1] > MAX_LENGTH:
+            raise ValueError(f"{ATTENTION}: {name} has seqlen {x.shape[1]}; at most {MAX_LENGTH} is accepted")
+    if batch * heads_q > MAX_LENGTH:
+        raise ValueError(
+            f"{ATTENTION}: query has {batch * heads_q} (batch, head) pairs; at most {MAX_LENGTH} are accepted"
+        )

@@ -1,0 +1,325 @@
+"""Attention, differentiable: masks as JAX has them in terms of the kernels' own, and the calls of kernels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from flash_cute.jax import arguments, kernels, plain, shards
+from flash_cute.jax.arguments import ATTENTION
+
+_ROW_ELEMENTS = 8  # rows of the kernels are multiples of 16 bytes
+
+Window = int | tuple[int, int] | None
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: Window = None,
+    implementation: None = None,
+    key_value_left_padding: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention with the signature, layout and masks of jax.nn.dot_product_attention.
+
+    Args:
+        query: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16; head_dim up to 256. A batch of 1 may
+            be left out, of any of the three.
+        key, value: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
+        bias, mask, implementation: for calls made for JAX's own; None.
+        scale: multiplies the scores; a number > 0, not traced. Default 1 / sqrt(head_dim).
+        is_causal: query i sees key j only if j <= i. As in JAX the first query stands at the first key, also
+            where seqlen_q and seqlen_k differ; flash_cute.forward aligns the last ones.
+        query_seq_lengths, key_value_seq_lengths: integers (batch,): how many rows of each entry count, from
+            the first. Default all.
+        local_window_size: (left, right), or one number for both: query i sees key j only if
+            i - left <= j <= i + right. Not together with lengths or padding.
+        key_value_left_padding: integers (batch,): how many keys at each entry's begin don't count. Default
+            none.
+        deterministic: the same bits in the gradients each time.
+        return_residual: also return the log-sum-exp.
+
+    Returns:
+        out: of query's shape and dtype. 0 for a query that sees no key or doesn't count, where JAX's own
+            gives the mean of the values to the former.
+        lse: with return_residual, float32 (batch, seqlen_q, heads_q), natural logarithm; -inf where out is 0
+            for these reasons.
+
+        Both are differentiable, once, in reverse mode.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
+        NotImplementedError: a second derivative is asked for.
+
+    Source: Dao, "FlashAttention-2", arXiv:2307.08691.
+    """
+    for name, x in (("bias", bias), ("mask", mask), ("implementation", implementation)):
+        if x is not None:
+            raise ValueError(f"{ATTENTION}: {name} is given; None is accepted")
+    options = {"is_causal": is_causal, "deterministic": deterministic, "return_residual": return_residual}
+    for name, x in options.items():
+        if not isinstance(x, bool):
+            raise TypeError(f"{ATTENTION}: {name} is {arguments.shown(x)}; True or False is accepted")
+    arrays = {"query": query, "key": key, "value": value}
+    arrays = {name: arguments.array(ATTENTION, name, x) for name, x in arrays.items()}
+    has_batch = arrays["query"].ndim != 3
+    query, key, value = (x[None] if x.ndim == 3 else x for x in arrays.values())
+    arguments.check_operands(query, key, value)
+    lengths = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "key_value_left_padding": key_value_left_padding,
+    }
+    for name, x in lengths.items():
+        if x is not None and local_window_size is not None:
+            raise ValueError(f"{ATTENTION}: {name} is given with local_window_size; one of them is accepted")
+    lengths = tuple(
+        arguments.checked_lengths(ATTENTION, name, x, query.shape[0]) for name, x in lengths.items()
+    )
+    left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
+    options = _Options(scale, -1, -1, deterministic, return_residual)
+
+    def compute(query, key, value, lengths):
+        if all(x is None for x in lengths):
+            return _in_window(query, key, value, (left, 0 if is_causal else right), options)
+        same = query_seq_lengths is key_value_seq_lengths and query_seq_lengths is not None
+        return _with_lengths(query, key, value, lengths, is_causal, same, options)
+
+    out, lse = _in_shards(compute, query, key, value, lengths)
+    out, lse = (x if has_batch else jnp.squeeze(x, 0) for x in (out, jnp.swapaxes(lse, 1, 2)))
+    return (out, lse) if return_residual else out
+
+
+def _in_window(query, key, value, window, options):
+    """(out, lse): the kernels' windows are aligned at the end, so what none of the others sees is cut off."""
+    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+    left, right = (
+        None if x is None else min(x, size) for x, size in zip(window, (seqlen_q, seqlen_k), strict=True)
+    )
+    if right is not None and seqlen_k > seqlen_q + right:
+        seqlen_k = seqlen_q + right
+        key, value = key[:, :seqlen_k], value[:, :seqlen_k]
+    rows = seqlen_q if left is None else min(seqlen_q, seqlen_k + left)
+    shift = seqlen_k - rows
+    options = options._replace(
+        left=-1 if left is None else left + shift, right=-1 if right is None else right - shift
+    )
+    if rows == seqlen_q:
+        return _attend(query, key, value, (None,) * 3, options)
+    out, lse = _attend(query[:, :rows], key, value, (None,) * 3, options)
+    blind = seqlen_q - rows
+    return (
+        jnp.pad(out, ((0, 0), (0, blind), (0, 0), (0, 0))),
+        jnp.pad(lse, ((0, 0), (0, 0), (0, blind)), constant_values=-jnp.inf),
+    )
+
+
+def _with_lengths(query, key, value, lengths, is_causal, same, options):
+    """(out, lse) of entries with lengths of their own.
+
+    A causal mask of the kernels is aligned at the end of each entry's lengths. That is JAX's in the square of
+    an entry's first queries and keys; the queries after it see all the keys. same: queries and keys have the
+    same lengths.
+    """
+    used_q, used_k, skipped = lengths
+    if not is_causal:
+        return _attend(query, key, value, lengths, options)
+    batch, seqlen_q = query.shape[:2]
+    seqlen_k = key.shape[1]
+    causal = options._replace(right=0)
+    if same and seqlen_q == seqlen_k:  # each entry is a square
+        return _attend(query, key, value, lengths, causal)
+
+    def within(used, size):
+        return jnp.full((batch,), size, jnp.int32) if used is None else jnp.clip(used, 0, size)
+
+    count_q, count_k = within(used_q, seqlen_q), within(used_k, seqlen_k)
+    square = jnp.minimum(count_q, count_k)
+    out, lse = _attend(query, key, value, (square, square, skipped), causal)
+    if used_k is None and seqlen_q <= seqlen_k:
+        return out, lse
+    if_needed = jnp.where(count_q > count_k, count_k, 0)
+    all_out, all_lse = _attend(query, key, value, (count_q, if_needed, skipped), options)
+    inside = jnp.arange(seqlen_q, dtype=jnp.int32)[None] < square[:, None]
+    return (
+        jnp.where(inside[:, :, None, None], out, all_out),
+        jnp.where(inside[:, None, :], lse, all_lse),
+    )
+
+
+class _Options(NamedTuple):
+    """What is no array among the arguments of a call; limits of -1 are none."""
+
+    scale: float
+    left: int
+    right: int
+    deterministic: bool
+    gives_lse: bool  # else it has no gradient
+
+
+def _attend(query, key, value, lengths, options):
+    """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q)."""
+    return _attend_alike(*shards.alike((query, key, value, lengths)), options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_alike(query, key, value, lengths, options):
+    return _forward(query, key, value, lengths, options)
+
+
+def _attend_forward(query, key, value, lengths, options):
+    out, lse = _attend_alike(query, key, value, lengths, options)
+    return (out, lse), (query, key, value, lengths, out, lse)
+
+
+def _attend_backward(options, kept, gradients):
+    query, key, value, lengths, out, lse = kept
+    dout, dlse = gradients
+    dlse = dlse if options.gives_lse else None
+    found = _gradients((dout, dlse, query, key, value, lengths, out, lse), options)
+    return *found, tuple(None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in lengths)
+
+
+_attend_alike.defvjp(_attend_forward, _attend_backward)
+
+
+def _in_shards(compute, query, key, value, lengths):
+    """compute's (out, lse), by itself for each shard of the batch and of the heads."""
+    given = [x for x in lengths if x is not None]
+    if not any(axis for x in (query, key, value, *given) for axis in shards.explicit_axes(x)):
+        return compute(query, key, value, lengths)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        axes = shards.explicit_axes(x)
+        if axes[1] or axes[3]:
+            raise ValueError(
+                f"{ATTENTION}: {name} is sharded as {axes}; shards of its batch and heads are accepted, "
+                "jax.sharding.reshard makes them"
+            )
+    batch, _, heads, _ = shards.explicit_axes(query)
+    of_queries = of_keys = PartitionSpec(batch, None, heads, None)
+    if heads:
+        mesh = jax.typeof(query).sharding.mesh
+        parts = math.prod(mesh.shape[axis] for axis in (heads if isinstance(heads, tuple) else (heads,)))
+        if key.shape[2] == 1:
+            of_keys = PartitionSpec(batch, None, None, None)
+        elif key.shape[2] % parts:
+            raise ValueError(
+                f"{ATTENTION}: key has {key.shape[2]} heads and query's are in {parts} shards; 1, or a "
+                "multiple of the shards, is accepted"
+            )
+    specs = of_queries, of_keys, of_keys, *(PartitionSpec(batch) for _ in given)
+    out_specs = of_queries, PartitionSpec(batch, heads, None)
+    return shards.over_shards(compute, (query, key, value, lengths), specs, out_specs)
+
+
+def _forward(query, key, value, lengths, options):
+    if 0 in query.shape or 0 in key.shape:
+        batch, seqlen_q, heads_q, _ = query.shape
+        return jnp.zeros_like(query), jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
+    default = functools.partial(plain.attention, options=options)
+    if kernels.library() is None:
+        return default(query, key, value, lengths)
+    native = functools.partial(_native_forward, options=options)
+    return jax.lax.platform_dependent(query, key, value, lengths, cuda=native, default=default)
+
+
+def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
+    if 0 in query.shape or 0 in key.shape:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+
+    def default(dout, dlse, query, key, value, lengths, out, lse):
+        _, gradients = jax.vjp(lambda *x: plain.attention(*x, lengths, options), query, key, value)
+        return gradients((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+
+    operands = dout, dlse, query, key, value, lengths, out, lse
+    if kernels.library() is None:
+        return default(*operands)
+    native = functools.partial(_native_backward, options=options)
+    return jax.lax.platform_dependent(*operands, cuda=native, default=default)
+
+
+_gradients = kernels.differentiable_once(ATTENTION, _backward)
+
+
+def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
+    """A result of a call that nobody reads, so that XLA knows of the memory, in CUDA graphs as well."""
+    batch, seqlen_q, heads_q, head_dim = query.shape
+    _, seqlen_k, heads_kv, _ = key.shape
+    size = kernels.library().flash_cute_jax_workspace(
+        backward,
+        query.dtype == jnp.float16,
+        batch,
+        heads_q,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        any(x is not None for x in lengths),
+        options.deterministic,
+    )
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
+
+
+def _attributes(options):
+    return {
+        "scale": np.float32(options.scale),
+        "left": np.int64(options.left),
+        "right": np.int64(options.right),
+    }
+
+
+def _wide(x, head_dim):
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, head_dim - x.shape[-1]),)) if x.shape[-1] != head_dim else x
+
+
+def _native_forward(query, key, value, lengths, options):
+    batch, seqlen_q, heads_q, head_dim = query.shape
+    width = -(-head_dim // _ROW_ELEMENTS) * _ROW_ELEMENTS
+    query, key, value = (_wide(x, width) for x in (query, key, value))
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
+        _workspace(query, key, lengths, options, backward=False),
+    )
+    call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
+    out, lse, _ = call(query, key, value, *kernels.given(lengths), **_attributes(options))
+    return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim], lse))
+
+
+def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
+    head_dim = query.shape[-1]
+    width = -(-head_dim // _ROW_ELEMENTS) * _ROW_ELEMENTS
+    dout, query, key, value, out = (_wide(x, width) for x in (dout, query, key, value, out))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+    results.append(_workspace(query, key, lengths, options, backward=True))
+    call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method="broadcast_all")
+    *gradients, _ = call(
+        dout,
+        jnp.zeros((0,), jnp.float32) if dlse is None else dlse,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        *kernels.given(lengths),
+        **_attributes(options),
+        deterministic=options.deterministic,
+    )
+    return tuple(shards.varying(x[..., :head_dim], shards.axes_of(query)) for x in gradients)

@@ -1,0 +1,91 @@
+"""The same in jax.numpy: what computes where there are no kernels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def _places(shape, dim):
+    """int32: 0, 1, ... along a dimension, 1 element in the others."""
+    return jax.lax.broadcasted_iota(jnp.int32, [size if d == dim else 1 for d, size in enumerate(shape)], dim)
+
+
+def _visible(seqlen_q, seqlen_k, lengths, options):
+    """bool (batch or 1, seqlen_q, seqlen_k): which queries see which keys."""
+    used_q, used_k, skipped = (None if x is None else x[:, None, None] for x in lengths)
+    used_q = seqlen_q if used_q is None else jnp.clip(used_q, 0, seqlen_q)
+    used_k = seqlen_k if used_k is None else jnp.clip(used_k, 0, seqlen_k)
+    rows, keys = (_places((1, seqlen_q, seqlen_k), dim) for dim in (1, 2))
+    visible = (rows < used_q) & (keys < used_k)
+    if skipped is not None:
+        visible &= keys >= skipped
+    own = rows + used_k - used_q
+    if options.left >= 0:
+        visible &= keys >= own - options.left
+    if options.right >= 0:
+        visible &= keys <= own + options.right
+    return visible
+
+
+def attention(query, key, value, lengths, options):
+    """_attend in float32, with the whole matrix of scores."""
+    batch, seqlen_q, heads_q, head_dim = query.shape
+    heads = key.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+    visible = _visible(seqlen_q, k.shape[1], lengths, options)
+    blind = ~visible.any(-1)
+    # What nobody sees may be NaN, and 0 x NaN is.
+    k, v = (jnp.where(visible.any(1)[:, :, None, None], x, 0) for x in (k, v))
+    q = jnp.where(blind[:, :, None, None], 0, q).reshape(batch, seqlen_q, heads, heads_q // heads, head_dim)
+    precision = jax.lax.Precision.HIGHEST
+    scores = options.scale * jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=precision)
+    scores = scores.reshape(batch, heads_q, *scores.shape[3:])
+    unseen = jnp.where(blind, 0.0, -jnp.inf)[:, None, :, None]
+    scores = jnp.where(visible[:, None], scores, unseen)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jax.nn.softmax(scores).reshape(batch, heads, heads_q // heads, *scores.shape[2:])
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, precision=precision).reshape(query.shape)
+    # Last, as it hides the blind rows' gradients from the values', too.
+    out = jnp.where(blind[:, :, None, None], 0, out)
+    return out.astype(query.dtype), jnp.where(blind[:, None], -jnp.inf, lse)
+
+
+def _hidden_columns(shape, lengths, causal):
+    """bool, of a shape that broadcasts to x's: where a row does not see a column."""
+    columns = _places(shape, len(shape) - 1)
+    used, skipped = (
+        default if y is None else jnp.clip(y, 0, shape[-1]).reshape(-1, *(1,) * (len(shape) - 1))
+        for y, default in zip(lengths, (shape[-1], 0), strict=True)
+    )
+    hidden = (columns < skipped) | (columns >= used)
+    if causal:
+        hidden = hidden | (columns > _places(shape, len(shape) - 2) - shape[-2] + used)
+    return hidden
+
+
+def softmax(x, lengths, options):
+    scale, causal = options
+    hidden = _hidden_columns(x.shape, lengths, causal)
+    blind = hidden.all(-1, keepdims=True)
+    scores = _plain_scores(x, hidden, scale)
+    lse = jnp.where(blind[..., 0], -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
+    probabilities = jnp.where(hidden, 0, jax.nn.softmax(scores))
+    return probabilities.astype(x.dtype), lse
+
+
+def _plain_scores(x, hidden, scale):
+    """-inf where they are hidden, but 0 where that is a whole row: its softmax is no NaN."""
+    fill = jnp.where(hidden.all(-1, keepdims=True), 0.0, -jnp.inf)
+    return jnp.where(hidden, fill, scale * jnp.where(hidden, 0, x.astype(jnp.float32)))
+
+
+def softmax_backward(dprobabilities, dlse, kept, lengths, options):
+    scale, causal = options
+    hidden = _hidden_columns(kept.shape, lengths, causal)
+    p = kept.astype(jnp.float32)
+    if kept.dtype != jnp.float32:
+        p = jnp.where(hidden, 0, jax.nn.softmax(_plain_scores(kept, hidden, scale)))
+    dp = jnp.where(hidden, 0, dprobabilities.astype(jnp.float32))
+    dx = scale * p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])
+    return jnp.where(hidden, 0, dx).astype(kept.dtype)
