@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The benchmarks are tested from the checkout, but an installed flash_cute goes before the checkout's sources.
 sys.path.append(str(ROOT))
 
-from cases import poisoned  # noqa: E402
+from cases import SEEDS, poisoned  # noqa: E402
 
 import flash_cute  # noqa: E402
 from benchmarks.contenders import CPU, families  # noqa: E402
@@ -97,6 +97,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason := missing(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws the same numbers every time, and others with another FLASH_CUTE_TEST_SEED."""
+    SEEDS.seed(f"{os.environ.get('FLASH_CUTE_TEST_SEED', '')} {item.nodeid}")
+    torch.manual_seed(SEEDS.getrandbits(31))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
