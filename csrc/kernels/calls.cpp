@@ -65,7 +65,8 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     auto const kernel = find(family, problem.element, problem.shape.head_dim);
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
-      DeviceInfo const device{.index = 0, .multiprocessors = 1, .smem_bytes = smem_bytes, .l2_bytes = 1};
+      DeviceInfo const device{
+          .index = 0, .multiprocessors = 1 << 10, .smem_bytes = smem_bytes, .l2_bytes = 1 << 30};
       most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
     }
   }

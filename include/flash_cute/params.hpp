@@ -63,15 +63,27 @@ struct ForwardParams {
   LengthParams lengths;
 };
 
+// Sums of dQ lie in a few slots, one for each head of K and V in flight, so that they stay in L2: the kernel
+// that adds them up makes rows of dQ of a block of queries as soon as its last addition has arrived.
+struct SumSlots {
+  int count = 0;            // 0: each head has sums of its own, which a kernel after it converts
+  int* finished = nullptr;  // of each slot: how many blocks of queries have left it so far
+  int* queue = nullptr;     // complete blocks of queries (heads_q, blocks), as they come; then -1
+  int *pushed = nullptr, *taken = nullptr;  // how many of the queue
+};
+
 // What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see QueryBlocks).
 struct BackwardWorkspace {
   float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
-  // up by the kernel for dK and dV.
+  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), or of the heads in slots, as registers
+  // lie; null: dQ is not summed up by the kernel for dK and dV.
   float* dq = nullptr;
-  // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
-  int* turns = nullptr;
+  int64_t sum_blocks = 0;  // so many blocks of queries have sums
+  // Of each of them how many additions have arrived, where somebody asks.
+  int* additions = nullptr;
+  bool in_turns = false;  // are they made in one order?
+  SumSlots slots;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
 };
 

@@ -5,6 +5,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "flash_cute/backward/consumer_sm90.hpp"
+#include "flash_cute/backward/finish_queries_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
 
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.ring_p.init(kWarpsDS, kWarpsDS);
     shared.ring_tiles.init(kWarps + Traits::kConsumers);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
+    for (auto& barrier : shared.sums_arrived) barrier.init(1);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -37,6 +39,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
+    if constexpr (Traits::kFinishesQueries) {
+      if (warp > Traits::kConsumers && params.workspace.slots.count > 0)
+        QueryFinisher<Traits>{shared, params, int(threadIdx.x) % 32}.run();
+    }
     if (warp <= Traits::kConsumers && elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();

@@ -17,24 +17,33 @@ struct BackwardPlan {
   bool in_turns;      // and each of them in one order
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int tiles;        // of the first kernel
-  int blocks;       // of its grid
-  TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
-  int64_t rows;     // of the workspace, over all heads
-  int dq_columns;   // of the sums of dQ, 0 if there are none
+  int tiles;           // of the first kernel
+  int blocks;          // of its grid
+  TileOrder order;     // of its blocks of keys, on Hopper, where sequences are alike
+  int64_t rows;        // of the workspace, over all heads
+  int dq_columns;      // of the sums of dQ, 0 if there are none
+  int slots;           // see SumSlots
+  int64_t sum_blocks;  // blocks of queries that have sums
   int64_t counters;
   int64_t workspace_bytes;
 
+  bool counts_additions() const { return in_turns || slots > 0; }
+
   // Where each part of a workspace begins.
+  static constexpr int kCounters = 4;  // tiles claimed, the queue's, what check_turns writes
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
-    int* const ints = reinterpret_cast<int*>(end + rows * dq_columns);
-    int* const turns = ints + 2;  // the second one is what check_turns writes
+    int* const ints = reinterpret_cast<int*>(end + sum_blocks * tile.block_m * dq_columns);
+    int* const additions = ints + kCounters;  // behind what check_turns writes
+    int* const finished = additions + (counts_additions() ? sum_blocks : 0);
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? end : nullptr,
-            .turns = in_turns ? turns : nullptr,
+            .sum_blocks = sum_blocks,
+            .additions = counts_additions() ? additions : nullptr,
+            .in_turns = in_turns,
+            .slots = {slots, finished, finished + slots, ints + 1, ints + 2},
             .claimed = counters > 0 ? ints : nullptr};
   }
 };
@@ -83,9 +92,21 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
-  if (one_kernel) plan.counters = 2 + (plan.in_turns ? plan.rows / plan.tile.block_m : 0);
+  int64_t const blocks = int64_t(shape.heads_q) * plan.query_blocks;
+  if (plan.sums_dq) plan.sum_blocks = blocks;
+  if (one_kernel && plan.sums_dq && !params.lengths.given && plan.tiles > 0 && finishes_queries(bucket)) {
+    // Tiles of a section of heads are under way together, and those of the section before may still be.
+    plan.slots = smaller(shape.batch * shape.heads_kv, 2 * int(plan.order.section.value));
+    plan.sum_blocks =
+        int64_t(plan.slots) * (shape.heads_q / shape.heads_kv) * (plan.query_blocks / shape.batch);
+  }
+  if (one_kernel) {
+    plan.counters = BackwardPlan::kCounters + (plan.counts_additions() ? plan.sum_blocks : 0) +
+                    (plan.slots > 0 ? plan.slots + blocks : 0);
+  }
   plan.workspace_bytes =
-      plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + plan.counters * int64_t(sizeof(int));
+      (2 * plan.rows + plan.sum_blocks * plan.tile.block_m * plan.dq_columns) * int64_t(sizeof(float)) +
+      plan.counters * int64_t(sizeof(int));
   return plan;
 }
 

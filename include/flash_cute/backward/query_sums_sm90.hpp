@@ -84,13 +84,16 @@ struct QuerySumsWriter {
 
  private:
   CUTE_DEVICE void add(KeyTile const& tile) {
+    BackwardWorkspace const& workspace = params.workspace;
     float* const staged = shared.dq + warpgroup * kFloats;
+    SumPlaces const places(params, tile, kBlockM);
+    if (workspace.slots.count > 0) await_slot(places);
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
     for (; steps.left > 0; steps.advance()) {
-      int64_t const place = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      int64_t const place = places.of(steps.head, steps.block);
       float* const sums =
-          params.workspace.dq + (place * Traits::kConsumers + warpgroup) * (Traits::kRoundsQ * kFloats);
-      if (params.workspace.turns) await_turn(tile, place, steps.block);
+          workspace.dq + (place * Traits::kConsumers + warpgroup) * (Traits::kRoundsQ * kFloats);
+      if (workspace.in_turns) await_turn(tile, place, steps.block);
       for (int round = 0; round < Traits::kRoundsQ; ++round) {
         shared.ring_dq[warpgroup].wait(at);
         cutlass::arch::fence_view_async_shared();
@@ -100,24 +103,38 @@ struct QuerySumsWriter {
         shared.ring_dq[warpgroup].release(at);
         at.advance();
       }
-      if (params.workspace.turns) pass_turn(params.workspace.turns + place);
+      if (workspace.additions) count(tile, steps, workspace.additions + place);
     }
+  }
+
+  // The head that had this slot before has left it.
+  CUTE_DEVICE void await_slot(SumPlaces const& places) const {
+    int const left = places.uses_before * places.blocks_of_use;
+    while (load_acquire(params.workspace.slots.finished + places.slot) < left) __nanosleep(20);
+    fence_async_global();
+  }
+
+  // An addition has arrived: the next in turn may make its own; with the last, sums are complete.
+  CUTE_DEVICE void count(KeyTile const& tile, QuerySteps const& steps, int* additions) const {
+    wait_bulk_complete();
+    fence_async_global();
+    SumSlots const& slots = params.workspace.slots;
+    if (slots.count == 0) return add_release(additions);
+    BlockRange const keys = tile.sequence.mask.visited(steps.block * kBlockM, kBlockM, kBlockN);
+    if (add_acquire_release(additions) + 1 < (keys.end - keys.begin) * Traits::kConsumers) return;
+    store_release(slots.queue + atomicAdd(slots.pushed, 1),
+                  steps.head * tile.places + tile.first_place + steps.block);
   }
 
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
   // whoever waits, waits for thread blocks that have been launched.
   CUTE_DEVICE void await_turn(KeyTile const& tile, int64_t place, int block) const {
-    if (params.lengths.cu_seqlens_k && params.workspace.turns[-1] == 0) return;  // see check_turns
+    if (params.lengths.cu_seqlens_k && params.workspace.additions[-1] == 0) return;  // see check_turns
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     int const own = tile.n_begin / kBlockN;
     int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
-    while (load_acquire(params.workspace.turns + place) < before * Traits::kConsumers) __nanosleep(20);
+    while (load_acquire(params.workspace.additions + place) < before * Traits::kConsumers) __nanosleep(20);
     fence_async_global();
-  }
-  CUTE_DEVICE static void pass_turn(int* turn) {
-    wait_bulk_complete();
-    fence_async_global();
-    add_release(turn);
   }
 };
 

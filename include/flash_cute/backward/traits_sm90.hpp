@@ -13,6 +13,16 @@ namespace flash_cute {
 
 using namespace cute;
 
+// A block of queries of which rows of dQ are made.
+struct FinishedQueries {
+  float* sums;
+  void* target;  // its first row of dQ
+  int* additions;
+  int* left;        // of its slot, see SumSlots::finished
+  int rows;         // that count, more than the block has where others follow; 0: there is none
+  bool used_again;  // the slot
+};
+
 template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm90 {
   using Instance = Instance_;
@@ -97,6 +107,11 @@ struct BackwardTraitsSm90 {
   // fp16 and more so than bf16.
   static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
   static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
+  // Complete sums of dQ come back for conversion, those of two warps at a time.
+  static constexpr bool kFinishesQueries = finishes_queries(kHeadDim);
+  static_assert(!kFinishesQueries || kRoundsQ == 1);
+  static constexpr int kFinishFloats = kFinishesQueries ? 2 * kWarpFloats : 0;
+  static constexpr int kZeros = kFinishesQueries ? kFinishFloats / 4 : 0;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -106,6 +121,8 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) float dq[4 * kConsumers * kWarpFloats];
     alignas(128) uint4 p[kStages * kSlotP];
+    alignas(128) float sums[2 * kFinishFloats];
+    alignas(128) float zeros[kZeros];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
     TmaRing<1> ring_k, ring_v;
@@ -113,6 +130,8 @@ struct BackwardTraitsSm90 {
     TmaRing<kStagesDO> ring_dout;
     TmaRing<1> ring_dq[kConsumers];
     TmaRing<2> ring_tiles;
+    cutlass::arch::ClusterTransactionBarrier sums_arrived[2];
+    FinishedQueries finished;
     KeyTile tiles[2];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
