@@ -256,6 +256,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("runs_queries", &BackwardPlan::runs_queries)
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
       .def_readonly("in_turns", &BackwardPlan::in_turns)
+      .def_readonly("slots", &BackwardPlan::slots)
+      .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
@@ -294,6 +296,37 @@ PYBIND11_MODULE(flash_cute_host, module) {
       tiles.push_back({{tile.batch, tile.head_kv, tile.sequence.k_begin + tile.n_begin}, steps});
     }
     return tiles;
+  });
+
+  // Of a batch of sequences that are alike: slots, blocks of queries that have sums, all of them that count;
+  // and of each tile its slot, how many blocks have to have left it, whether it is used again, and the
+  // additions that it makes: (place of the sums, block of queries, how many complete them).
+  module.def("additions", [](int bucket, RaggedBatch const& batch) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
+    params.device = {.index = 0, .multiprocessors = 4, .smem_bytes = 232448, .l2_bytes = 1 << 20};
+    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
+    params.workspace = plan.parts(nullptr);
+    auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
+    KeyOrder const order{plan.order, plan.tiles, block_m, block_n};
+    std::vector<std::tuple<int, int, bool, std::vector<std::tuple<int64_t, int, int>>>> tiles;
+    for (int index = 0; index < order.tiles; ++index) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      SumPlaces const places(params, tile, block_m);
+      std::vector<std::tuple<int64_t, int, int>> made;
+      int const heads = params.shape.heads_q / params.shape.heads_kv;
+      for (QuerySteps at(tile, heads, block_m, block_n); at.left > 0; at.advance()) {
+        BlockRange const keys = tile.sequence.mask.visited(at.block * block_m, block_m, block_n);
+        made.emplace_back(places.of(at.head, at.block), at.head * tile.places + tile.first_place + at.block,
+                          keys.end - keys.begin);
+      }
+      tiles.push_back({places.slot, places.uses_before * places.blocks_of_use, places.used_again, made});
+    }
+    int const used = sequence_for<Family::sm90>(params, 0).used;
+    int const count = params.shape.heads_q * params.shape.batch * ceil_div(used, block_m);
+    return std::tuple(plan.slots, plan.sum_blocks, count, tiles);
   });
 
   py::class_<ForwardPlan>(module, "ForwardPlan")

@@ -660,9 +660,50 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for, family="sm90")
     assert (plan.runs_keys, plan.runs_queries) == (True, False)
     assert (plan.sums_dq, plan.in_turns) == (sums_dq, in_turns)
-    assert plan.blocks == 2 * plan.key_blocks
-    rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * (4 * plan.query_blocks + 1) * in_turns
+    assert plan.tiles == plan.blocks == 2 * plan.key_blocks
+    blocks = 4 * plan.query_blocks
+    rows = blocks * plan.tile.block_m
+    counters = 4 + (2 * blocks + plan.slots) * sums_dq  # every head of K and V has a slot
+    assert plan.slots == 4 * sums_dq
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
+
+
+@given(
+    st.tuples(*[st.integers(1, 4)] * 2, *[st.integers(1, 700)] * 2),
+    st.integers(1, 3),
+    st.tuples(limits, limits),
+    st.sampled_from([64, 96, 128]),
+    st.integers(1, 6),
+    st.randoms(use_true_random=False),
+)
+def test_sums_of_the_backward_on_hopper(host, sizes, group, limits, head_dim, together, random):
+    """Each block of queries is complete once, with its last addition, however tiles overtake each other; and
+    nobody waits for ever for a slot."""
+    batch, heads_kv, seqlen_q, seqlen_k = sizes
+    shape = (batch, group * heads_kv, heads_kv, seqlen_q, seqlen_k, head_dim)
+    slots, places, count, tiles = host.additions(head_dim, make_ragged_batch(host, shape, limits, [None] * 5))
+    assert 0 < slots <= batch * heads_kv
+    additions, left, complete = [0] * places, [0] * slots, []
+    waiting, under_way = tiles[::-1], []
+    while waiting or under_way:
+        while waiting and len(under_way) < together:
+            slot, has_left, again, made = waiting.pop()
+            under_way.append((slot, has_left, again, made[::-1]))
+        ready = [tile for tile in under_way if left[tile[0]] >= tile[1]]
+        assert ready
+        slot, has_left, again, made = tile = random.choice(ready)
+        if not made:
+            under_way.remove(tile)
+            continue
+        place, index, needed = made.pop()
+        additions[place] += 1
+        assert additions[place] <= needed
+        if additions[place] == needed:
+            complete.append(index)
+            if again:
+                additions[place] = 0
+                left[slot] += 1
+    assert len(complete) == len(set(complete)) == count
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
