@@ -730,7 +730,7 @@ def test_blocks_of_keys_on_hopper(host, limits, lengths, head_dim):
         mask = make_mask(host, queries, keys, *limits)
         for head_kv in range(2):
             for n_begin in range(0, keys, tile.block_n):
-                blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
+                blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))[::-1]
                 steps = [(2 * head_kv + head, block) for head in range(2) for block in blocks]
                 expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
     assert found == expected

@@ -67,7 +67,9 @@ struct SumPlaces {
   }
 };
 
-// The blocks of queries that see a block of keys, of one head after the other of those that share it.
+// The blocks of queries that see a block of keys, of one head after the other of those that share it. The
+// last one comes first: under a causal mask all blocks of keys begin with it, so they read the same Q and dO
+// at one time, and where they add in turns, each is a step behind the one before it, not two.
 struct QuerySteps {
   BlockRange visited;
   int head, block, left;
@@ -75,13 +77,13 @@ struct QuerySteps {
   FLASH_CUTE_HOST_DEVICE QuerySteps(KeyTile const& tile, int heads, int block_m, int block_n)
       : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),
         head(tile.head_kv * heads),
-        block(visited.begin),
+        block(visited.end - 1),
         left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
 
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
-    if (++block == visited.end) {
-      block = visited.begin;
+    if (--block < visited.begin) {
+      block = visited.end - 1;
       ++head;
     }
   }
