@@ -9,6 +9,12 @@
 
 namespace flash_cute {
 
+CUTE_DEVICE int read_thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // The computing side. Sums of a block of queries lie warp by warp in the order of registers, four neighbours
 // of each lane side by side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
@@ -43,9 +49,8 @@ struct QuerySums {
   CUTE_DEVICE void put(Accumulator const& acc_dq) {
     static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
     if (!wanted) return;
-    int const lane = thread % 32;
-    auto* const staged =
-        reinterpret_cast<float4*>(shared.dq + (4 * warpgroup + thread / 32) * kWarpFloats) + lane;
+    int const index = read_thread_index() - 128, lane = index % 32;
+    auto* const staged = reinterpret_cast<float4*>(shared.dq + index / 32 * kWarpFloats) + lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {

@@ -12,12 +12,6 @@
 
 namespace flash_cute {
 
-CUTE_DEVICE int read_thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 template <class Traits>
 struct BackwardWarpgroup {
   using Element = typename Traits::Element;
