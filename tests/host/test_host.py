@@ -672,7 +672,7 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     st.tuples(*[st.integers(1, 4)] * 2, *[st.integers(1, 700)] * 2),
     st.integers(1, 3),
     st.tuples(limits, limits),
-    st.sampled_from([64, 96, 128]),
+    st.sampled_from([64, 96, 128, 192, 256]),
     st.integers(1, 6),
     st.randoms(use_true_random=False),
 )

@@ -102,19 +102,23 @@ struct QueryFinisher {
     add_release(block.left);
   }
 
-  // Sums of two of the computing warps, 16 rows each, as their registers lie. Neighbouring lanes exchange
-  // columns, so that each writes four of a row.
+  // Sums lie as registers of those that computed them. Neighbouring lanes exchange columns, so that each
+  // writes four of a row.
   CUTE_DEVICE void convert(FinishedQueries const& block, int part) const {
-    constexpr int kWarps = kFloats / Traits::kWarpFloats, kFours = Traits::kWarpFloats / 128;
+    constexpr int kFours = kFloats / 128, kFoursOfWarp = Traits::kWarpFloats / 128;  // of a lane
+    static_assert(kFours % 2 == 0 && kFoursOfWarp % 2 == 0);
     float const scale = params.softmax_scale;
     bool const odd = lane & 1;
     auto const* const fours = reinterpret_cast<float4 const*>(shared.sums + part % 2 * kFloats) + lane;
 #pragma unroll 1
-    for (int i = 0; i < kWarps * kFours; i += 2) {
-      int const warp = part * kWarps + i / kFours, warpgroup = warp / 4;
+    for (int i = 0; i < kFours; i += 2) {
+      int const of_block = part * kFours + i, of_warp = of_block % kFoursOfWarp;
+      int const warp = of_block / kFoursOfWarp, round = warp / 4 % Traits::kRoundsQ;
+      int const warpgroup = warp / 4 / Traits::kRoundsQ;
       int const row = (Traits::kRowsQ > 1 ? 64 * warpgroup : 0) + warp % 4 * 16 + lane / 4;
-      int const column = (Traits::kRowsQ > 1 ? 0 : Traits::kColumnsQ * warpgroup) +
-                         (i % kFours + int(odd)) * 8 + (lane & 2) * 2;
+      int const column = Traits::kSumColumns / Traits::kRoundsQ * round +
+                         (Traits::kRowsQ > 1 ? 0 : Traits::kColumnsQ * warpgroup) + (of_warp + int(odd)) * 8 +
+                         (lane & 2) * 2;
       auto word = [&](float low, float high) { return pack<Element>(scale * low, scale * high); };
       float4 const a = fours[i * 32], b = fours[(i + 1) * 32];
       auto store = [&](int at_row, uint32_t of_a, uint32_t of_b) {

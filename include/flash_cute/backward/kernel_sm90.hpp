@@ -39,10 +39,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr (Traits::kFinishesQueries) {
-      if (warp > Traits::kConsumers && params.workspace.slots.count > 0)
-        QueryFinisher<Traits>{shared, params, int(threadIdx.x) % 32}.run();
-    }
+    // First, and by itself: else ptxas spills the loading thread's registers.
+    if (warp > Traits::kConsumers && params.workspace.slots.count > 0)
+      QueryFinisher<Traits>{shared, params, int(threadIdx.x) % 32}.run();
     if (warp <= Traits::kConsumers && elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();

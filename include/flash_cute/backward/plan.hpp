@@ -94,7 +94,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   int64_t const blocks = int64_t(shape.heads_q) * plan.query_blocks;
   if (plan.sums_dq) plan.sum_blocks = blocks;
-  if (one_kernel && plan.sums_dq && !params.lengths.given && plan.tiles > 0 && finishes_queries(bucket)) {
+  if (one_kernel && plan.sums_dq && !params.lengths.given && plan.tiles > 0) {
     // Tiles of a section of heads are under way together, and those of the section before may still be.
     plan.slots = smaller(shape.batch * shape.heads_kv, 2 * int(plan.order.section.value));
     plan.sum_blocks =

@@ -14,8 +14,7 @@ template <class Traits>
 struct WeightsSlot {
   uint4* words;  // of this thread
 
-  CUTE_DEVICE WeightsSlot(BackwardWarpgroup<Traits> const& own, int slot)
-      : words(own.shared.p + slot * Traits::kSlotP + own.thread) {}
+  CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own) : words(own.shared.p + own.thread) {}
 
   template <class Scores>
   CUTE_DEVICE void put(Scores const& acc_p) const {
@@ -40,7 +39,7 @@ struct BackwardWeightsSm90 {
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
   BackwardWarpgroup<Traits> const& own;
-  RingPosition<1> at_keys{};
+  RingPosition<1> at_keys{}, at_p{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
   QuerySums<Traits> sums = own.query_sums();
@@ -86,9 +85,10 @@ struct BackwardWeightsSm90 {
       own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release(shared.ring_q, at);
-      auto& full = shared.ring_p.acquire(at);
-      WeightsSlot<Traits>(own, at.slot).put(acc_s);
+      auto& full = shared.ring_p.acquire(at_p);
+      WeightsSlot<Traits>(own).put(acc_s);
       own.announce(full);
+      at_p.advance();
       Tensor rP = convert<Element>(acc_s);
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
@@ -127,7 +127,7 @@ struct BackwardGradientsSm90 {
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
   BackwardWarpgroup<Traits> const& own;
-  RingPosition<1> at_keys{};
+  RingPosition<1> at_keys{}, at_p{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
   QuerySums<Traits> sums = own.query_sums();
@@ -158,12 +158,13 @@ struct BackwardGradientsSm90 {
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at_dout.slot), acc_ds);
       shared.ring_q.wait(at);
-      shared.ring_p.wait(at);
+      shared.ring_p.wait(at_p);
       Tensor weights = make_tensor<cutlass::half_t>(acc_ds.layout());
-      WeightsSlot<Traits>(own, at.slot).get(weights);
+      WeightsSlot<Traits>(own).get(weights);
       wait_products<0>(acc_ds);
       __syncwarp();
-      own.release(shared.ring_p, at);
+      own.release(shared.ring_p, at_p);
+      at_p.advance();
       own.release(shared.ring_dout, at_dout);
       at_dout.advance();
       own.differentiate(acc_ds, weights, cS, shared.delta + at.slot * kBlockM);

@@ -55,9 +55,6 @@ constexpr int sum_columns(Family family, int head_dim) {
   return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
 }
 
-// Does the Hopper family's kernel convert sums of dQ itself? Not where shared memory is full.
-constexpr bool finishes_queries(int head_dim) { return head_dim <= 128; }
-
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {

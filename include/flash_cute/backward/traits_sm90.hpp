@@ -107,11 +107,9 @@ struct BackwardTraitsSm90 {
   // fp16 and more so than bf16.
   static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
   static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
-  // Complete sums of dQ come back for conversion, those of two warps at a time.
-  static constexpr bool kFinishesQueries = finishes_queries(kHeadDim);
-  static_assert(!kFinishesQueries || kRoundsQ == 1);
-  static constexpr int kFinishFloats = kFinishesQueries ? 2 * kWarpFloats : 0;
-  static constexpr int kZeros = kFinishesQueries ? kFinishFloats / 4 : 0;
+  // Complete sums of dQ come back for conversion, so many at a time.
+  static constexpr int kFinishFloats = kSplitsWork ? kWarpFloats / 2 : 2 * kWarpFloats;
+  static constexpr int kZeros = kFinishFloats / 4;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -120,13 +118,13 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) float dq[4 * kConsumers * kWarpFloats];
-    alignas(128) uint4 p[kStages * kSlotP];
+    alignas(128) uint4 p[kSlotP];
     alignas(128) float sums[2 * kFinishFloats];
     alignas(128) float zeros[kZeros];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
-    TmaRing<1> ring_k, ring_v;
-    TmaRing<kStages> ring_q, ring_ds, ring_p;
+    TmaRing<1> ring_k, ring_v, ring_p;
+    TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
     TmaRing<1> ring_dq[kConsumers];
     TmaRing<2> ring_tiles;
