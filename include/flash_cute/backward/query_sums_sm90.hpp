@@ -94,6 +94,7 @@ struct QuerySumsWriter {
     SumPlaces const places(params, tile, kBlockM);
     if (workspace.slots.count > 0) await_slot(places);
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
+    int head = -1, block = 0;  // of the step before, whose addition has arrived when this one is under way
     for (; steps.left > 0; steps.advance()) {
       int64_t const place = places.of(steps.head, steps.block);
       float* const sums =
@@ -108,8 +109,15 @@ struct QuerySumsWriter {
         shared.ring_dq[warpgroup].release(at);
         at.advance();
       }
-      if (workspace.additions) count(tile, steps, workspace.additions + place);
+      if (workspace.in_turns) {  // the next in turn waits for it
+        count<0>(tile, places, steps.head, steps.block);
+      } else if (workspace.additions) {
+        if (head >= 0) count<Traits::kRoundsQ>(tile, places, head, block);
+        head = steps.head;
+        block = steps.block;
+      }
     }
+    if (head >= 0) count<0>(tile, places, head, block);
   }
 
   // The head that had this slot before has left it.
@@ -120,15 +128,16 @@ struct QuerySumsWriter {
   }
 
   // An addition has arrived: the next in turn may make its own; with the last, sums are complete.
-  CUTE_DEVICE void count(KeyTile const& tile, QuerySteps const& steps, int* additions) const {
-    wait_bulk_complete();
+  template <int kPending>
+  CUTE_DEVICE void count(KeyTile const& tile, SumPlaces const& places, int head, int block) const {
+    wait_bulk_complete<kPending>();
     fence_async_global();
     SumSlots const& slots = params.workspace.slots;
+    int* const additions = params.workspace.additions + places.of(head, block);
     if (slots.count == 0) return add_release(additions);
-    BlockRange const keys = tile.sequence.mask.visited(steps.block * kBlockM, kBlockM, kBlockN);
+    BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     if (add_acquire_release(additions) + 1 < (keys.end - keys.begin) * Traits::kConsumers) return;
-    store_release(slots.queue + atomicAdd(slots.pushed, 1),
-                  steps.head * tile.places + tile.first_place + steps.block);
+    store_release(slots.queue + atomicAdd(slots.pushed, 1), head * tile.places + tile.first_place + block);
   }
 
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:

@@ -13,8 +13,11 @@ CUTE_DEVICE void bulk_add(float* target, float const* source, int bytes) {
                : "memory");
 }
 
-// All that this thread has committed has arrived in global memory.
-CUTE_DEVICE void wait_bulk_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// All that this thread has committed, but for the last kPending, has arrived in global memory.
+template <int kPending = 0>
+CUTE_DEVICE void wait_bulk_complete() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Between accesses to global memory by TMA and others.
 CUTE_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
