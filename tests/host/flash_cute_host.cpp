@@ -262,17 +262,17 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
-  module.def("plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes,
-                                 bool needs_dq, bool needs_dkv, bool deterministic) {
-    BackwardParams params{};
-    params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
-    params.lengths = batch.params.lengths;
-    params.device.smem_bytes = smem_bytes;
-    params.device.multiprocessors = 132;
-    params.device.l2_bytes = 50 << 20;
-    return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
-  });
+  module.def(
+      "plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes, bool needs_dq,
+                          bool needs_dkv, bool deterministic, int multiprocessors, int64_t l2_bytes) {
+        BackwardParams params{};
+        params.shape = batch.params.shape;
+        params.mask = batch.params.mask;
+        params.lengths = batch.params.lengths;
+        params.device = {
+            .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = l2_bytes};
+        return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
+      });
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
   module.def("key_tiles", [](int bucket, RaggedBatch const& batch) {

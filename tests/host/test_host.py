@@ -598,10 +598,18 @@ HOPPER, A100, ADA = 232448, 166912, 101376
 
 
 def plan_backward(
-    host, head_dim, sizes, smem_bytes=HOPPER, lengths=None, asked_for=(True, True, False), family="sm80"
+    host,
+    head_dim,
+    sizes,
+    smem_bytes=HOPPER,
+    lengths=None,
+    asked_for=(True, True, False),
+    family="sm80",
+    limits=CAUSAL,
+    gpu=(132, 50 << 20),
 ):
-    batch = make_ragged_batch(host, sizes, CAUSAL, lengths or [None] * 5)
-    return host.plan_backward(getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for)
+    batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    return host.plan_backward(getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, *gpu)
 
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
@@ -666,6 +674,33 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     counters = 4 + (2 * blocks + plan.slots) * sums_dq  # every head of K and V has a slot
     assert plan.slots == 4 * sums_dq
     assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
+
+
+@given(
+    st.tuples(st.integers(1, 16), st.integers(1, 16), *[st.integers(1, 40000)] * 2),
+    st.tuples(limits, limits),
+    st.sampled_from([64, 96, 128, 192, 256]),
+    st.booleans(),
+)
+def test_workspaces_of_the_largest_gpu_are_enough(host, sizes, limits, head_dim, deterministic):
+    """JAX allocates before it knows the GPU: see csrc/kernels/calls.cpp, whose GPU this is."""
+    batch, heads_kv, seqlen_q, seqlen_k = sizes
+    shape = (batch, heads_kv, heads_kv, seqlen_q, seqlen_k, head_dim)
+    needed, bound = (
+        plan_backward(
+            host,
+            head_dim,
+            shape,
+            asked_for=(True, True, deterministic),
+            family="sm90",
+            limits=limits,
+            gpu=gpu,
+        )
+        for gpu in ((132, 50 << 20), (1 << 10, 1 << 30))
+    )
+    assert needed.workspace_bytes <= bound.workspace_bytes
+    tiles = needed.slots * needed.key_blocks // batch  # that may be under way
+    assert needed.slots == batch * heads_kv or tiles >= 2 * 132
 
 
 @given(

@@ -95,8 +95,11 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   int64_t const blocks = int64_t(shape.heads_q) * plan.query_blocks;
   if (plan.sums_dq) plan.sum_blocks = blocks;
   if (one_kernel && plan.sums_dq && !params.lengths.given && plan.tiles > 0) {
-    // Tiles of a section of heads are under way together, and those of the section before may still be.
-    plan.slots = smaller(shape.batch * shape.heads_kv, 2 * int(plan.order.section.value));
+    // Tiles of a section of heads are under way together, and those of the section before may still be; and
+    // there is a slot for each tile under way, where heads have few.
+    int const tiles = 2 * params.device.multiprocessors;
+    int const wanted = larger(2 * int(plan.order.section.value), ceil_div(tiles, plan.order.m_blocks));
+    plan.slots = smaller(shape.batch * shape.heads_kv, wanted);
     plan.sum_blocks =
         int64_t(plan.slots) * (shape.heads_q / shape.heads_kv) * (plan.query_blocks / shape.batch);
   }
