@@ -108,7 +108,9 @@ struct BackwardTraitsSm90 {
   static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
   static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
   // Complete sums of dQ come back for conversion, so many at a time.
-  static constexpr int kFinishFloats = kSplitsWork ? kWarpFloats / 2 : 2 * kWarpFloats;
+  static constexpr int kFinishFloats = !kSplitsWork     ? 2 * kWarpFloats
+                                       : kHeadDim > 192 ? kWarpFloats
+                                                        : kWarpFloats / 2;
   static constexpr int kZeros = kFinishFloats / 4;
 
   struct SharedStorage {
