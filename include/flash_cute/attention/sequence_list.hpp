@@ -43,12 +43,13 @@ struct SequenceList {
   SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
   int places;
   int unwritten;  // as in TileListHeader
+  int round;      // that comes next where there are few sequences, all of about one length; else 0
 
   // By all threads of a block, of which there are at least kFewSequences.
   CUTE_DEVICE void make(ForwardParams const& params, RaggedOrder const& order) {
     int const b = threadIdx.x;
     if (order.is_prepared()) {
-      if (b == 0) places = order.header->places, unwritten = order.header->unwritten;
+      if (b == 0) places = order.header->places, unwritten = order.header->unwritten, round = 0;
       __syncthreads();
       return;
     }
@@ -65,9 +66,14 @@ struct SequenceList {
     if (is_sequence) keys[b] = {own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     int const any_unwritten = __syncthreads_or(own.unwritten);
 
+    Key const key = is_sequence ? keys[b] : keys[0];
+    bool const all_alike =
+        __syncthreads_and(key.length_class == keys[0].length_class && key.m_blocks == keys[0].m_blocks);
     int rank = 0, first_place = 0;  // behind all that are longer, or as long and before it
-    if (is_sequence) {
-      Key const key = keys[b];
+    if (all_alike) {
+      rank = b;
+      first_place = smaller(b * key.m_blocks, order.capacity);
+    } else if (is_sequence) {
 #pragma unroll 4
       for (int other = 0; other < params.shape.batch; ++other) {
         auto const [length_class, m_blocks] = keys[other];
@@ -83,6 +89,7 @@ struct SequenceList {
       if (rank == params.shape.batch - 1) {
         places = smaller(first_place + own.m_blocks, order.capacity);
         unwritten = any_unwritten;
+        round = all_alike;
       }
     }
     __syncthreads();

@@ -36,9 +36,14 @@ struct Unannounced {};  // a tile that nobody knows yet
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
   RingPosition<2> at{};
+  auto claim = [&] {
+    // Alike they are shared out beforehand: a claim takes a while.
+    if (int& round = queue.list.round; round > 0) return tile_of_round(round++, blockIdx.x, gridDim.x);
+    return order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1) : kThrough;
+  };
   while (true) {
     queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1) : kThrough;
+    int const index = claim();
     bool const is_tile = unsigned(index) < unsigned(queue.list.tiles(order));
     auto& announced = queue.ring.acquire(at);
     if (is_tile) queue.tiles[at.slot] = queue.list.tile(params, order, index);
