@@ -8,7 +8,7 @@ torch.ops.load_library(f"build/gpu/bwlibs/{lib}.so")
 op = getattr(torch.ops, f"flash_cute_{lib}")
 dev = "cuda"; dt = torch.bfloat16; bad = 0; n = 0
 for d in dims:
-    for (b, hq, hk, sq, sk, causal, window) in [(1,1,1,64,128,False,None),(2,4,2,200,300,False,None),(2,4,2,300,200,True,None),(2,4,1,333,333,False,(50,20)),(1,2,2,515,1000,True,None),(1,2,2,1000,515,False,(100,None)),(3,40,8,700,700,True,None),(1,1,1,1,1,True,None)]:
+    for (b, hq, hk, sq, sk, causal, window) in [(1,1,1,64,128,False,None),(2,4,2,200,300,False,None),(2,4,2,300,200,True,None),(2,4,1,333,333,False,(50,20)),(1,2,2,515,1000,True,None),(1,2,2,1000,515,False,(100,None)),(3,40,8,700,700,True,None),(1,1,1,1,1,True,None),(40,32,16,130,200,True,None),(30,16,8,520,300,False,None),(24,16,16,1500,77,False,None),(60,16,16,200,130,True,None)]:
         for det in (False, True):
             q = torch.randn(b, sq, hq, d, device=dev, dtype=dt).transpose(1, 2)
             k, v = (torch.randn(b, sk, hk, d, device=dev, dtype=dt).transpose(1, 2) for _ in "kv")
