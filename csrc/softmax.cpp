@@ -106,7 +106,6 @@ ScoreShape score_shape(IntHeaderOnlyArrayRef sizes, bool has_lengths) {
 
 void validate_softmax(Operand const& x, double scale, bool causal, std::optional<Operand> const& seqused_k,
                       std::optional<Operand> const& leftpad_k) {
-  constexpr int64_t kMaxColumns = int64_t(1) << 28;
   require(x.type == ScalarType::Float || x.type == ScalarType::Half || x.type == ScalarType::BFloat16,
           "x has dtype ", torch::headeronly::toString(x.type),
           "; torch.float32, torch.float16 and torch.bfloat16 are accepted");
@@ -120,7 +119,7 @@ void validate_softmax(Operand const& x, double scale, bool causal, std::optional
   int64_t rows = 1;
   for (int64_t dim = 0; dim + 1 < dims; ++dim) rows *= x.sizes[dim];
   require(rows < std::numeric_limits<int>::max(), "x has ", rows, " rows; fewer than 2**31 - 1 are accepted");
-  require(x.sizes[dims - 1] <= kMaxColumns, "x has ", x.sizes[dims - 1], " columns; at most ", kMaxColumns,
+  require(x.sizes[dims - 1] <= kMaxLength, "x has ", x.sizes[dims - 1], " columns; at most ", kMaxLength,
           " are accepted");
   require(std::isfinite(float(scale)) && float(scale) > 0.f, "scale is ", scale,
           "; a finite number > 0 is accepted");

@@ -165,7 +165,10 @@ def as_python_error(error: Exception, name: str) -> Exception:
 
 
 def for_outer_levels(op, *args, **options):
-    """op, a public one, in the forward of its Function, which turns gradients off for its own level alone."""
+    """A public operator, for the levels of transforms around that of the Function whose forward calls this.
+
+    That turns gradients off for all of them, although it has gradients for its own alone.
+    """
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return op(*args, **options)
 

@@ -1,5 +1,5 @@
-// The kernels as XLA calls them: handlers of its foreign function interface (flash_cute/jax.py registers
-// them). Shapes and options were checked there; sizes are again, as vmap makes them larger.
+// The kernels as XLA calls them: handlers of its foreign function interface (flash_cute/jax/kernels.py
+// registers them). Shapes and options were checked there; sizes are again, as vmap makes them larger.
 #include <cuda_runtime_api.h>
 #include <xla/ffi/api/ffi.h>
 
@@ -98,7 +98,7 @@ void* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, int64_t bytes) {
 constexpr char kAttention[] = "flash_cute.jax.attention";
 constexpr char kSoftmax[] = "flash_cute.jax.softmax";
 
-// No rows or keys are cut off here: flash_cute/jax.py does so, where a mask asks for it.
+// No rows or keys are cut off here: flash_cute/jax does so, where a mask asks for it.
 template <class Call>
 void require_whole(Call const& call) {
   require(call.launches && call.unreachable() == 0, "some keys are seen by no query");

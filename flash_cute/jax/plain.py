@@ -29,7 +29,7 @@ def _visible(seqlen_q, seqlen_k, lengths, options):
 
 
 def attention(query, key, value, lengths, options):
-    """_attend in float32, with the whole matrix of scores."""
+    """(out, lse) in float32, with the whole matrix of scores, of the kernels' masks."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     heads = key.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
@@ -65,27 +65,29 @@ def _hidden_columns(shape, lengths, causal):
 
 
 def softmax(x, lengths, options):
+    """(probabilities, lse)"""
     scale, causal = options
     hidden = _hidden_columns(x.shape, lengths, causal)
     blind = hidden.all(-1, keepdims=True)
-    scores = _plain_scores(x, hidden, scale)
+    scores = _scores(x, hidden, scale)
     lse = jnp.where(blind[..., 0], -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
     probabilities = jnp.where(hidden, 0, jax.nn.softmax(scores))
     return probabilities.astype(x.dtype), lse
 
 
-def _plain_scores(x, hidden, scale):
+def _scores(x, hidden, scale):
     """-inf where they are hidden, but 0 where that is a whole row: its softmax is no NaN."""
     fill = jnp.where(hidden.all(-1, keepdims=True), 0.0, -jnp.inf)
     return jnp.where(hidden, fill, scale * jnp.where(hidden, 0, x.astype(jnp.float32)))
 
 
 def softmax_backward(dprobabilities, dlse, kept, lengths, options):
+    """dx; kept: the probabilities where they are float32, else x."""
     scale, causal = options
     hidden = _hidden_columns(kept.shape, lengths, causal)
     p = kept.astype(jnp.float32)
     if kept.dtype != jnp.float32:
-        p = jnp.where(hidden, 0, jax.nn.softmax(_plain_scores(kept, hidden, scale)))
+        p = jnp.where(hidden, 0, jax.nn.softmax(_scores(kept, hidden, scale)))
     dp = jnp.where(hidden, 0, dprobabilities.astype(jnp.float32))
     dx = scale * p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])
     return jnp.where(hidden, 0, dx).astype(kept.dtype)
