@@ -72,6 +72,7 @@ struct BackwardWorkspace {
   float* dq = nullptr;
   // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
   int* turns = nullptr;
+  int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
 };
 
 struct BackwardParams {

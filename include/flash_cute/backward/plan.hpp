@@ -17,18 +17,25 @@ struct BackwardPlan {
   bool in_turns;      // and each of them in one order
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int blocks;       // of the grid of the first kernel
+  int tiles;        // of the first kernel
+  int blocks;       // of its grid
   TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
   int64_t rows;     // of the workspace, over all heads
   int dq_columns;   // of the sums of dQ, 0 if there are none
+  int64_t counters;
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
-    int* const turns = reinterpret_cast<int*>(end + rows * dq_columns) + 1;  // behind what check_turns writes
-    return {floats, floats + rows, sums_dq ? end : nullptr, in_turns ? turns : nullptr};
+    int* const ints = reinterpret_cast<int*>(end + rows * dq_columns);
+    int* const turns = ints + 2;  // the second one is what check_turns writes
+    return {.lse = floats,
+            .delta = floats + rows,
+            .dq = sums_dq ? end : nullptr,
+            .turns = in_turns ? turns : nullptr,
+            .claimed = counters > 0 ? ints : nullptr};
   }
 };
 
@@ -71,12 +78,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
-  plan.blocks = plan.key_blocks * shape.heads_kv;
-  if (one_kernel && !params.lengths.given && plan.blocks > 0)
+  plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
+  if (one_kernel) plan.blocks = smaller(plan.tiles, params.device.multiprocessors);
+  if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
-  plan.workspace_bytes = plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) +
-                         (plan.in_turns ? (plan.rows / plan.tile.block_m + 1) * int64_t(sizeof(int)) : 0);
+  if (one_kernel) plan.counters = 2 + (plan.in_turns ? plan.rows / plan.tile.block_m : 0);
+  plan.workspace_bytes =
+      plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + plan.counters * int64_t(sizeof(int));
   return plan;
 }
 

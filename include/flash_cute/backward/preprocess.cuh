@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
+  if (params.workspace.claimed && blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.claimed = 0;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);

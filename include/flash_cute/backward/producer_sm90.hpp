@@ -22,7 +22,10 @@ struct BackwardProducerSm90 {
   RingPosition<2> at_tiles{};
 
   CUTE_DEVICE void run() {
-    for (int index = blockIdx.x; index < order.tiles; index += gridDim.x) {
+    // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way.
+    auto claim = [&] { return atomicAdd(params.workspace.claimed, 1); };
+    for (int next, index = claim(); index < order.tiles; index = next) {
+      next = claim();  // arrives while this tile is loaded
       KeyTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       announce(tile);
