@@ -73,17 +73,19 @@ struct BackwardProducerSm90 {
                                      slots + at.slot * kBlockM, kBytes);
     };
 
-    load_keys(maps.k, shared.ring_k, shared.k, rows.k);
+    // Q and dO of the first step before K and V, whose memory the tile before leaves last.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       load_floats(arrived, params.workspace.lse, shared.lse);
       load_floats(arrived, params.workspace.delta, shared.delta);
       load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();
-      if (first) load_keys(maps.v, shared.ring_v, shared.v, rows.v);
       load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
                    shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
       at_dout.advance();
+      if (!first) continue;
+      load_keys(maps.k, shared.ring_k, shared.k, rows.k);
+      load_keys(maps.v, shared.ring_v, shared.v, rows.v);
     }
     at_keys.advance();
   }
