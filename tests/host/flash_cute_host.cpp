@@ -256,6 +256,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("runs_queries", &BackwardPlan::runs_queries)
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
       .def_readonly("in_turns", &BackwardPlan::in_turns)
+      .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
@@ -273,13 +274,14 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
-  module.def("key_tiles", [](int bucket, RaggedBatch const& batch) {
+  module.def("key_tiles", [](int bucket, RaggedBatch const& batch, bool deterministic) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
     params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
-    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
+    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
+    params.workspace = plan.parts(nullptr);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
     KeyOrder const order{plan.order, plan.tiles, block_m, block_n};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;

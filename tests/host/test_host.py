@@ -660,21 +660,26 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for, family="sm90")
     assert (plan.runs_keys, plan.runs_queries) == (True, False)
     assert (plan.sums_dq, plan.in_turns) == (sums_dq, in_turns)
-    assert plan.blocks == 2 * plan.key_blocks
+    assert plan.tiles == plan.blocks == 2 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * (4 * plan.query_blocks + 1) * in_turns
+    counters = 2 + 4 * plan.query_blocks * in_turns
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
 @pytest.mark.parametrize("limits", [CAUSAL, (None, None), (50, 20)], ids=["causal", "full", "window"])
-def test_blocks_of_keys_on_hopper(host, limits, lengths, head_dim):
-    """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_blocks_of_keys_on_hopper(host, deterministic, limits, lengths, head_dim):
+    """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group; in
+    turns with the last ones first, where blocks of keys have those in common."""
     sizes = (3, 4, 2, 400, 333, head_dim)
     batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
-    found = dict(host.key_tiles(head_dim, batch))
-    assert len(found) == len(host.key_tiles(head_dim, batch))
+    listed = host.key_tiles(head_dim, batch, deterministic)
+    found = dict(listed)
+    assert len(found) == len(listed)
+    last_first = deterministic and (lengths or limits != (None, None))
     expected = {}
     for b in range(3):
         begin_q, end_q = lengths[0][b : b + 2] if lengths else (0, 400)
@@ -690,6 +695,7 @@ def test_blocks_of_keys_on_hopper(host, limits, lengths, head_dim):
         for head_kv in range(2):
             for n_begin in range(0, keys, tile.block_n):
                 blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
+                blocks = blocks[::-1] if last_first else blocks
                 steps = [(2 * head_kv + head, block) for head in range(2) for block in blocks]
                 expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
     assert found == expected

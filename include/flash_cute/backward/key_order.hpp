@@ -32,6 +32,7 @@ struct KeyOrder {
       tile.n_begin = found.m_begin;
       tile.descending = dense.descending;
     }
+    tile.last_queries_first = params.workspace.turns && !tile.descending;
     tile.sequence = sequence_for<Family::sm90>(params, b);
     tile.batch = offsets_q ? 0 : b;
     tile.first_place = queries.first(b);
@@ -40,24 +41,32 @@ struct KeyOrder {
   }
 };
 
-// The blocks of queries that see a block of keys, of one head after the other of those that share it.
+// The blocks of queries that see a block of keys, of one head after the other of those that share it. Blocks
+// of keys that add in turns begin with the queries that they have in common under a causal mask: so each is a
+// step behind the one before it, from the other end two.
 struct QuerySteps {
   BlockRange visited;
+  bool last_first;
   int head, block, left;
 
   FLASH_CUTE_HOST_DEVICE QuerySteps(KeyTile const& tile, int heads, int block_m, int block_n)
       : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),
+        last_first(tile.last_queries_first),
         head(tile.head_kv * heads),
-        block(visited.begin),
+        block(first()),
         left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
 
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
-    if (++block == visited.end) {
-      block = visited.begin;
+    block += last_first ? -1 : 1;
+    if (block < visited.begin || block >= visited.end) {
+      block = first();
       ++head;
     }
   }
+
+ private:
+  FLASH_CUTE_HOST_DEVICE int first() const { return last_first ? visited.end - 1 : visited.begin; }
 };
 
 }  // namespace flash_cute

@@ -13,7 +13,8 @@ struct KeyTile {
   Sequence sequence;
   int batch, head_kv, n_begin;
   int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
-  bool descending = false;  // do the blocks of keys behind it come before it in the launch order?
+  bool descending = false;          // do the blocks of keys behind it come before it in the launch order?
+  bool last_queries_first = false;  // see QuerySteps
 };
 
 // The mask seen from the keys, which are rows here; those past the end see nobody.

@@ -22,10 +22,10 @@ struct BackwardProducerSm90 {
   RingPosition<2> at_tiles{};
 
   CUTE_DEVICE void run() {
-    // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way.
+    // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
+    // and once the one before is loaded: sooner, a tile waits here that others could begin (3% at 16k causal).
     auto claim = [&] { return atomicAdd(params.workspace.claimed, 1); };
-    for (int next, index = claim(); index < order.tiles; index = next) {
-      next = claim();  // arrives while this tile is loaded
+    for (int index = claim(); index < order.tiles; index = claim()) {
       KeyTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       announce(tile);
