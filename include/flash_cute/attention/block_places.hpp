@@ -38,6 +38,14 @@ struct BlockPlaces {
     return {head, index - head * count()};
   }
 
+  // Place by place instead, all heads of each: where heads lie side by side, thread blocks that run together
+  // then touch what lies together.
+  FLASH_CUTE_HOST_DEVICE PlaceOfHead of_block(int index, int heads, bool side_by_side) const {
+    if (!side_by_side) return of_block(index);
+    int const place = index / heads;
+    return {index - place * heads, place};
+  }
+
   // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
   // to the first, too: see has_rows.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {

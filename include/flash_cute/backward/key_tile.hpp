@@ -12,7 +12,7 @@ constexpr int kThrough = -1;  // the n_begin of what comes after a thread block'
 struct KeyTile {
   Sequence sequence;
   int batch, head_kv, n_begin;
-  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  int first_place, places;          // of the sequence's blocks of queries, and of all (see BlockPlaces)
   bool descending = false;          // do the blocks of keys behind it come before it in the launch order?
   bool last_queries_first = false;  // see QuerySteps
 };

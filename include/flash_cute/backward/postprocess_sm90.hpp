@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   cudaGridDependencySynchronize();  // launched early
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
-  auto const [head, of_head] = queries.of_block(blockIdx.x);
+  auto const [head, of_head] =
+      queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sequence const s = sequence_for<Family::sm90>(params, b);
   int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
@@ -26,7 +27,8 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
   constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
   auto const* const sums = reinterpret_cast<float4 const*>(
-      params.workspace.dq + int64_t(blockIdx.x) * kFloats + kFloats / Traits::kConsumers * (warp / 4));
+      params.workspace.dq + (int64_t(head) * queries.count() + of_head) * kFloats +
+      kFloats / Traits::kConsumers * (warp / 4));
   constexpr int kFours = Traits::kWarpFloats / 4 / 32;  // of a lane, in a round
   CUTE_UNROLL
   for (int i = 0; i < size(dq) / 4; ++i) {
