@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
   using TileQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
-  auto const [head, of_head] = queries.of_block(blockIdx.x);
+  auto const [head, of_head] =
+      queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params, b);
   int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
@@ -25,7 +26,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
   typename Traits::MmaQueries const mma;
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   constexpr int kFloats = Traits::kBlockM * Traits::kHeadDim;
-  float const* const sums = params.workspace.dq + int64_t(blockIdx.x) * kFloats + thread;
+  float const* const sums =
+      params.workspace.dq + (int64_t(head) * queries.count() + of_head) * kFloats + thread;
   CUTE_UNROLL
   for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));
