@@ -111,13 +111,14 @@ struct BackwardConsumerSm90 {
     shared.ring_k.wait(at_keys);
     await_queries();
     step(std::true_type{});
+    own.await_stored();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     Tensor acc_dq = sums.issue(before);
+    own.release(shared.ring_v, at_keys);
     wait_products<0>(acc_dq);
     own.release(shared.ring_ds, before);
-    sums.put(acc_dq);
     own.release(shared.ring_k, at_keys);
-    own.release(shared.ring_v, at_keys);
+    sums.put(acc_dq);
     at_keys.advance();
     if (!own.params.dk.data) return;  // nobody asked for them
     sums.await_read();

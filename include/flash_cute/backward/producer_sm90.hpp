@@ -73,7 +73,7 @@ struct BackwardProducerSm90 {
                                      slots + at.slot * kBlockM, kBytes);
     };
 
-    // Q and dO of the first step before K and V, whose memory the tile before leaves last.
+    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       load_floats(arrived, params.workspace.lse, shared.lse);
@@ -84,8 +84,8 @@ struct BackwardProducerSm90 {
                    shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
       at_dout.advance();
       if (!first) continue;
-      load_keys(maps.k, shared.ring_k, shared.k, rows.k);
       load_keys(maps.v, shared.ring_v, shared.v, rows.v);
+      load_keys(maps.k, shared.ring_k, shared.k, rows.k);
     }
     at_keys.advance();
   }

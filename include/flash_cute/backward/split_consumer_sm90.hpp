@@ -108,6 +108,7 @@ struct BackwardWeightsSm90 {
     };
     shared.ring_k.wait(at_keys);
     step(std::true_type{});
+    own.await_stored();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
@@ -153,6 +154,7 @@ struct BackwardGradientsSm90 {
 
     shared.ring_k.wait(at_keys);
     shared.ring_v.wait(at_keys);
+    own.await_stored();
     while (true) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);

@@ -45,11 +45,17 @@ struct BackwardWarpgroup {
       KeyTile const& tile = shared.tiles[at.slot];
       if (tile.n_begin == kThrough) break;
       consumer.compute(tile);
-      if (thread % 32 == 0) cute::tma_store_wait<0>();  // dK and dV have been read
-      __syncwarp();
+      __syncwarp();  // all lanes have read the tile
       release(shared.ring_tiles, at);
       at.advance();
     }
+    await_stored();
+  }
+
+  // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
+  CUTE_DEVICE static void await_stored() {
+    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+    __syncwarp();
   }
 
   CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
