@@ -138,6 +138,25 @@ def test_softmax_scale(kernel, softmax_scale, mask, dtype):
     check(kernel, Shape(2, 4, 4, 75, 101, 64), dtype, mask, softmax_scale=softmax_scale)
 
 
+# On Hopper more tiles than thread blocks, which claim one after the other.
+CROWDS = {
+    "short": Shape(40, 32, 16, 130, 200, 64),
+    "of a group": Shape(30, 32, 8, 300, 300, 64),
+    "blind queries": Shape(60, 16, 16, 200, 130, 64),
+    "few keys": Shape(24, 16, 16, 1500, 77, 64),
+    "many keys": Shape(6, 8, 8, 100, 3000, 64),
+}
+
+
+@pytest.mark.gpu
+@repeats
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("shape", CROWDS.values(), ids=CROWDS)
+def test_more_heads_than_are_under_way(kernel, shape, head_dim, mask, deterministic):
+    check(kernel, with_head_dim(shape, head_dim), torch.bfloat16, mask, deterministic=deterministic)
+
+
 @dtypes
 @pytest.mark.gpu
 @repeats
