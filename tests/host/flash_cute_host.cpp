@@ -281,9 +281,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.lengths = batch.params.lengths;
     params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
-    params.workspace = plan.parts(nullptr);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    KeyOrder const order{plan.order, plan.tiles, block_m, block_n};
+    KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.last_queries_first};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.tiles; ++index) {
       KeyTile const tile = order(params, index);

@@ -12,6 +12,7 @@ struct KeyOrder {
   TileOrder dense;
   int tiles;
   int block_m, block_n;
+  bool last_queries_first;
 
   FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
     ProblemShape const& shape = params.shape;
@@ -32,7 +33,7 @@ struct KeyOrder {
       tile.n_begin = found.m_begin;
       tile.descending = dense.descending;
     }
-    tile.last_queries_first = params.workspace.turns && !tile.descending;
+    tile.last_queries_first = last_queries_first && !tile.descending;
     tile.sequence = sequence_for<Family::sm90>(params, b);
     tile.batch = offsets_q ? 0 : b;
     tile.first_place = queries.first(b);

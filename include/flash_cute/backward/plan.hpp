@@ -17,11 +17,12 @@ struct BackwardPlan {
   bool in_turns;      // and each of them in one order
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int tiles;        // of the first kernel
-  int blocks;       // of its grid
-  TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
-  int64_t rows;     // of the workspace, over all heads
-  int dq_columns;   // of the sums of dQ, 0 if there are none
+  int tiles;                // of the first kernel
+  int blocks;               // of its grid
+  TileOrder order;          // of its blocks of keys, on Hopper, where sequences are alike
+  bool last_queries_first;  // see QuerySteps; whatever is asked for, so that each gradient has the same bits
+  int64_t rows;             // of the workspace, over all heads
+  int dq_columns;           // of the sums of dQ, 0 if there are none
   int64_t counters;
   int64_t workspace_bytes;
 
@@ -79,6 +80,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_blocks = queries.count();
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
+  plan.last_queries_first = one_kernel && deterministic;
   if (one_kernel) plan.blocks = smaller(plan.tiles, params.device.multiprocessors);
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n);

@@ -53,8 +53,8 @@ struct BackwardWarpgroup {
   }
 
   // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
-  CUTE_DEVICE static void await_stored() {
-    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
+  CUTE_DEVICE void await_stored() const {
+    if (thread % 32 == 0) cute::tma_store_wait<0>();
     __syncwarp();
   }
 
