@@ -66,15 +66,17 @@ def collect(logs: dict[str, str]) -> dict:
 
 # The Ampere family's backward spills a few values that its loop reads once a step (docs/backward_sm80.md).
 # So does the Hopper family's at head dim 128, nearly all of it once a tile (docs/backward_sm90.md), and
-# softmax of 16-bit rows of 64 and 128 kB, whose threads hold 64 elements each in 64 registers: on an
-# H200 it has 0.73 of a copy's speed, with half as many elements 0.67 (include/flash_cute/softmax/plan.hpp).
+# softmax where rows have edges: its threads have 64 registers, as with more of them fewer rows would be on an
+# SM, which costs more (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
 TOLERATED = {
     ("backward_kernel_sm80", "spill_bytes"): 168,
     ("backward_kernel_sm80", "stack_bytes"): 88,
     ("backward_kernel_sm90", "spill_bytes"): 132,
     ("backward_kernel_sm90", "stack_bytes"): 40,
-    ("row_softmax", "spill_bytes"): 296,
-    ("row_softmax", "stack_bytes"): 104,
+    ("row_softmax", "spill_bytes"): 40,
+    ("row_softmax", "stack_bytes"): 24,
+    ("row_softmax_backward", "spill_bytes"): 104,
+    ("row_softmax_backward", "stack_bytes"): 48,
 }
 
 

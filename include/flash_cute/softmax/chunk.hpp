@@ -134,14 +134,6 @@ __device__ Chunk read_chunk(Storage const* from) {
   uint4 const words = *reinterpret_cast<uint4 const*>(from);
   return {{words.x, words.y, words.z, words.w}};
 }
-// 16 bytes into shared memory, where they are for this thread once it has waited.
-__device__ inline void fetch_chunk(uint4* to, void const* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-}
-__device__ inline void wait_for_chunks() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 template <class Chunk, class Storage>
 __device__ void write_chunk(Storage* to, Chunk const& chunk) {
   *reinterpret_cast<uint4*>(to) = {chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]};

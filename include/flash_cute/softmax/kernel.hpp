@@ -18,13 +18,13 @@ struct RowPlace {
   bool valid;  // else there is no such row
   int row;     // among all rows
   int part, lane;
-  Row<Traits> columns;  // of the row, as far as the part has them
+  int tiles;  // of the part
+  // From the thread's first chunk on, as far as the part goes.
+  Row<Traits> columns;
   Storage const *input, *gradient;
   Storage* output;
-  int first, tiles;  // the thread's first chunk, and how many tiles the part has
 
   __device__ RowPlace(RowSoftmaxParams const& params, int parts, unsigned turn) {
-    static_assert(!Traits::kShared || Traits::kRows == 1);
     ScoreShape const& shape = params.shape;
     unsigned const team = (blockIdx.x + turn * gridDim.x) / parts;
     unsigned const found = team * Traits::kRows + threadIdx.x / Traits::kLanes;
@@ -32,34 +32,32 @@ struct RowPlace {
     lane = int(threadIdx.x % Traits::kLanes);
     valid = found < unsigned(shape.all_rows());
     row = valid ? int(found) : 0;
-    int const index = row % shape.rows, pair = row / shape.rows;
-    int const head = pair % shape.heads, entry = pair / shape.heads;
+    int index = row, head = 0, entry = 0;
+    if (shape.heads * shape.batch > 1) {  // divisions take as long as a look into the L2
+      int const pair = row / shape.rows;
+      index = row % shape.rows, head = pair % shape.heads, entry = pair / shape.heads;
+    }
     auto at = [&](TensorView const& view) {
       return static_cast<Storage*>(view.data) + entry * view.batch_stride + head * view.head_stride +
              index * view.row_stride;
     };
-    input = at(params.input);
-    gradient = params.gradient.data ? at(params.gradient) : nullptr;
-    output = at(params.output);
-
     VisibleColumns const visible =
         Traits::kPlain ? VisibleColumns{0, shape.columns} : params.mask.visible(shape, entry, index);
-    int const skew = Traits::kPlain ? 0 : Row<Traits>::skew_of(input), size = skew + shape.columns;
-    int const chunks = ceil_div(size, Traits::kWidth), of_part = ceil_div(chunks, parts);
+    int const skew = Traits::kPlain ? 0 : Row<Traits>::skew_of(at(params.input)), size = skew + shape.columns;
+    int const chunks = ceil_div(size, Traits::kWidth),
+              of_part = parts == 1 ? chunks : ceil_div(chunks, parts);
     int const part_end = valid ? smaller((part + 1) * of_part * Traits::kWidth, size) : 0;
+    int const first = (part * of_part + lane) * Traits::kWidth;
     int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
-    columns = {skew, part_end, skew + visible.begin, end};
-    first = part * of_part + lane;
-    tiles = Traits::kShared ? ceil_div(of_part, Traits::kTile) : 1;
+    columns = Row<Traits>{skew, part_end, skew + visible.begin, end}.behind(first);
+    input = at(params.input) + (first - skew);
+    gradient = params.gradient.data ? at(params.gradient) + (first - skew) : nullptr;
+    output = at(params.output) + (first - skew);
+    tiles = Traits::kInTiles ? ceil_div(of_part, Traits::kTile) : 1;
   }
-
-  __device__ int chunk(int tile) const { return first + tile * Traits::kTile; }
 };
 
-// A thread's chunks of its row: of one tensor, or of that and the gradient. Where rows are shared, those of
-// the next row arrive in shared memory from the moment on in which this row's are in registers: thread blocks
-// that wait for each other's sums are then not waiting for memory, too. Each thread reads what it fetched
-// itself.
+// A thread's chunks of a tile of its row: of one tensor, or of that and the gradient.
 template <class Traits>
 class HeldRow {
  public:
@@ -70,24 +68,25 @@ class HeldRow {
   __device__ Chunk const (&inputs() const)[Traits::kChunks] { return chunks_[0]; }
   __device__ Chunk const (&gradients() const)[Traits::kChunks] { return chunks_[Traits::kTensors - 1]; }
 
-  __device__ void fetch(Place const& place) {
-    if (!Traits::kAhead || place.tiles > 1) return;
-    place.columns.fetch(memory(0), place.input, place.first);
-    if (Traits::kTensors > 1 && place.gradient) {
-      place.columns.fetch(memory(Traits::kTensors - 1), place.gradient, place.first);
-    }
-  }
   __device__ void load(Place const& place, int tile, Storage hidden) {
-    if (Traits::kAhead && place.tiles == 1) wait_for_chunks();
-    load(place, 0, place.input, tile, hidden);
+    int const before = elements_before(tile);
+    Row<Traits> const columns = place.columns.behind(before);
+    columns.load(chunks_[0], place.input + before, hidden);
     if constexpr (Traits::kTensors > 1) {
-      if (place.gradient) {
-        load(place, 1, place.gradient, tile, 0);
-      } else {
+      if (!place.gradient) {
 #pragma unroll
         for (Chunk& chunk : chunks_[1]) chunk = Chunk::filled(0);
+      } else if (Traits::kPlain || Row<Traits>::skew_of(place.gradient) == 0) {
+        columns.load(chunks_[1], place.gradient + before, 0);
+      } else {
+        columns.load_elements(chunks_[1], place.gradient + before, 0);
       }
     }
+  }
+  template <class Value>
+  __device__ void store(Place const& place, int tile, Value&& value) const {
+    int const before = elements_before(tile);
+    place.columns.behind(before).store(place.output + before, value);
   }
   // The compiler would keep the floats of all chunks for the next loop over them, and spill. Of kept weights
   // there is no next loop, and the chunks would be kept.
@@ -97,41 +96,21 @@ class HeldRow {
   }
 
  private:
-  __device__ void load(Place const& place, int tensor, Storage const* data, int tile, Storage hidden) {
-    if constexpr (Traits::kAhead) {
-      if (place.tiles == 1) {
-        return place.columns.load(chunks_[tensor], data, place.first, hidden, [&](int k, int) {
-          uint4 const words = memory(tensor)[k * Traits::kLanes];
-          return Chunk{{words.x, words.y, words.z, words.w}};
-        });
-      }
-    }
-    place.columns.load(chunks_[tensor], data, place.chunk(tile), hidden);
-  }
-  __device__ static uint4* memory(int tensor) {
-    extern __shared__ uint4 row_memory[];
-    return row_memory + tensor * Traits::kTile + threadIdx.x;
-  }
+  __device__ static int elements_before(int tile) { return tile * Traits::kTile * Traits::kWidth; }
 
   Chunk chunks_[Traits::kTensors][Traits::kChunks];
 };
 
-// Calls step(place, held, fetch_next) for each row that this thread has a share in; fetch_next() is to be
-// called once the row's chunks are in registers.
+// Calls step(place, held) for each row that this thread has a share in.
 template <class Traits, class Step>
 __device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& step) {
   HeldRow<Traits> held;
   if constexpr (!Traits::kShared) {
-    step(RowPlace<Traits>(params, 1, 0), held, [] {});
+    step(RowPlace<Traits>(params, 1, 0), held);
   } else {
-    unsigned const blocks = ceil_div(unsigned(params.shape.all_rows()), unsigned(Traits::kRows)) * parts;
-    auto fetch = [&](unsigned turn) {
-      if (Traits::kAhead && turn * gridDim.x + blockIdx.x < blocks)
-        held.fetch(RowPlace<Traits>(params, parts, turn));
-    };
-    fetch(0);
+    unsigned const blocks = unsigned(params.shape.all_rows()) * parts;
     for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < blocks; ++turn) {
-      step(RowPlace<Traits>(params, parts, turn), held, [&] { fetch(turn + 1); });
+      step(RowPlace<Traits>(params, parts, turn), held);
     }
   }
 }
@@ -191,7 +170,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ typename Reduction::Storage storage;
   Reduction reduce(storage);
   LogSumOp const op{params.scale * float(M_LOG2E)};
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held, auto fetch_next) {
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held) {
     Weights<Traits> weights;
     float values[Traits::kWidth];
     float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
@@ -210,7 +189,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       held.forget_floats();
       total = place.tiles == 1 ? float2{highest_of_warp, sum} : op(total, {highest_of_warp, sum});
     }
-    fetch_next();
     total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
     total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
     if (place.valid && place.part == 0 && place.lane == 0) {
@@ -229,7 +207,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         weights.set_reference(total.x, held.inputs(), op);
         factor = whole;
       }
-      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+      held.store(place, tile, [&](int k) {
         weights.get(k, held.inputs(), op, values);
 #pragma unroll
         for (float& value : values) value *= factor;
@@ -255,7 +233,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   LogSumOp const weigh{params.scale * float(M_LOG2E)};
   Op op;
   if constexpr (Traits::kFromScores) op.sum = weigh;
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held, auto fetch_next) {
+  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held) {
     Weights<Traits> weights;
     float p[kWidth], dp[kWidth];
     Value total = Op::identity();
@@ -284,7 +262,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         total.x += dot;
       }
     }
-    fetch_next();
     if constexpr (Traits::kFromScores) {
       total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
       total.z = reduce_lanes<Traits::kLanes>(total.z, Sum{});
@@ -311,7 +288,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
         if constexpr (Traits::kFromScores) weights.set_reference(total.x, held.inputs(), weigh);
         factor = whole;
       }
-      place.columns.store(place.output, place.chunk(tile), [&](int k) {
+      held.store(place, tile, [&](int k) {
         weights.get(k, held.inputs(), weigh, p);
         held.gradients()[k].to_floats(dp);
 #pragma unroll

@@ -21,28 +21,25 @@ constexpr auto row_kernel() {
 // Calls visitor(traits) for the tile that a plan names.
 template <RowElement element, bool kBackward, int kTile = 0, class Visitor>
 void visit_row_tile(RowSoftmaxPlan const& plan, Visitor&& visitor) {
+  constexpr RowTiles kRows = row_tiles(sizeof(typename Chunk<element>::Storage), kBackward);
   if (plan.tile == kTile) {
-    return plan.plain ? visitor(RowTraits<element, kBackward, kTile, true>{})
-                      : visitor(RowTraits<element, kBackward, kTile, false>{});
+    return plan.plain ? visitor(RowTraits<element, kBackward, kRows.tiles[kTile], true>{})
+                      : visitor(RowTraits<element, kBackward, kRows.tiles[kTile], false>{});
   }
-  if constexpr (kTile + 1 < row_tiles(sizeof(typename Chunk<element>::Storage), kBackward).count)
-    visit_row_tile<element, kBackward, kTile + 1>(plan, visitor);
+  if constexpr (kTile + 1 < kRows.count) visit_row_tile<element, kBackward, kTile + 1>(plan, visitor);
 }
 
 // Thread blocks of the shared tile that the GPU runs at once.
 template <RowElement element, bool kBackward, bool kPlain>
 int resident_blocks(DeviceInfo const& device) {
-  constexpr int kTile = row_tiles(sizeof(typename Chunk<element>::Storage), kBackward).shared();
-  using Traits = RowTraits<element, kBackward, kTile, kPlain>;
+  constexpr RowTiles kRows = row_tiles(sizeof(typename Chunk<element>::Storage), kBackward);
+  using Traits = RowTraits<element, kBackward, kRows.tiles[kRows.shared()], kPlain>;
   static std::atomic<int> per_multiprocessor[DeviceInfo::kMaxDevices];  // 0: not asked yet
   int blocks = per_multiprocessor[device.index].load(std::memory_order_relaxed);
   if (blocks == 0) {
     constexpr auto kKernel = row_kernel<Traits, kBackward>();
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes),
-          "asking for the kernel's shared memory");
-    check(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, Traits::kThreads, Traits::kSmemBytes),
-        "asking how many thread blocks fit");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, Traits::kThreads, 0),
+          "asking how many thread blocks fit");
     per_multiprocessor[device.index].store(blocks, std::memory_order_relaxed);
   }
   return blocks * device.multiprocessors;
@@ -64,7 +61,6 @@ void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& pl
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = cooperative;

@@ -28,20 +28,22 @@ struct RowTiles {
   constexpr int shared() const { return count - 1; }
 };
 
-// Short rows leave no lane idle. From 128 chunks on a thread keeps 32 numbers, of the backward 16 of each of
-// two tensors: more would leave registers for less than 1024 threads on an SM. Of long rows of 16-bit types
-// it computes the numbers twice instead, as an SM has to have 128 kB under way (H200, rows of 64 kB, of a
-// copy's speed: 0.68 with 64 kB).
+// Short rows leave no lane idle. A thread has at most 64 registers, so that an SM has 1024 threads, and with
+// them up to 128 kB under way (H200, of a copy's speed, 16-bit rows of 64 kB: 0.96, with half of that 0.77).
+// 32 of them hold numbers that were computed of scores, or chunks of them, of which they are computed twice:
+// of 16-bit types twice as many. That pays where rows are long (32 kB: 0.96 and 0.95, 16 kB: 0.96 and 0.98),
+// and in the backward always (2 to 32 kB: 1.02, else 0.91 to 0.57). float32 has the fewer chunks in a thread
+// the shorter its row (4 kB: 2, 4 or 8 of them at 1.00, 0.99 and 0.97; 16 kB: 4 and 8 at 0.96).
 constexpr RowTiles row_tiles(int element_bytes, bool backward) {
   int const kept = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), most = backward ? 4 : 8;
-  int const single = backward ? 8 : 4, largest = 1024 * (backward ? kept : most);
+  int const single = backward ? 8 : 4, spread = element_bytes == 4 && !backward ? 128 : 32;
   RowTiles rows;
-  for (int capacity = 1; capacity <= largest; capacity *= 2) {
-    bool const is_long = !backward && capacity > 512 * kept;
-    int const chunks = capacity <= single ? 1 : is_long ? most : smaller(kept, larger(2, capacity / 32));
+  for (int capacity = 1; capacity <= 1024 * most; capacity *= 2) {
+    int const wanted = backward || capacity > 1024 ? most : kept;
+    int const chunks = capacity <= single ? 1 : smaller(wanted, larger(2, capacity / spread));
     rows.tiles[rows.count++] = {capacity / chunks, chunks, chunks <= kept};
   }
-  rows.tiles[rows.count++] = {256, most, false, true};
+  rows.tiles[rows.count++] = {2048 / most, most, false, true};
   return rows;
 }
 

@@ -135,34 +135,37 @@ class RowReduction {
  public:
   using Value = typename Op::Value;
   static constexpr int kWarps = Traits::kLanes / kWarp;
-  using Storage = Value[2][kWarps + 1];
+  using Storage = Value[2][kWarps + !kWarps];
 
   __device__ explicit RowReduction(Storage& storage) : storage_(storage) {}
 
   __device__ Value operator()(Value value, Op const& op, int part, int parts, Shares<Value> const& shares) {
-    if constexpr (kWarps > 1) {
-      // A warp may be one reduction ahead of another, which still reads the one before.
-      Value* const of_warps = storage_[turn_ ^= 1];
-      int const lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kWarps;
-      if (lane == 0) of_warps[warp] = value;
-      __syncthreads();
-      value = reduce_lanes<kWarp>(lane < kWarps ? of_warps[lane] : Op::identity(), op);
-      if (Traits::kShared && parts > 1) {
-        if (warp == 0) {
-          if (lane == 0) shares.tell(part, value);
-          value = Op::identity();
-          for (int other = lane; other < parts; other += kWarp) value = op(value, shares.wait_for(other));
-          value = reduce_lanes<kWarp>(value, op);
-          if (lane == 0) of_warps[kWarps] = value;
-        }
-        __syncthreads();
-        value = of_warps[kWarps];
+    value = of_block(value, op);
+    if constexpr (Traits::kShared) {
+      if (parts == 1) return value;
+      if (threadIdx.x == 0) shares.tell(part, value);
+      value = Op::identity();
+      for (int other = threadIdx.x; other < parts; other += Traits::kLanes) {
+        value = op(value, shares.wait_for(other));
       }
+      value = of_block(reduce_lanes<kWarp>(value, op), op);
     }
     return value;
   }
 
  private:
+  __device__ Value of_block(Value value, Op const& op) {
+    if constexpr (kWarps > 1) {
+      // A warp may be one reduction ahead of another, which still reads the one before.
+      Value* const of_warps = storage_[turn_ ^= 1];
+      int const lane = threadIdx.x % kWarp;
+      if (lane == 0) of_warps[threadIdx.x / kWarp] = value;
+      __syncthreads();
+      value = reduce_lanes<kWarp>(lane < kWarps ? of_warps[lane] : Op::identity(), op);
+    }
+    return value;
+  }
+
   Storage& storage_;
   int turn_ = 0;
 };
