@@ -148,9 +148,10 @@ SHAPES = {
     "no_tile_divides": Shape(2, 3, 3, 197, 331, 64),
     "one_before_a_tile": Shape(1, 4, 4, 127, 255, 64),
     "one_after_a_tile": Shape(1, 4, 4, 129, 257, 64),
-    "single_query": Shape(3, 4, 4, 1, 413, 64),
-    "single_key": Shape(16, 8, 8, 413, 1, 64),  # causal: one row a head, and the rule needs many
-    "single_both": Shape(4, 8, 8, 1, 1, 64),
+    # One row a head (of a single key under a causal mask), and the rule needs many.
+    "single_query": Shape(16, 8, 8, 1, 413, 64),
+    "single_key": Shape(16, 8, 8, 413, 1, 64),
+    "single_both": Shape(32, 8, 8, 1, 1, 64),
     "few_of_each": Shape(4, 8, 8, 3, 5, 64),
     "more_keys": Shape(2, 2, 2, 113, 700, 64),
     "more_queries": Shape(2, 2, 2, 700, 113, 64),
