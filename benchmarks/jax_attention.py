@@ -7,7 +7,8 @@ calls take the device longer than the host takes to enqueue them, so it never wa
 is drawn. A backward is called on what its own forward saved.
 
 "GPU" is the time from the first kernel of a call to its last one's end, as CUPTI saw them, of calls that wait
-for each other: without what the host does, or kernels of the next call that begin early.
+for each other, in turns drawn anew each round: without what the host does, or kernels of the next call that
+begin early. All of them read the same memory.
 """
 
 from __future__ import annotations
@@ -49,10 +50,7 @@ def gradients(function: Callable, inputs: list[jax.Array], dout: jax.Array) -> C
 
 def contenders(problem: Problem, device: torch.device) -> dict[str, Timed]:
     tensors = problem.inputs(device)  # (batch, heads, seqlen, head_dim), a token's heads stored together
-    arrays = [
-        jnp.asarray(jax.random.normal(jax.random.key(i), x.transpose(1, 2).shape), jnp.bfloat16)
-        for i, x in enumerate(tensors)
-    ]
+    arrays = [jnp.from_dlpack(x.transpose(1, 2)) for x in tensors]
     their = jax.nn.dot_product_attention
     functions = {JAX: attention}
     functions |= {CUDNN: partial(their, implementation="cudnn")} if device.type == "cuda" else {XLA: their}
@@ -83,25 +81,31 @@ def seconds_of(timed: Timed, calls: int) -> float:
     return time.perf_counter() - begin
 
 
-def gpu_us(timed: Timed, calls: int = 10) -> list[float]:
+def gpu_us(timed: dict[str, Timed], rounds: int = 12) -> dict[str, list[float]]:
     """Microseconds of the GPU's own clock for each of some calls."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            seconds_of(timed, 1)
-    found = [
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0
-    ]
-    found.sort()
-    of_a_call = len(found) // calls
-    if of_a_call * calls != len(found):
-        raise RuntimeError(f"{len(found)} kernels in {calls} calls")
-    parts = [found[i : i + of_a_call] for i in range(0, len(found), of_a_call)]
-    return [(max(end for _, end in part) - part[0][0]) / 1e3 for part in parts]
+    def kernels(names: list[str]) -> list[tuple[int, int]]:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for name in names:
+                seconds_of(timed[name], 1)
+        return sorted(
+            (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in profiler.profiler.kineto_results.events()
+            if event.device_type() == DeviceType.CUDA and event.duration_ns() > 0
+        )
+
+    of_a_call = {name: len(kernels([name])) for name in timed}
+    turns = [name for _ in range(rounds) for name in random.sample(list(timed), len(timed))]
+    found = kernels(turns)
+    if len(found) != sum(of_a_call[name] for name in turns):
+        raise RuntimeError(f"{len(found)} kernels in {len(turns)} calls, {of_a_call} in one")
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for name in turns:
+        part, found = found[: of_a_call[name]], found[of_a_call[name] :]
+        samples[name].append((max(end for _, end in part) - part[0][0]) / 1e3)
+    return samples
 
 
 def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
@@ -122,7 +126,8 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
         "over": {name: timing.paired_speedup(samples[JAX], samples[name]) for name in peers},
     }
     if device.type == "cuda":
-        on_gpu = {name: timing.summary(gpu_us(running[name])) for name in (JAX, TORCH)}
+        samples = gpu_us({name: running[name] for name in (JAX, TORCH)})
+        on_gpu = {name: timing.summary(values) for name, values in samples.items()}
         cell["gpu_us"] = on_gpu
         cell["gpu_share"] = round(on_gpu[JAX]["median"] / on_gpu[TORCH]["median"], 4)
     return cell

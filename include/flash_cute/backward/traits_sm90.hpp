@@ -93,10 +93,8 @@ struct BackwardTraitsSm90 {
   using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
-  // P goes from one warpgroup to the other as halves, of which 2^12 keep small weights normal: as exact as
-  // fp16 and more so than bf16.
-  static constexpr int kShiftP = kSplitsWork ? 12 : 0, kSlotP = kSplitsWork ? 128 * kBlockM / 16 : 0;
-  static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
+  static constexpr int kSlotP = kSplitsWork ? kBlockN * kBlockM / 4 : 0;  // of P, in fours
+  static constexpr int kSlotElements = kBlockM * kHeadDim;                // of Q and dO
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -105,11 +103,11 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) float dq[4 * kConsumers * kWarpFloats];
-    alignas(128) uint4 p[kStages * kSlotP];
+    alignas(128) float4 p[kSlotP];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
-    TmaRing<1> ring_k, ring_v;
-    TmaRing<kStages> ring_q, ring_ds, ring_p;
+    TmaRing<1> ring_k, ring_v, ring_p;
+    TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
     TmaRing<1> ring_dq[kConsumers];
     TmaRing<2> ring_tiles;

@@ -84,7 +84,7 @@ struct BackwardWarpgroup {
     return of_queries[get<1>(cS(0))];
   }
 
-  // Scores become weights times 2^kShiftP: 2^(score * scale - LSE of its query), whose column it is.
+  // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
   // first_lse: of the first column, see first_of.
   template <class Scores, class Coords>
   CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float first_lse,
@@ -93,8 +93,7 @@ struct BackwardWarpgroup {
     auto const coords = row_col_view(cS);
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
-      float const lse =
-          (col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))]) - float(Traits::kShiftP);
+      float const lse = col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))];
       CUTE_UNROLL
       for (int row = 0; row < size<0>(scores); ++row) {
         scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
@@ -106,16 +105,15 @@ struct BackwardWarpgroup {
   template <class Gradients, class Weights, class Coords>
   CUTE_DEVICE static void differentiate(Gradients& acc_ds, Weights const& acc_p, Coords const& cS,
                                         float const* delta_of_queries) {
-    constexpr float kUnit = 1.f / (1 << Traits::kShiftP);
     auto gradients = row_col_view(acc_ds);
     auto const weights = row_col_view(acc_p);
     auto const coords = row_col_view(cS);
     CUTE_UNROLL
     for (int col = 0; col < size<1>(gradients); ++col) {
-      float const delta = kUnit * delta_of_queries[get<1>(coords(0, col))];
+      float const delta = delta_of_queries[get<1>(coords(0, col))];
       CUTE_UNROLL
       for (int row = 0; row < size<0>(gradients); ++row) {
-        gradients(row, col) = float(weights(row, col)) * fmaf(gradients(row, col), kUnit, delta);
+        gradients(row, col) = weights(row, col) * (gradients(row, col) + delta);
       }
     }
   }
