@@ -427,13 +427,18 @@ def test_self_attention_needs_one_set_of_offsets(kernel):
 @repeats
 @pytest.mark.parametrize("sides", ["qk", "q", "k"])
 @pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
-def test_wild_offsets_stay_inside(kernel, offsets, sides, deterministic):
+@pytest.mark.parametrize("hundreds", [1, 7])
+def test_wild_offsets_stay_inside(kernel, hundreds, offsets, sides, deterministic):
     """What comes of them has no meaning, but the next call is as good as the one before."""
-    shape = Shape(1, 4, 2, 100, 100, 64)
-    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(shape, torch.bfloat16, kernel.device))
-    dout, dlse = torch.randn_like(q), torch.randn(4, 100, device=kernel.device)
-    good = {f"cu_seqlens_{side}": int32([0, 30, 30, 100], kernel.device) for side in "qk"}
-    wild = good | {f"cu_seqlens_{side}": int32(offsets, kernel.device) for side in sides}
+    rows = 100 * hundreds
+    q, k, v = (
+        x[0].transpose(0, 1)
+        for x in make_inputs(Shape(1, 4, 2, rows, rows, 64), torch.bfloat16, kernel.device)
+    )
+    dout, dlse = torch.randn_like(q), torch.randn(4, rows, device=kernel.device)
+    wild_ones = [x * hundreds if abs(x) < 1 << 20 else x for x in offsets]
+    good = {f"cu_seqlens_{side}": int32([0, 30, 30, rows], kernel.device) for side in "qk"}
+    wild = good | {f"cu_seqlens_{side}": int32(wild_ones, kernel.device) for side in sides}
     options = {"causal": True, "deterministic": True}
     expected = kernel.backward(q, k, v, dout, dlse, **good, **options)
     kernel.backward(q, k, v, dout, dlse, **wild, causal=True, deterministic=deterministic)

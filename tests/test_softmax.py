@@ -160,6 +160,25 @@ def test_large_scores(device, dtype):
     assert_softmax(scores(device, 6, 700, dtype=dtype) * 1000)
 
 
+@dtypes
+@pytest.mark.parametrize("columns", [5, 700, 20_000])
+def test_largest_scores(device, columns, dtype):
+    """A row of nothing but the lowest number, as masks that are added make it, is even. PyTorch's gradient of
+    logsumexp, which has e^(x - LSE), is not."""
+    x = scores(device, 4, columns, dtype=dtype) * 1000
+    x[0] *= min(1e30, torch.finfo(dtype).max / 32 / 1000 / 16)
+    x[1] = x[2, 1:] = torch.finfo(dtype).min
+    dout = scores(device, 5, columns, dtype=dtype)[1:]
+    results = []
+    for kind in (None, dtype, torch.float64):  # ours, and PyTorch's in two types
+        leaf = x.to(kind or dtype).requires_grad_()
+        p, lse = flash_cute.softmax(leaf) if kind is None else plain(leaf, kind)
+        (dx,) = torch.autograd.grad(p, leaf, dout.to(leaf.dtype))
+        results.append((p.detach(), lse.detach(), dx))
+    for name, *compared in zip(("probabilities", "lse", "dx"), *results, strict=True):
+        assert_within_rule(name, *compared)
+
+
 def test_one_result_alone(device):
     x = scores(device, 6, 70).requires_grad_()
     probabilities, lse = flash_cute.softmax(x)

@@ -35,9 +35,11 @@ __global__ void __launch_bounds__(kThreads)
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Instance::family>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
+  int64_t const place = blockIdx.x;
+  // Of every place: where offsets of queries are out of order, steps of another sequence may come to it.
+  if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
   if (!has_rows(m_begin, s.used)) return;
 
-  int64_t const place = blockIdx.x;
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
   int const lane = threadIdx.x % kLanes;
   auto chunk = [&](TensorView const& view, int row) {
@@ -65,7 +67,6 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
   if (!params.workspace.dq) return;
   constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);

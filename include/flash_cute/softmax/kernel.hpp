@@ -123,7 +123,7 @@ class Weights {
   using Chunks = typename Traits::Chunk[Traits::kChunks];
 
   __device__ void set_reference(float score, Chunks const& scores, LogSumOp const& op) {
-    reference_ = op.reference(score);
+    reference_ = score;
     if constexpr (Traits::kKeepsWeights) {
 #pragma unroll
       for (int k = 0; k < Traits::kChunks; ++k) compute(scores[k], op, values_[k]);

@@ -31,23 +31,15 @@ struct LogSumOp {
 
   float scale_log2;
 
-  // What weights are relative to. It is rounded, and alike wherever that score is the highest, so it cancels
-  // out of their ratios. (A product and difference in one instruction would not round it.)
-  __device__ float reference(float highest) const { return __fmul_rn(highest, scale_log2); }
-
-  // exp(scale * score - reference).
-  __device__ float weight(float score, float reference) const {
-    return exp2_approx(fmaf(score, scale_log2, -reference));
+  // exp(scale * (score - highest)). The difference first: of scores of which the product with the scale is
+  // rounded by more than 128, the highest one would have no weight, or an infinite one.
+  __device__ float weight(float score, float highest) const {
+    return exp2_approx((score - highest) * scale_log2);
   }
   // What turns weights relative to one highest score into those relative to another.
-  __device__ float change(float from, float to) const {
-    return from == -INFINITY ? 0.f : exp2_approx(reference(from) - reference(to));
-  }
+  __device__ float change(float from, float to) const { return from == -INFINITY ? 0.f : weight(from, to); }
   // The logarithm of a sum of weights that is not 0.
-  __device__ float lse(Value const& total, float scale) const {
-    float const rounded_off = fmaf(total.x, scale_log2, -reference(total.x)) * float(M_LN2);
-    return fmaf(total.x, scale, logf(total.y) - rounded_off);
-  }
+  __device__ float lse(Value const& total, float scale) const { return fmaf(total.x, scale, logf(total.y)); }
   __device__ Value operator()(Value const& a, Value const& b) const {
     float const max = max_or_nan(a.x, b.x);
     return {max, a.y * change(a.x, max) + b.y * change(b.x, max)};
