@@ -298,7 +298,7 @@ def test_exported_and_dynamic(device):
 
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_lengths_of_an_unknown_stride(device, wanted):
-    """What tracing can't know is checked by the call; a stride that it takes for a constant, while tracing."""
+    """What tracing can't know is checked by the call; what it takes for a constant, while tracing."""
     x = scores(device, 3, 50)
     given = torch.tensor([4, 50, 7, 8, 9], dtype=torch.int32, device=device)
 
