@@ -51,13 +51,17 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
   return tiles.keys[index];
 }
 
-// The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys.
-inline TileOrder key_order(BackwardParams const& params, int block_n) {
+// The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys. Sections
+// are half as large as the forward's, of one round of thread blocks: so a head's blocks of keys, which read
+// the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
+// at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (not
+// measured).
+inline TileOrder key_order(BackwardParams const& params, int block_n, bool in_turns) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
                              shape.seqlen_k, shape.seqlen_q, shape.head_dim};
   return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(block_n, 1), params.device.l2_bytes,
-                         2 * params.device.multiprocessors);
+                         (in_turns ? 2 : 1) * params.device.multiprocessors);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
@@ -83,7 +87,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.last_queries_first = one_kernel && deterministic;
   if (one_kernel) plan.blocks = smaller(plan.tiles, params.device.multiprocessors);
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
-    plan.order = key_order(params, plan.tile.block_n);
+    plan.order = key_order(params, plan.tile.block_n, deterministic);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   if (one_kernel) plan.counters = 2 + (plan.in_turns ? plan.rows / plan.tile.block_m : 0);
   plan.workspace_bytes =
