@@ -273,8 +273,9 @@ def test_gradients_past_an_inner_transform(device, call, compiled):
         )
     (expected,) = torch.autograd.grad(number(x, lambda x: plain(x, torch.float32)), x)
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(torch.autograd.grad(number(x), x)[0], expected)
-    torch.testing.assert_close(functional(x.detach()), expected)
+    # Whether they flow, not how exact they are: see assert_softmax.
+    for found in (torch.autograd.grad(number(x), x)[0], functional(x.detach())):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_functionalized(device):
