@@ -36,20 +36,23 @@ if "check" in sys.argv:
 if "time" in sys.argv:
     cells = [(c, s) for c in (False, True) for s in [int(x) for x in os.environ.get("SEQ", "512,2048,16384").split(",")]]
     libs = os.environ.get("LIBS", "").split()
-    for n in libs: torch.ops.load_library(f"build/gpu/bwlibs/{n}.so")
+    for n in {n.split("@")[0] for n in libs}: torch.ops.load_library(f"build/gpu/bwlibs/{n}.so")
     for d in dims:
         for causal, s in cells:
             b, h = 16384 // s, 2048 // d
             q, k, v, do = (torch.randn(b, s, h, d, device=dev, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
             try: out, lse = flash_cute.forward(q, k, v, causal, family="sm80")
-            except Exception: out, lse = getattr(torch.ops, f"flash_cute_{libs[0]}")._forward(q, k, v, causal)
+            except Exception: out, lse = getattr(torch.ops, f"flash_cute_{libs[0].split(chr(64))[0]}")._forward(q, k, v, causal)
             fo, fl, cq, ck, mq, mk, rs, un, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
             f = {"fa2": lambda: torch.ops.aten._scaled_dot_product_flash_attention_backward(do, q, k, v, fo, fl, cq, ck, mq, mk, 0.0, causal, rs, un),
                  "ours": lambda: torch.ops.flash_cute._backward.default(do, None, q, k, v, out, lse, causal),
                  "det": lambda: torch.ops.flash_cute._backward.default(do, None, q, k, v, out, lse, causal, deterministic=True)}
             for n in libs:
-                op = getattr(torch.ops, f"flash_cute_{n}")._backward.default
-                f[n] = (lambda op: lambda: op(do, None, q, k, v, out, lse, causal))(op)
+                base, _, x = n.partition("@"); op = getattr(torch.ops, f"flash_cute_{base}")._backward.default
+                def call(op=op, x=x):
+                    if x: os.environ["FC_F"] = x
+                    return op(do, None, q, k, v, out, lse, causal)
+                f[n] = call
                 if n in os.environ.get('DET', '').split(): f[n + '-det'] = (lambda op: lambda: op(do, None, q, k, v, out, lse, causal, deterministic=True))(op)
             want = f["fa2"]()
             for n in list(f):
