@@ -63,15 +63,30 @@ struct ForwardParams {
   LengthParams lengths;
 };
 
+// Sums of dQ lie in a few slots, one for each head under way, so that they stay in L2: the kernel that adds
+// them up makes rows of dQ of a head once its last addition has arrived. Heads are those of K and V (batch,
+// heads_kv), each with all heads of queries that share it.
+struct SumSlots {
+  int count = 0;            // 0: each head has sums of its own, which a kernel after it converts
+  int finishers = 0;        // thread blocks, the first ones, that do nothing but make rows of dQ
+  int* finished = nullptr;  // of each slot: how many blocks of queries have left it so far
+  int* added = nullptr;     // of each head: how many have added all that they add to it
+  int* queue = nullptr;     // complete heads, as they come; then -1
+  int* pushed = nullptr;    // how many of the queue
+  int* taken = nullptr;     // and how many blocks of queries of what is or will be there
+};
+
 // What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see QueryBlocks).
 struct BackwardWorkspace {
   float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
-  // up by the kernel for dK and dV.
+  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), or of the heads in slots, as registers
+  // lie; null: dQ is not summed up by the kernel for dK and dV.
   float* dq = nullptr;
-  // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
+  int64_t sum_blocks = 0;  // so many blocks of queries have sums
+  // Of each of them how many blocks of keys have added to its sums, where they do so in turn.
   int* turns = nullptr;
+  SumSlots slots;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
 };
 

@@ -5,6 +5,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "flash_cute/backward/consumer_sm90.hpp"
+#include "flash_cute/backward/finish_queries_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
 
@@ -34,10 +35,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
+  SumSlots const& slots = params.workspace.slots;
+  bool const computes = blockIdx.x >= slots.finishers;
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp <= Traits::kConsumers && elect_one_sync()) {
+    if (computes && warp <= Traits::kConsumers && elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
       } else {
@@ -47,13 +50,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     BackwardWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
-    if constexpr (!Traits::kSplitsWork) {
+    if (!computes) {
+    } else if constexpr (!Traits::kSplitsWork) {
       own.run(BackwardConsumerSm90<Traits>{own});
     } else if (warpgroup == 1) {
       own.run(BackwardWeightsSm90<Traits>{own});
     } else {
       own.run(BackwardGradientsSm90<Traits>{own});
     }
+    if (slots.count > 0) QueryFinisher<Traits>{shared, params, warpgroup - 1, int(threadIdx.x) % 128}.run();
   }
 }
 

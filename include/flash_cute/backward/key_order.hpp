@@ -41,6 +41,34 @@ struct KeyOrder {
   }
 };
 
+// Where sums of dQ lie: those of a tile's heads of queries.
+struct SumPlaces {
+  int first_head;
+  int entry, slot = 0;  // among all heads of K and V
+  int uses_before = 0, blocks_of_use = 0;  // of the slot, and the blocks of queries that leave it in each use
+  bool used_again = false;
+  int64_t first, of_head;
+
+  FLASH_CUTE_HOST_DEVICE SumPlaces(BackwardParams const& params, KeyTile const& tile, int block_m) {
+    int const slots = params.workspace.slots.count, heads = params.shape.heads_q / params.shape.heads_kv;
+    first_head = tile.head_kv * heads;
+    first = int64_t(first_head) * tile.places + tile.first_place;
+    of_head = tile.places;
+    entry = tile.batch * params.shape.heads_kv + tile.head_kv;
+    if (slots == 0) return;
+    uses_before = entry / slots;
+    slot = entry - uses_before * slots;
+    used_again = entry + slots < params.shape.batch * params.shape.heads_kv;
+    blocks_of_use = heads * ceil_div(tile.sequence.used, block_m);
+    of_head = ceil_div(params.shape.seqlen_q, block_m);
+    first = int64_t(slot) * heads * of_head;
+  }
+
+  FLASH_CUTE_HOST_DEVICE int64_t of(int head, int block) const {
+    return first + (head - first_head) * of_head + block;
+  }
+};
+
 // The blocks of queries that see a block of keys, of one head after the other of those that share it. Blocks
 // of keys that add in turns begin with the queries that they have in common under a causal mask: so each is a
 // step behind the one before it, from the other end two.

@@ -4,7 +4,7 @@
 #include "flash_cute/backward/clear.cuh"
 #include "flash_cute/backward/kernel_sm90.hpp"
 #include "flash_cute/backward/launch.hpp"
-#include "flash_cute/backward/postprocess_sm90.hpp"
+#include "flash_cute/backward/finish_queries_sm90.hpp"
 #include "flash_cute/backward/preprocess.cuh"
 
 namespace flash_cute {
@@ -80,7 +80,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
                                                               params, order, maps_of<Traits>(params));
-    if (plan.sums_dq) {
+    if (plan.sums_dq && plan.slots == 0) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);
     }

@@ -2,8 +2,11 @@
 // explain prints it. Knows no CUDA.
 #pragma once
 
+#include <stdlib.h>
+
 #include "flash_cute/attention/block_places.hpp"
 #include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 
 namespace flash_cute {
@@ -22,19 +25,26 @@ struct BackwardPlan {
   TileOrder order;  // of its blocks of keys, on Hopper, where sequences are alike
   int64_t rows;     // of the workspace, over all heads
   int dq_columns;   // of the sums of dQ, 0 if there are none
+  int heads, slots, finishers;  // see SumSlots
+  int64_t sum_blocks;           // blocks of queries that have sums
   int64_t counters;
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
+  static constexpr int kCounters = 4;  // tiles claimed, the queue's, what check_turns writes
   BackwardWorkspace parts(void* workspace) const {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
-    int* const ints = reinterpret_cast<int*>(end + rows * dq_columns);
-    int* const turns = ints + 2;  // the second one is what check_turns writes
+    int* const ints = reinterpret_cast<int*>(end + sum_blocks * tile.block_m * dq_columns);
+    int* const turns = ints + kCounters;  // behind what check_turns writes
+    int* const finished = turns + (in_turns ? sum_blocks : 0);
+    int* const added = finished + slots;
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? end : nullptr,
+            .sum_blocks = sums_dq ? sum_blocks : 0,
             .turns = in_turns ? turns : nullptr,
+            .slots = {slots, finishers, finished, added, added + heads, ints + 1, ints + 2},
             .claimed = counters > 0 ? ints : nullptr};
   }
 };
@@ -57,6 +67,39 @@ inline TileOrder key_order(BackwardParams const& params, int block_n) {
                              shape.seqlen_k, shape.seqlen_q, shape.head_dim};
   return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(block_n, 1), params.device.l2_bytes,
                          2 * params.device.multiprocessors);
+}
+
+// Of sequences that are alike, the main kernel makes rows of dQ itself where that takes less than a kernel
+// after it: few steps for each block of queries, or no more tiles than multiprocessors, which do it at their
+// end.
+inline void plan_slots(BackwardParams const& params, BackwardPlan& plan) {
+  // In steps of a tile (H200): rows of dQ of a block of queries; what a tile takes besides its steps.
+  double const kFinish = getenv("FC_F") ? atof(getenv("FC_F")) : 0.7, kEdge = 3.3;
+  ProblemShape const& shape = params.shape;
+  int const processors = params.device.multiprocessors;
+  double finishers = 0;
+  if (plan.tiles > processors) {
+    WindowMask const mask = sequence_for<Family::sm90>(params, 0).mask;
+    int const tiles = ceil_div(mask.seqlen_k, plan.tile.block_n);
+    double steps = kEdge * tiles;
+    if (tiles > 256) return;
+    for (int n = 0; n < tiles; ++n) {
+      BlockRange const rows = mask.visited_rows(n * plan.tile.block_n, plan.tile.block_n, plan.tile.block_m);
+      steps += larger(0, rows.end - rows.begin);
+    }
+    double const finish = kFinish * ceil_div(mask.seqlen_q, plan.tile.block_m);
+    finishers = processors * finish / larger(1., finish + steps);
+    if (finishers < (getenv("FC_M") ? atof(getenv("FC_M")) : 2.5)) return;
+  }
+  plan.finishers = int(finishers + .5);
+  // Tiles of a section of heads are under way together, and those of the section before may still be; and
+  // there is a slot for each tile under way, where heads have few.
+  int const wanted = larger(2 * int(plan.order.section.value), ceil_div(2 * processors, plan.order.m_blocks));
+  plan.heads = shape.batch * shape.heads_kv;
+  plan.slots = smaller(plan.heads, wanted);
+  plan.sum_blocks =
+      int64_t(plan.slots) * (shape.heads_q / shape.heads_kv) * (plan.query_blocks / shape.batch);
+  plan.blocks = smaller(plan.tiles + plan.finishers, processors);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
@@ -83,9 +126,15 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
-  if (one_kernel) plan.counters = 2 + (plan.in_turns ? plan.rows / plan.tile.block_m : 0);
+  if (plan.sums_dq) plan.sum_blocks = plan.rows / plan.tile.block_m;
+  if (one_kernel && plan.sums_dq && !params.lengths.given && plan.tiles > 0) plan_slots(params, plan);
+  if (one_kernel) {
+    plan.counters = BackwardPlan::kCounters + (plan.in_turns ? plan.sum_blocks : 0) +
+                    (plan.slots > 0 ? plan.slots + 2 * plan.heads : 0);
+  }
   plan.workspace_bytes =
-      plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + plan.counters * int64_t(sizeof(int));
+      (2 * plan.rows + plan.sum_blocks * plan.tile.block_m * plan.dq_columns) * int64_t(sizeof(float)) +
+      plan.counters * int64_t(sizeof(int));
   return plan;
 }
 

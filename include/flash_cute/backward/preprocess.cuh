@@ -19,6 +19,24 @@ __device__ float dot_of_chunk(uint4 const& a, uint4 const& b) {
   return sum;
 }
 
+// Sums and counters begin at 0, by as many thread blocks as there are blocks of queries.
+template <int kFloats, int kThreads>
+__device__ void clear_sums(BackwardWorkspace const& workspace, int heads, int64_t place) {
+  SumSlots const& slots = workspace.slots;
+  if (threadIdx.x == 0) {
+    if (place == 0 && workspace.claimed) *workspace.claimed = *slots.pushed = *slots.taken = 0;
+    if (place < slots.count) slots.finished[place] = 0;
+    if (place < heads && slots.count > 0) {
+      slots.added[place] = 0;
+      slots.queue[place] = -1;
+    }
+    if (place < workspace.sum_blocks && workspace.turns) workspace.turns[place] = 0;
+  }
+  if (place >= workspace.sum_blocks) return;
+  auto* const sums = reinterpret_cast<float4*>(workspace.dq + place * kFloats);
+  for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
+}
+
 // One block of threads for each block of queries of a head. A row is read by as many neighbouring lanes as it
 // has chunks of 16 bytes.
 template <class Instance, int kBlockM, int kThreads>
@@ -29,12 +47,13 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
-  if (params.workspace.claimed && blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.claimed = 0;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Instance::family>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
+  clear_sums<kBlockM * sum_columns(Instance::family, Instance::head_dim), kThreads>(
+      params.workspace, shape.batch * shape.heads_kv, blockIdx.x);
   if (!has_rows(m_begin, s.used)) return;
 
   int64_t const place = blockIdx.x;
@@ -65,11 +84,6 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
-  if (!params.workspace.dq) return;
-  constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
-  auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
-  for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
 }
 
 }  // namespace flash_cute

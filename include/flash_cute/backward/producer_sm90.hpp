@@ -23,7 +23,7 @@ struct BackwardProducerSm90 {
 
   CUTE_DEVICE void run() {
     // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
-    // and once the one before is loaded: sooner, a tile waits here that others could begin (3% at 16k causal).
+    // and once the one before is loaded, as others could begin what waits here (3% of 16k causal).
     auto claim = [&] { return atomicAdd(params.workspace.claimed, 1); };
     for (int index = claim(); index < order.tiles; index = claim()) {
       KeyTile const tile = order(params, index);

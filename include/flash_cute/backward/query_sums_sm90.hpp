@@ -85,9 +85,11 @@ struct QuerySumsWriter {
  private:
   CUTE_DEVICE void add(KeyTile const& tile) {
     float* const staged = shared.dq + warpgroup * kFloats;
+    SumPlaces const places(params, tile, kBlockM);
+    if (params.workspace.slots.count > 0) await_slot(places);
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
     for (; steps.left > 0; steps.advance()) {
-      int64_t const place = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      int64_t const place = places.of(steps.head, steps.block);
       float* const sums =
           params.workspace.dq + (place * Traits::kConsumers + warpgroup) * (Traits::kRoundsQ * kFloats);
       if (params.workspace.turns) await_turn(tile, place, steps.block);
@@ -100,8 +102,34 @@ struct QuerySumsWriter {
         shared.ring_dq[warpgroup].release(at);
         at.advance();
       }
-      if (params.workspace.turns) pass_turn(params.workspace.turns + place);
+      if (params.workspace.turns) {
+        await_added();
+        add_release(params.workspace.turns + place);
+      }
     }
+    if (params.workspace.slots.count > 0) count(tile, places);
+  }
+
+  // The head that had this slot before has left it.
+  CUTE_DEVICE void await_slot(SumPlaces const& places) const {
+    int const left = places.uses_before * places.blocks_of_use;
+    while (load_acquire(params.workspace.slots.finished + places.slot) < left) __nanosleep(20);
+    fence_async_global();
+  }
+
+  // All additions of this thread have arrived.
+  CUTE_DEVICE static void await_added() {
+    wait_bulk_complete();
+    fence_async_global();
+  }
+
+  // With the last tile's, a head's sums are complete.
+  CUTE_DEVICE void count(KeyTile const& tile, SumPlaces const& places) const {
+    await_added();
+    SumSlots const& slots = params.workspace.slots;
+    int const additions = ceil_div(tile.sequence.mask.seqlen_k, kBlockN) * Traits::kConsumers;
+    if (add_acquire_release(slots.added + places.entry) + 1 < additions) return;
+    store_release(slots.queue + atomicAdd(slots.pushed, 1), places.entry);
   }
 
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
@@ -113,11 +141,6 @@ struct QuerySumsWriter {
     int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
     while (load_acquire(params.workspace.turns + place) < before * Traits::kConsumers) __nanosleep(20);
     fence_async_global();
-  }
-  CUTE_DEVICE static void pass_turn(int* turn) {
-    wait_bulk_complete();
-    fence_async_global();
-    add_release(turn);
   }
 };
 

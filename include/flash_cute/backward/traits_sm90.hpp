@@ -114,6 +114,7 @@ struct BackwardTraitsSm90 {
     TmaRing<1> ring_dq[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
+    int2 finished[kConsumers][2];  // see QueryFinisher
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

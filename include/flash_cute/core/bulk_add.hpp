@@ -25,8 +25,19 @@ CUTE_DEVICE int load_acquire(int const* from) {
   return value;
 }
 
+CUTE_DEVICE void store_release(int* to, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
 CUTE_DEVICE void add_release(int* to) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory");
+}
+
+// Returns what was there before.
+CUTE_DEVICE int add_acquire_release(int* to) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
+  return before;
 }
 
 }  // namespace flash_cute
