@@ -64,12 +64,15 @@ struct ForwardParams {
 };
 
 // Sums of dQ lie in a few slots, one for each head of K and V in flight, so that they stay in L2: the kernel
-// that adds them up makes rows of dQ of a block of queries as soon as its last addition has arrived.
+// that adds them up makes rows of dQ of a head as soon as its last addition has arrived. Heads are those of K
+// and V (batch, heads_kv), each with all heads of queries that share it.
 struct SumSlots {
   int count = 0;            // 0: each head has sums of its own, which a kernel after it converts
   int* finished = nullptr;  // of each slot: how many blocks of queries have left it so far
-  int* queue = nullptr;     // complete blocks of queries (heads_q, blocks), as they come; then -1
-  int *pushed = nullptr, *taken = nullptr;  // how many of the queue
+  int* added = nullptr;     // of each head: how many have added all that they add to it
+  int* queue = nullptr;     // complete heads, as they come; then -1
+  int* pushed = nullptr;    // how many of the queue
+  int* taken = nullptr;     // and how many blocks of queries of what is or will be there
 };
 
 // What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see QueryBlocks).

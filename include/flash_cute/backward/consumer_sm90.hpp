@@ -115,16 +115,14 @@ struct BackwardConsumerSm90 {
     Tensor acc_dq = sums.issue(before);
     wait_products<0>(acc_dq);
     own.release(shared.ring_ds, before);
-    own.release(shared.ring_k, at_keys);
     sums.put(acc_dq);
-    if (own.params.dk.data) {                                               // else nobody asked for them
-      own.store_over_v(own.maps.dv, own.maps.entry_rows.dv, tile, acc_dv);  // all have dS, so dP is done with
-      sums.await_read();
-      own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
-      own.await_stored();
-    }
+    own.release(shared.ring_k, at_keys);
     own.release(shared.ring_v, at_keys);
     at_keys.advance();
+    if (!own.params.dk.data) return;  // nobody asked for them
+    sums.await_read();
+    own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+    own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
   }
 };
 

@@ -1,5 +1,5 @@
-// Blocks of queries whose sums of dQ are complete become rows of dQ, by a warp beside those that load and
-// add.
+// Blocks of queries of heads whose sums of dQ are complete become rows of dQ, by a warp beside those that load
+// and add.
 #pragma once
 
 #include "flash_cute/backward/key_order.hpp"
@@ -49,26 +49,27 @@ struct QueryFinisher {
   }
 
  private:
-  // The next complete block of queries; behind the last one none. All sequences are alike.
+  // The next block of queries of a complete head; behind the last one none. All sequences are alike.
   CUTE_DEVICE bool take(FinishedQueries& block) const {
     SumSlots const& slots = params.workspace.slots;
     ProblemShape const& shape = params.shape;
     Sequence const s = sequence_for<Family::sm90>(params, 0);
+    int const blocks = ceil_div(s.used, kBlockM), heads = shape.heads_q / shape.heads_kv;
     block.rows = 0;
-    int const ticket = atomicAdd(slots.taken, 1);
-    if (ticket >= shape.heads_q * shape.batch * ceil_div(s.used, kBlockM)) return false;
-    int index;
-    while ((index = load_acquire(slots.queue + ticket)) < 0) __nanosleep(100);
+    if (blocks == 0) return false;
+    int const ticket = atomicAdd(slots.taken, 1), index = ticket / (heads * blocks);
+    if (index >= shape.heads_kv * shape.batch) return false;
+    int entry;
+    while ((entry = load_acquire(slots.queue + index)) < 0) __nanosleep(200);
     fence_async_global();
 
-    BlockPlaces const queries{nullptr, shape.seqlen_q, shape.batch, kBlockM};
-    auto const [head, of_head] = queries.of_block(index);
-    int const b = queries.sequence(of_head), head_kv = head / (shape.heads_q / shape.heads_kv);
-    int const m_block = of_head - queries.first(b);
-    SumPlaces const places(params, {s, b, head_kv, 0, queries.first(b), queries.count()}, kBlockM);
+    int const b = entry / shape.heads_kv, head_kv = entry - b * shape.heads_kv;
+    int const of_entry = ticket - index * heads * blocks, of_group = of_entry / blocks;
+    int const head = head_kv * heads + of_group, m_block = of_entry - of_group * blocks;
+    SumPlaces const places(params, {s, b, head_kv, 0, b * blocks, shape.batch * blocks}, kBlockM);
     int64_t const place = places.of(head, m_block);
     block.sums = params.workspace.dq + place * (kParts * kFloats);
-    block.additions = params.workspace.additions + place;
+    block.additions = params.workspace.in_turns ? params.workspace.additions + place : nullptr;
     block.left = slots.finished + places.slot;
     block.used_again = places.used_again;
     block.rows = s.used - m_block * kBlockM;
@@ -95,7 +96,7 @@ struct QueryFinisher {
 
   // The slot may have its next use once the zeros are there.
   CUTE_DEVICE static void leave(FinishedQueries const& block) {
-    *block.additions = 0;
+    if (block.additions) *block.additions = 0;
     cute::tma_store_arrive();
     wait_bulk_complete();
     fence_async_global();

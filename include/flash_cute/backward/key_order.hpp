@@ -42,7 +42,8 @@ struct KeyOrder {
 
 // Where sums of dQ lie: those of a tile's heads of queries.
 struct SumPlaces {
-  int first_head, slot = 0;
+  int first_head;
+  int entry, slot = 0;  // among all heads of K and V
   int uses_before = 0, blocks_of_use = 0;  // of the slot, and the blocks of queries that leave it in each use
   bool used_again = false;
   int64_t first, of_head;
@@ -52,11 +53,11 @@ struct SumPlaces {
     first_head = tile.head_kv * heads;
     first = int64_t(first_head) * tile.places + tile.first_place;
     of_head = tile.places;
+    entry = tile.batch * params.shape.heads_kv + tile.head_kv;
     if (slots == 0) return;
-    int const sequence = tile.batch * params.shape.heads_kv + tile.head_kv;
-    uses_before = sequence / slots;
-    slot = sequence - uses_before * slots;
-    used_again = sequence + slots < params.shape.batch * params.shape.heads_kv;
+    uses_before = entry / slots;
+    slot = entry - uses_before * slots;
+    used_again = entry + slots < params.shape.batch * params.shape.heads_kv;
     blocks_of_use = heads * ceil_div(tile.sequence.used, block_m);
     of_head = ceil_div(params.shape.seqlen_q, block_m);
     first = int64_t(slot) * heads * of_head;

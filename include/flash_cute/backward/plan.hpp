@@ -22,12 +22,10 @@ struct BackwardPlan {
   TileOrder order;     // of its blocks of keys, on Hopper, where sequences are alike
   int64_t rows;        // of the workspace, over all heads
   int dq_columns;      // of the sums of dQ, 0 if there are none
-  int slots;           // see SumSlots
+  int heads, slots;    // see SumSlots
   int64_t sum_blocks;  // blocks of queries that have sums
   int64_t counters;
   int64_t workspace_bytes;
-
-  bool counts_additions() const { return in_turns || slots > 0; }
 
   // Where each part of a workspace begins.
   static constexpr int kCounters = 4;  // tiles claimed, the queue's, what check_turns writes
@@ -36,14 +34,15 @@ struct BackwardPlan {
     float* const end = floats + 2 * rows;
     int* const ints = reinterpret_cast<int*>(end + sum_blocks * tile.block_m * dq_columns);
     int* const additions = ints + kCounters;  // behind what check_turns writes
-    int* const finished = additions + (counts_additions() ? sum_blocks : 0);
+    int* const finished = additions + (in_turns ? sum_blocks : 0);
+    int* const added = finished + slots;
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? end : nullptr,
             .sum_blocks = sum_blocks,
-            .additions = counts_additions() ? additions : nullptr,
+            .additions = in_turns ? additions : nullptr,
             .in_turns = in_turns,
-            .slots = {slots, finished, finished + slots, ints + 1, ints + 2},
+            .slots = {slots, finished, added, added + heads, ints + 1, ints + 2},
             .claimed = counters > 0 ? ints : nullptr};
   }
 };
@@ -99,13 +98,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     // there is a slot for each tile under way, where heads have few.
     int const tiles = 2 * params.device.multiprocessors;
     int const wanted = larger(2 * int(plan.order.section.value), ceil_div(tiles, plan.order.m_blocks));
-    plan.slots = smaller(shape.batch * shape.heads_kv, wanted);
+    plan.heads = shape.batch * shape.heads_kv;
+    plan.slots = smaller(plan.heads, wanted);
     plan.sum_blocks =
         int64_t(plan.slots) * (shape.heads_q / shape.heads_kv) * (plan.query_blocks / shape.batch);
   }
   if (one_kernel) {
-    plan.counters = BackwardPlan::kCounters + (plan.counts_additions() ? plan.sum_blocks : 0) +
-                    (plan.slots > 0 ? plan.slots + blocks : 0);
+    plan.counters = BackwardPlan::kCounters + (plan.in_turns ? plan.sum_blocks : 0) +
+                    (plan.slots > 0 ? plan.slots + 2 * plan.heads : 0);
   }
   plan.workspace_bytes =
       (2 * plan.rows + plan.sum_blocks * plan.tile.block_m * plan.dq_columns) * int64_t(sizeof(float)) +

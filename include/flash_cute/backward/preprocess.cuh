@@ -21,12 +21,15 @@ __device__ float dot_of_chunk(uint4 const& a, uint4 const& b) {
 
 // Sums and counters begin at 0, by as many thread blocks as there are blocks of queries.
 template <int kFloats, int kThreads>
-__device__ void clear_sums(BackwardWorkspace const& workspace, int64_t place) {
+__device__ void clear_sums(BackwardWorkspace const& workspace, int entries, int64_t place) {
   SumSlots const& slots = workspace.slots;
   if (threadIdx.x == 0) {
     if (place == 0 && workspace.claimed) *workspace.claimed = *slots.pushed = *slots.taken = 0;
     if (place < slots.count) slots.finished[place] = 0;
-    if (slots.count > 0) slots.queue[place] = -1;
+    if (place < entries && slots.count > 0) {
+      slots.added[place] = 0;
+      slots.queue[place] = -1;
+    }
     if (place < workspace.sum_blocks && workspace.additions) workspace.additions[place] = 0;
   }
   if (place >= workspace.sum_blocks) return;
@@ -49,8 +52,8 @@ __global__ void __launch_bounds__(kThreads)
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Instance::family>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
-  clear_sums<kBlockM * sum_columns(Instance::family, Instance::head_dim), kThreads>(params.workspace,
-                                                                                    blockIdx.x);
+  clear_sums<kBlockM * sum_columns(Instance::family, Instance::head_dim), kThreads>(
+      params.workspace, params.shape.batch * params.shape.heads_kv, blockIdx.x);
   if (!has_rows(m_begin, s.used)) return;
 
   int64_t const place = blockIdx.x;

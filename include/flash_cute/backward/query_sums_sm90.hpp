@@ -94,7 +94,6 @@ struct QuerySumsWriter {
     SumPlaces const places(params, tile, kBlockM);
     if (workspace.slots.count > 0) await_slot(places);
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
-    int head = -1, block = 0;  // of the step before, whose addition has arrived when this one is under way
     for (; steps.left > 0; steps.advance()) {
       int64_t const place = places.of(steps.head, steps.block);
       float* const sums =
@@ -109,15 +108,12 @@ struct QuerySumsWriter {
         shared.ring_dq[warpgroup].release(at);
         at.advance();
       }
-      if (workspace.in_turns) {  // the next in turn waits for it
-        count<0>(tile, places, steps.head, steps.block);
-      } else if (workspace.additions) {
-        if (head >= 0) count<Traits::kRoundsQ>(tile, places, head, block);
-        head = steps.head;
-        block = steps.block;
+      if (workspace.in_turns) {
+        await_added();
+        add_release(workspace.additions + place);
       }
     }
-    if (head >= 0) count<0>(tile, places, head, block);
+    if (workspace.slots.count > 0) count(tile, places);
   }
 
   // The head that had this slot before has left it.
@@ -127,17 +123,20 @@ struct QuerySumsWriter {
     fence_async_global();
   }
 
-  // An addition has arrived: the next in turn may make its own; with the last, sums are complete.
-  template <int kPending>
-  CUTE_DEVICE void count(KeyTile const& tile, SumPlaces const& places, int head, int block) const {
-    wait_bulk_complete<kPending>();
+  // All additions of this thread have arrived.
+  CUTE_DEVICE static void await_added() {
+    wait_bulk_complete();
     fence_async_global();
+  }
+
+  // With the last tile's, a head's sums are complete. Once a tile, as a release waits for whatever this SM has
+  // under way: once a step cost a fifth of the speed (H200, 512 tokens).
+  CUTE_DEVICE void count(KeyTile const& tile, SumPlaces const& places) const {
+    await_added();
     SumSlots const& slots = params.workspace.slots;
-    int* const additions = params.workspace.additions + places.of(head, block);
-    if (slots.count == 0) return add_release(additions);
-    BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
-    if (add_acquire_release(additions) + 1 < (keys.end - keys.begin) * Traits::kConsumers) return;
-    store_release(slots.queue + atomicAdd(slots.pushed, 1), head * tile.places + tile.first_place + block);
+    int const additions = ceil_div(tile.sequence.mask.seqlen_k, kBlockN) * Traits::kConsumers;
+    if (add_acquire_release(slots.added + places.entry) + 1 < additions) return;
+    store_release(slots.queue + atomicAdd(slots.pushed, 1), places.entry);
   }
 
   // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:

@@ -17,7 +17,7 @@ using namespace cute;
 struct FinishedQueries {
   float* sums;
   void* target;  // its first row of dQ
-  int* additions;
+  int* additions;   // made to it, where they are counted
   int* left;        // of its slot, see SumSlots::finished
   int rows;         // that count, more than the block has where others follow; 0: there is none
   bool used_again;  // the slot

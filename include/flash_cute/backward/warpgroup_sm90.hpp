@@ -39,7 +39,8 @@ struct BackwardWarpgroup {
       KeyTile const& tile = shared.tiles[at.slot];
       if (tile.n_begin == kThrough) break;
       consumer.compute(tile);
-      await_stored();
+      if (thread % 32 == 0) cute::tma_store_wait<0>();  // dK and dV have been read
+      __syncwarp();
       release(shared.ring_tiles, at);
       at.advance();
     }
@@ -112,57 +113,34 @@ struct BackwardWarpgroup {
   template <class Accumulator>
   CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
                          Accumulator const& acc) const {
-    auto* const rows =
-        reinterpret_cast<Element*>(shared.dq + (warpgroup * 4 + thread / 32) * Traits::kWarpFloats);
-    Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
-    CUTE_UNROLL
-    for (int part = 0; part < Traits::kRoundsQ; ++part) {
-      await_stored();  // what was there
-      store_part<Traits::kStoreColumns, Traits::kWarpRows>(map, entry_rows, tile, scale, acc, sRows, 0, part);
-    }
-  }
-
-  // Or over its own rows of V, which nobody else reads, once all have read them.
-  template <class Accumulator>
-  CUTE_DEVICE void store_over_v(CUtensorMap const& map, int entry_rows, KeyTile const& tile,
-                                Accumulator const& acc) const {
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});  // (N, D)
-    int const first_row = (read_thread_index() - 128) / 32 * Traits::kWarpRows;
-    store_part<Traits::kHeadDim, kBlockN>(map, entry_rows, tile, 1.f, acc, sV, first_row, 0);
-  }
-
-  // What this warp has stored has been read from shared memory.
-  CUTE_DEVICE void await_stored() const {
-    if (threadIdx.x % 32 == 0) cute::tma_store_wait<0>();
-    __syncwarp();
-  }
-
- private:
-  // kColumns columns of 16 rows, from first_row of sRows on, in which panels have kRows rows.
-  template <int kColumns, int kRows, class Accumulator, class Rows>
-  CUTE_DEVICE void store_part(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
-                              Accumulator const& acc, Rows const& sRows, int first_row, int part) const {
     // Read anew, so that no address is kept in registers for the whole loop before.
-    int const lane = read_thread_index() % 32;
+    int const index = read_thread_index() - 128, lane = index % 32;
+    auto* const rows = reinterpret_cast<Element*>(shared.dq + index / 32 * Traits::kWarpFloats);
+    Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
     auto const values = row_col_view(acc);
     auto word = [&](int row, int col) {
       return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
     };
-    constexpr int kOwned = kColumns / 4;  // of them, by a lane
+    MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
+    constexpr int kColumns = Traits::kStoreColumns, kOwned = kColumns / 4;  // of them, by a lane
     CUTE_UNROLL
-    for (int i = 0; i < kOwned; i += 4) {  // 16 columns
-      auto& target = sRows(first_row + lane % 16, 4 * i + lane / 16 * 8);
-      int const col = part * kOwned + i;
-      SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
-                              reinterpret_cast<uint128_t&>(target));
-    }
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
-      store_panels<kColumns, Traits::kPanel, kRows>(
-          map, &sRows(first_row, 0), part * kColumns, tile.head_kv,
-          place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+    for (int part = 0; part < Traits::kRoundsQ; ++part) {
+      if (lane == 0) cute::tma_store_wait<0>();  // what was there has left
+      __syncwarp();
+      CUTE_UNROLL
+      for (int i = 0; i < kOwned; i += 4) {  // 16 columns
+        auto& target = sRows(lane % 16, 4 * i + lane / 16 * 8);
+        int const col = part * kOwned + i;
+        SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
+                                reinterpret_cast<uint128_t&>(target));
+      }
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
+            map, rows, part * kColumns, tile.head_kv,
+            place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+      }
     }
   }
 };
