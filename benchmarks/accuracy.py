@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> Path:
     options = args.parse_args(arguments)
     device = choose_device(options.device)
     names = contenders.mine(device, options.direction)
-    names += contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.PEERS
+    names += contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.FREE_PEERS
     problems = [
         Problem(*shape, causal, options.window, dtype, options.direction)
         for shape in options.shape or SHAPES[device.type]

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import deterministic as memory
 
 import flash_cute
 
@@ -17,7 +18,7 @@ from .problem import DTYPES, Problem
 
 aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
-DETERMINISTIC = " deterministic"  # behind a family's name
+DETERMINISTIC = " deterministic"  # behind a family's or a peer's name
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 # Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
@@ -101,6 +102,23 @@ def flash_backward(problem: Problem, q, k, v, dout, saved) -> Run:
     return run
 
 
+def flash_backward_deterministic(problem: Problem, q, k, v, dout, saved) -> Run:
+    """The same in PyTorch's deterministic mode, but for its filling of new memory."""
+    backward = flash_backward(problem, q, k, v, dout, saved)
+
+    def run():
+        enabled, fills = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False
+        try:
+            return backward()
+        finally:
+            memory.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(enabled)
+
+    return run
+
+
 def cudnn(problem: Problem, q, k, v) -> Run:
     require_top_left_mask(problem)
     return partial(aten._scaled_dot_product_cudnn_attention, q, k, v, None, True, 0.0, problem.causal)
@@ -140,8 +158,20 @@ def math(problem: Problem, q, k, v) -> Run:
     return run
 
 
-PEERS = {"flash": flash, "cudnn": cudnn, "efficient": efficient, "math": math}
-BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
+PEERS = {
+    "flash": flash,
+    "flash" + DETERMINISTIC: flash,
+    "cudnn": cudnn,
+    "efficient": efficient,
+    "math": math,
+}
+BACKWARDS = {
+    "flash": flash_backward,
+    "flash" + DETERMINISTIC: flash_backward_deterministic,
+    "cudnn": cudnn_backward,
+    "efficient": efficient_backward,
+}
+FREE_PEERS = tuple(name for name in PEERS if not name.endswith(DETERMINISTIC))
 DEFAULT_PEERS = ("flash", "cudnn")
 PEERS_ON_CPU = ("flash", "math")
 
@@ -171,9 +201,13 @@ def mine(device: torch.device, direction: str) -> list[str]:
 
 
 def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
-    """Contender -> those that it is compared with: a family with peers, deterministic with the free one."""
-    free = {name: name.removesuffix(DETERMINISTIC) for name in mine}
-    return {name: peers if name == free[name] else [free[name]] for name in mine}
+    """Contender -> those that it is compared with: peers of its mode, deterministic also our free one."""
+
+    def others(name: str) -> list[str]:
+        free, mode = name.removesuffix(DETERMINISTIC), name.endswith(DETERMINISTIC)
+        return [free] * mode + [peer for peer in peers if peer.endswith(DETERMINISTIC) == mode]
+
+    return {name: others(name) for name in mine}
 
 
 def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:

@@ -70,9 +70,11 @@ struct BackwardWorkspace {
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;
-  // Of each block of queries how many blocks of keys have added to its sums, where they do so in turn.
-  int* turns = nullptr;
-  int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
+  // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
+  // QuerySumsWriter. Null: they are 0 at first.
+  int* additions = nullptr;
+  int* in_turns = nullptr;  // do blocks of keys add to them in one order? Null: no
+  int* claimed = nullptr;   // tiles that thread blocks of the Hopper family's kernel have taken so far
 };
 
 struct BackwardParams {

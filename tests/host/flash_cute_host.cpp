@@ -256,6 +256,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("runs_queries", &BackwardPlan::runs_queries)
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
       .def_readonly("in_turns", &BackwardPlan::in_turns)
+      .def_readonly("clears_sums", &BackwardPlan::clears_sums)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
@@ -282,7 +283,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.last_queries_first};
+    KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.tiles; ++index) {
       KeyTile const tile = order(params, index);

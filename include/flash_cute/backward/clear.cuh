@@ -44,16 +44,16 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-// Says before the turns (see BackwardWorkspace) whether the offsets of keys are in order: only then each
-// block of keys of a sequence finds itself, and may be waited for.
+// Additions have an order only if the offsets of keys are in order: else a block of keys of a sequence may be
+// nobody's, and must not be waited for.
 template <int kThreads>
 __device__ void check_turns(BackwardParams const& params) {
   int const* const offsets = params.lengths.cu_seqlens_k;
-  if (!params.workspace.turns || !offsets || blockIdx.x > 0) return;
+  if (!params.workspace.in_turns || !offsets || blockIdx.x > 0) return;
   bool in_order = true;
   for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) in_order &= offsets[b] <= offsets[b + 1];
   in_order = __syncthreads_and(in_order);
-  if (threadIdx.x == 0) params.workspace.turns[-1] = in_order;
+  if (threadIdx.x == 0) *params.workspace.in_turns = in_order;
 }
 
 template <Family family, int kThreads>

@@ -12,7 +12,7 @@ struct KeyOrder {
   TileOrder dense;
   int tiles;
   int block_m, block_n;
-  bool last_queries_first;
+  QueryStart start;
 
   FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
     ProblemShape const& shape = params.shape;
@@ -33,7 +33,10 @@ struct KeyOrder {
       tile.n_begin = found.m_begin;
       tile.descending = dense.descending;
     }
-    tile.last_queries_first = last_queries_first && !tile.descending;
+    // Blocks of keys that add in turns begin with the queries that they have in common under a causal mask:
+    // so each is a step behind the one before it, from the other end two.
+    bool const from_other_end = start == QueryStart::last && tile.descending;
+    tile.start = from_other_end ? QueryStart::first : start;
     tile.sequence = sequence_for<Family::sm90>(params, b);
     tile.batch = offsets_q ? 0 : b;
     tile.first_place = queries.first(b);
@@ -42,32 +45,35 @@ struct KeyOrder {
   }
 };
 
-// The blocks of queries that see a block of keys, of one head after the other of those that share it. Blocks
-// of keys that add in turns begin with the queries that they have in common under a causal mask: so each is a
-// step behind the one before it, from the other end two.
+// The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
+// those that share it.
 struct QuerySteps {
   BlockRange visited;
-  bool last_first;
-  int head, block, left;
+  bool backwards;
+  int start, head, block, left;
 
   FLASH_CUTE_HOST_DEVICE QuerySteps(KeyTile const& tile, int heads, int block_m, int block_n)
       : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),
-        last_first(tile.last_queries_first),
+        backwards(tile.start == QueryStart::last),
+        start(first(tile, block_m)),
         head(tile.head_kv * heads),
-        block(first()),
+        block(start),
         left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
 
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
-    block += last_first ? -1 : 1;
-    if (block < visited.begin || block >= visited.end) {
-      block = first();
-      ++head;
-    }
+    block += backwards ? -1 : 1;
+    if (block < visited.begin) block = visited.end - 1;
+    if (block == visited.end) block = visited.begin;
+    if (block == start) ++head;
   }
 
  private:
-  FLASH_CUTE_HOST_DEVICE int first() const { return last_first ? visited.end - 1 : visited.begin; }
+  FLASH_CUTE_HOST_DEVICE int first(KeyTile const& tile, int block_m) const {
+    if (backwards) return visited.end - 1;
+    if (tile.start == QueryStart::first) return visited.begin;
+    return larger(visited.begin, smaller(visited.end - 1, tile.n_begin / block_m));
+  }
 };
 
 }  // namespace flash_cute

@@ -8,13 +8,22 @@ namespace flash_cute {
 
 constexpr int kThrough = -1;  // the n_begin of what comes after a thread block's last tile
 
+// Which block of queries a block of keys begins with: the first or the last that sees it, or the one of its
+// own number.
+enum class QueryStart { first, last, own };
+
 // A block of keys of one head, and the blocks of queries of its sequence.
 struct KeyTile {
   Sequence sequence;
   int batch, head_kv, n_begin;
-  int first_place, places;          // of the sequence's blocks of queries, and of all (see BlockPlaces)
-  bool descending = false;          // do the blocks of keys behind it come before it in the launch order?
-  bool last_queries_first = false;  // see QuerySteps
+  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  bool descending = false;  // do the blocks of keys behind it come before it in the launch order?
+  QueryStart start = QueryStart::first;
+
+  // Of a block of its queries among those of all heads.
+  FLASH_CUTE_HOST_DEVICE int64_t place(int head, int block) const {
+    return int64_t(head) * places + first_place + block;
+  }
 };
 
 // The mask seen from the keys, which are rows here; those past the end see nobody.

@@ -4,6 +4,7 @@
 
 #include "flash_cute/attention/block_places.hpp"
 #include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 
 namespace flash_cute {
@@ -15,14 +16,15 @@ struct BackwardPlan {
   bool runs_queries;  // the kernel for dQ alone
   bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
   bool in_turns;      // and each of them in one order
+  bool clears_sums;   // which are 0 before, else the first one is stored
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int tiles;                // of the first kernel
-  int blocks;               // of its grid
-  TileOrder order;          // of its blocks of keys, on Hopper, where sequences are alike
-  bool last_queries_first;  // see QuerySteps; whatever is asked for, so that each gradient has the same bits
-  int64_t rows;             // of the workspace, over all heads
-  int dq_columns;           // of the sums of dQ, 0 if there are none
+  int tiles;               // of the first kernel
+  int blocks;              // of its grid
+  TileOrder order;         // of its blocks of keys, on Hopper, where sequences are alike
+  QueryStart query_start;  // whatever is asked for, so that each gradient has the same bits
+  int64_t rows;            // of the workspace, over all heads
+  int dq_columns;          // of the sums of dQ, 0 if there are none
   int64_t counters;
   int64_t workspace_bytes;
 
@@ -31,11 +33,11 @@ struct BackwardPlan {
     auto* const floats = static_cast<float*>(workspace);
     float* const end = floats + 2 * rows;
     int* const ints = reinterpret_cast<int*>(end + rows * dq_columns);
-    int* const turns = ints + 2;  // the second one is what check_turns writes
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? end : nullptr,
-            .turns = in_turns ? turns : nullptr,
+            .additions = counters > 2 ? ints + 2 : nullptr,
+            .in_turns = in_turns ? ints + 1 : nullptr,
             .claimed = counters > 0 ? ints : nullptr};
   }
 };
@@ -54,8 +56,8 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 // The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys. Sections
 // are half as large as the forward's, of one round of thread blocks: so a head's blocks of keys, which read
 // the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
-// at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (not
-// measured).
+// at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
+// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128).
 inline TileOrder key_order(BackwardParams const& params, int block_n, bool in_turns) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
@@ -82,14 +84,21 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.key_blocks = keys.count();
   plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
+  // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once: head dim
+  // 256, causal, 16k (H200).
+  bool const at_once = plan.key_blocks <= larger(1, shape.batch) * params.device.multiprocessors;
+  plan.clears_sums = plan.sums_dq && !deterministic && !(one_kernel && at_once);
+  if (one_kernel) {
+    plan.query_start = deterministic ? QueryStart::last : at_once ? QueryStart::own : QueryStart::first;
+  }
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
-  plan.last_queries_first = one_kernel && deterministic;
   if (one_kernel) plan.blocks = smaller(plan.tiles, params.device.multiprocessors);
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n, deterministic);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
-  if (one_kernel) plan.counters = 2 + (plan.in_turns ? plan.rows / plan.tile.block_m : 0);
+  bool const counted = plan.sums_dq && !plan.clears_sums;
+  if (one_kernel) plan.counters = 2 + (counted ? kSumParts * plan.rows / plan.tile.block_m : 0);
   plan.workspace_bytes =
       plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + plan.counters * int64_t(sizeof(int));
   return plan;

@@ -15,8 +15,9 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   cudaGridDependencySynchronize();  // launched early
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+  int const index = gridDim.x - 1 - blockIdx.x;  // what was summed up last is still in L2
   auto const [head, of_head] =
-      queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
+      queries.of_block(index, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sequence const s = sequence_for<Family::sm90>(params, b);
   int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
@@ -26,13 +27,16 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
   constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
-  auto const* const sums = reinterpret_cast<float4 const*>(
-      params.workspace.dq + (int64_t(head) * queries.count() + of_head) * kFloats +
-      kFloats / Traits::kConsumers * (warp / 4));
+  int64_t const part = (int64_t(head) * queries.count() + of_head) * Traits::kConsumers + warp / 4;
+  int const* const additions = params.workspace.additions;
+  bool const added = !additions || additions[part] != 0;  // else no key is seen
+  auto const* const sums =
+      reinterpret_cast<float4 const*>(params.workspace.dq + kFloats / Traits::kConsumers * part);
   constexpr int kFours = Traits::kWarpFloats / 4 / 32;  // of a lane, in a round
   CUTE_UNROLL
   for (int i = 0; i < size(dq) / 4; ++i) {
-    float4 const four = sums[((i / kFours * 4 + warp % 4) * kFours + i % kFours) * 32 + lane];
+    float4 const four =
+        added ? sums[((i / kFours * 4 + warp % 4) * kFours + i % kFours) * 32 + lane] : float4{};
     dq(4 * i) = params.softmax_scale * four.x;
     dq(4 * i + 1) = params.softmax_scale * four.y;
     dq(4 * i + 2) = params.softmax_scale * four.z;

@@ -37,7 +37,9 @@ __global__ void __launch_bounds__(kThreads)
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
   // Of every place: where offsets of queries are out of order, steps of another sequence may come to it.
-  if (params.workspace.turns && threadIdx.x == 0) params.workspace.turns[place] = 0;
+  if (params.workspace.additions && threadIdx.x < kSumParts) {
+    params.workspace.additions[place * kSumParts + threadIdx.x] = 0;
+  }
   if (!has_rows(m_begin, s.used)) return;
 
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (!params.workspace.dq) return;
+  if (!params.workspace.dq || params.workspace.additions) return;
   constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};

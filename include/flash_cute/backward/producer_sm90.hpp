@@ -67,7 +67,7 @@ struct BackwardProducerSm90 {
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
       constexpr int kBytes = kBlockM * sizeof(float);
-      int64_t const block = int64_t(steps.head) * tile.places + tile.first_place + steps.block;
+      int64_t const block = tile.place(steps.head, steps.block);
       arrived.expect_transaction(kBytes);
       cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
                                      slots + at.slot * kBlockM, kBytes);

@@ -61,13 +61,16 @@ struct QuerySums {
 };
 
 // The adding thread of a warpgroup. It walks the tiles and their steps like those whose sums it takes.
+//
+// Whoever comes first to sums stores his, so nobody has to clear them. In turns that is known, and
+// `additions` counts: blocks of keys add to a block of queries as they come in the launch order, so whoever
+// waits, waits for thread blocks that have been launched. Else the first one is who makes kUntouched kBegun,
+// with his sums at hand: so the others wait for nothing but a store.
 template <class Traits>
 struct QuerySumsWriter {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN,
                        kFloats = 4 * Traits::kWarpFloats;  // of a round
-  // In turns, is the next step's turn looked up while the own addition is on its way? +10% at head dim 256,
-  // where additions bound, -3% at 128.
-  static constexpr bool kLooksAhead = Traits::kSplitsWork;
+  enum { kUntouched, kBegun, kStored };                    // of `additions` without turns
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   int warpgroup;
@@ -89,52 +92,59 @@ struct QuerySumsWriter {
   CUTE_DEVICE void add(KeyTile const& tile) {
     float* const staged = shared.dq + warpgroup * kFloats;
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
-    auto place_of = [&](QuerySteps const& at) {
-      return int64_t(at.head) * tile.places + tile.first_place + at.block;
+    auto part_of = [&](QuerySteps const& step) {
+      return tile.place(step.head, step.block) * Traits::kConsumers + warpgroup;
     };
-    [[maybe_unused]] int turn = 0;  // of a step's sums, looked up before
-    for (; steps.left > 0; steps.advance()) {
-      int64_t const place = place_of(steps);
-      float* const sums =
-          params.workspace.dq + (place * Traits::kConsumers + warpgroup) * (Traits::kRoundsQ * kFloats);
-      if (params.workspace.turns) await_turn(tile, place, steps.block, turn);
+    int* const additions = params.workspace.additions;
+    int const* const in_order = params.workspace.in_turns;  // see check_turns
+    bool const in_turns = in_order && (!params.lengths.cu_seqlens_k || *in_order);
+    auto look = [&](QuerySteps const& step) { return load_acquire(additions + part_of(step)); };
+    int seen = additions && steps.left > 0 ? look(steps) : kStored;
+    while (steps.left > 0) {
+      int64_t const part = part_of(steps);
+      int const wanted = in_turns ? blocks_before(tile, steps.block) : kStored;
+      if (!in_turns && seen != kStored) {
+        shared.ring_dq[warpgroup].wait(at);
+        seen = claim_acquire(additions + part);
+      }
+      bool const first = (in_turns ? wanted : seen) == kUntouched;
+      while (!first && seen < wanted) {
+        __nanosleep(20);
+        seen = load_acquire(additions + part);
+      }
+      if (additions) fence_async_global();
+      steps.advance();
       for (int round = 0; round < Traits::kRoundsQ; ++round) {
         shared.ring_dq[warpgroup].wait(at);
         cutlass::arch::fence_view_async_shared();
-        bulk_add(sums + round * kFloats, staged, kFloats * sizeof(float));
+        float* const sums = params.workspace.dq + (part * Traits::kRoundsQ + round) * kFloats;
+        if (first) {
+          bulk_store(sums, staged, kFloats * sizeof(float));
+        } else {
+          bulk_add(sums, staged, kFloats * sizeof(float));
+        }
         cute::tma_store_arrive();
+        // While it is on its way, as it takes as long.
+        if (round + 1 == Traits::kRoundsQ && additions && steps.left > 0) seen = look(steps);
         cute::tma_store_wait<0>();
         shared.ring_dq[warpgroup].release(at);
         at.advance();
       }
-      if (!params.workspace.turns) continue;
-      if constexpr (kLooksAhead) {
-        QuerySteps next = steps;
-        next.advance();
-        if (next.left > 0) turn = load_acquire(params.workspace.turns + place_of(next));
-      }
-      pass_turn(params.workspace.turns + place);
+      if (in_turns || first) pass(additions + part);
     }
   }
 
-  // Where every sum has one order, blocks of keys add to a block of queries as they come in the launch order:
-  // whoever waits, waits for thread blocks that have been launched.
-  CUTE_DEVICE void await_turn(KeyTile const& tile, int64_t place, int block, int turn) const {
-    if (params.lengths.cu_seqlens_k && params.workspace.turns[-1] == 0) return;  // see check_turns
+  // Of those that see a block of queries, the blocks of keys that come before this one in the launch order.
+  CUTE_DEVICE static int blocks_before(KeyTile const& tile, int block) {
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
     int const own = tile.n_begin / kBlockN;
-    int const before = tile.descending ? keys.end - 1 - own : own - keys.begin;
-    if (!kLooksAhead) turn = load_acquire(params.workspace.turns + place);
-    while (turn < before * Traits::kConsumers) {
-      __nanosleep(20);
-      turn = load_acquire(params.workspace.turns + place);
-    }
-    fence_async_global();
+    return tile.descending ? keys.end - 1 - own : own - keys.begin;
   }
-  CUTE_DEVICE static void pass_turn(int* turn) {
+
+  CUTE_DEVICE static void pass(int* additions) {
     wait_bulk_complete();
     fence_async_global();
-    add_release(turn);
+    add_release(additions);
   }
 };
 

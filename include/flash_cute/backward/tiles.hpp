@@ -55,6 +55,8 @@ constexpr int sum_columns(Family family, int head_dim) {
   return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
 }
 
+constexpr int kSumParts = 2;  // of a block of queries, one of each warpgroup
+
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {

@@ -13,6 +13,13 @@ CUTE_DEVICE void bulk_add(float* target, float const* source, int bytes) {
                : "memory");
 }
 
+// The same to memory that holds nothing yet.
+CUTE_DEVICE void bulk_store(float* target, float const* source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes)
+               : "memory");
+}
+
 // All that this thread has committed has arrived in global memory.
 CUTE_DEVICE void wait_bulk_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -23,6 +30,13 @@ CUTE_DEVICE int load_acquire(int const* from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
+}
+
+// Makes a 0 a 1; what was there before.
+CUTE_DEVICE int claim_acquire(int* at) {
+  int found;
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(found) : "l"(at) : "memory");
+  return found;
 }
 
 CUTE_DEVICE void add_release(int* to) {
