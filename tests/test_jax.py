@@ -601,6 +601,17 @@ def test_sizes_that_the_handlers_refuse():
     assert ask(False, 10, 2**28 + 1, 4) == 0
 
 
+@pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
+@pytest.mark.parametrize(("seqlen_k", "counters"), [(300, 2 + 2 * 16), (140 * 128, 2 + 2 * 16)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
+    """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
+    ask = ours.kernels.library().flash_cute_jax_workspace
+    bound = ask(True, False, 2, 4, 2, 100, seqlen_k, 128, False, deterministic)
+    rows = 4 * 2 * 128  # of all heads, in blocks of 64
+    assert bound >= 4 * rows * (2 + 128) + 4 * counters
+
+
 def test_empty_within_shard_map():
     mesh, spec = mesh_of(shards=4), PartitionSpec("shards")
     q, k, v = inputs((4, 3, 0, 2, 1, 8))

@@ -65,8 +65,11 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     auto const kernel = find(family, problem.element, problem.shape.head_dim);
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
-      DeviceInfo const device{.index = 0, .multiprocessors = 1, .smem_bytes = smem_bytes, .l2_bytes = 1};
-      most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
+      for (int const multiprocessors : {1, 1024}) {
+        DeviceInfo const device{
+            .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
+        most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
+      }
     }
   }
   return most;

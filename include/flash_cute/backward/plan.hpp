@@ -86,7 +86,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_blocks = queries.count();
   // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once: head dim
   // 256, causal, 16k (H200).
-  bool const at_once = plan.key_blocks <= larger(1, shape.batch) * params.device.multiprocessors;
+  bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * params.device.multiprocessors;
   plan.clears_sums = plan.sums_dq && !deterministic && !(one_kernel && at_once);
   if (one_kernel) {
     plan.query_start = deterministic ? QueryStart::last : at_once ? QueryStart::own : QueryStart::first;
