@@ -24,6 +24,7 @@
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/plan.hpp"
 #include "flash_cute/params.hpp"
+#include "flash_cute/softmax/plan.hpp"
 
 namespace py = pybind11;
 using namespace flash_cute;
@@ -241,6 +242,30 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("owned", [](BlockPlaces const& places,
                        int index) { return std::pair(places.owned(index).begin, places.owned(index).end); })
       .def("sequence", &BlockPlaces::sequence);
+
+  py::class_<RowTile>(module, "RowTile")
+      .def_readonly("chunks", &RowTile::chunks)
+      .def_readonly("shared", &RowTile::shared)
+      .def_readonly("of_block", &RowTile::of_block)
+      .def("rows", &RowTile::rows)
+      .def("capacity", &RowTile::capacity);
+  module.def("row_tiles", [](int element_bytes, bool backward) {
+    RowTiles const rows = row_tiles(element_bytes, backward);
+    return std::vector(rows.tiles, rows.tiles + rows.count);
+  });
+  py::class_<RowSoftmaxPlan>(module, "RowSoftmaxPlan")
+      .def_readonly("tile", &RowSoftmaxPlan::tile)
+      .def_readonly("threads", &RowSoftmaxPlan::threads)
+      .def_readonly("parts", &RowSoftmaxPlan::parts)
+      .def_readonly("teams", &RowSoftmaxPlan::teams)
+      .def_readonly("workspace_bytes", &RowSoftmaxPlan::workspace_bytes);
+  module.def("plan_row_softmax", [](int rows, int columns, int element_bytes, bool aligned, bool backward,
+                                    int multiprocessors) {
+    return plan_row_softmax({1, 1, rows, columns}, element_bytes, aligned, false, backward, multiprocessors);
+  });
+  module.def("row_softmax_workspace", [](int rows, int columns, int element_bytes, bool backward) {
+    return row_softmax_workspace({1, 1, rows, columns}, element_bytes, backward);
+  });
 
   py::class_<BackwardTile>(module, "BackwardTile")
       .def_readonly("block_m", &BackwardTile::block_m)

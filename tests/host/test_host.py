@@ -722,3 +722,34 @@ def test_blocks_of_keys_on_hopper(host, deterministic, limits, lengths, head_dim
                 steps = [(2 * head_kv + head, block) for head in range(2) for block in blocks]
                 expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
     assert found == expected
+
+
+@given(
+    st.integers(1, 10_000),
+    st.integers(1, 70_000) | st.integers(1, LONGEST) | st.integers(1, 20).map(lambda power: 2**power),
+    st.sampled_from([2, 4]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 7, 40, 132]),
+)
+def test_softmax_plan(host, rows, columns, element_bytes, aligned, backward, multiprocessors):
+    """Threads hold all chunks of a row, blocks that wait for each other all run at once, and a workspace that
+    was allocated without a look at the GPU is large enough."""
+    plan = host.plan_row_softmax(rows, columns, element_bytes, aligned, backward, multiprocessors)
+    tiles = host.row_tiles(element_bytes, backward)
+    tile = tiles[plan.tile]
+    width = 16 // element_bytes
+    chunks = -(-(columns + (0 if aligned else width - 1)) // width)
+    assert [tile.capacity() for tile in tiles[:-1]] == sorted({tile.capacity() for tile in tiles[:-1]})
+    assert [tile.shared for tile in tiles] == [False] * (len(tiles) - 1) + [True]
+    assert plan.threads % 32 == 0
+    resident = multiprocessors * (1024 // plan.threads)
+    if tile.shared:
+        assert 1 <= plan.parts * plan.teams <= resident
+        part = -(-chunks // plan.parts)
+        assert plan.threads * tile.chunks >= part or plan.parts == resident
+    else:
+        assert plan.parts == 1
+        assert plan.teams * tile.rows() >= rows
+        assert chunks <= (plan.threads * tile.chunks if tile.of_block else tile.capacity())
+    assert plan.workspace_bytes <= host.row_softmax_workspace(rows, columns, element_bytes, backward)

@@ -17,19 +17,16 @@ struct RowPlace {
 
   bool valid;  // else there is no such row
   int row;     // among all rows
-  int part, lane;
-  int tiles;  // of the part
+  int tiles;   // of the part
   // From the thread's first chunk on, as far as the part goes.
   Row<Traits> columns;
   Storage const *input, *gradient;
   Storage* output;
 
-  __device__ RowPlace(RowSoftmaxParams const& params, int parts, unsigned turn) {
+  // number: the how many-th thread block's rows.
+  __device__ RowPlace(RowSoftmaxParams const& params, unsigned number) {
     ScoreShape const& shape = params.shape;
-    unsigned const team = (blockIdx.x + turn * gridDim.x) / parts;
-    unsigned const found = team * Traits::kRows + threadIdx.x / Traits::kLanes;
-    part = int(blockIdx.x % parts);
-    lane = int(threadIdx.x % Traits::kLanes);
+    unsigned const found = Traits::kOfBlock ? number : number * Traits::kRows + threadIdx.x / Traits::kLanes;
     valid = found < unsigned(shape.all_rows());
     row = valid ? int(found) : 0;
     int index = row, head = 0, entry = 0;
@@ -44,16 +41,25 @@ struct RowPlace {
     VisibleColumns const visible =
         Traits::kPlain ? VisibleColumns{0, shape.columns} : params.mask.visible(shape, entry, index);
     int const skew = Traits::kPlain ? 0 : Row<Traits>::skew_of(at(params.input)), size = skew + shape.columns;
-    int const chunks = ceil_div(size, Traits::kWidth),
-              of_part = parts == 1 ? chunks : ceil_div(chunks, parts);
-    int const part_end = valid ? smaller((part + 1) * of_part * Traits::kWidth, size) : 0;
-    int const first = (part * of_part + lane) * Traits::kWidth;
+    int const chunks = ceil_div(size, Traits::kWidth);
+    int const of_part = Traits::kShared ? ceil_div(chunks, int(gridDim.y)) : chunks;
+    int const before = Traits::kShared ? int(blockIdx.y) * of_part : 0;
+    int const part_end = valid ? smaller((before + of_part) * Traits::kWidth, size) : 0;
+    // A warp's chunks lie one behind the other, so the distances between a thread's are known.
+    int const of_warps = Traits::kOfBlock ? threadIdx.x / kWarp * kWarp * Traits::kChunks : 0;
+    int const first = (before + of_warps + int(threadIdx.x % Traits::kLanes)) * Traits::kWidth;
     int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
     columns = Row<Traits>{skew, part_end, skew + visible.begin, end}.behind(first);
     input = at(params.input) + (first - skew);
     gradient = params.gradient.data ? at(params.gradient) + (first - skew) : nullptr;
     output = at(params.output) + (first - skew);
-    tiles = Traits::kInTiles ? ceil_div(of_part, Traits::kTile) : 1;
+    tiles = Traits::kInTiles ? ceil_div(of_part, int(blockDim.x) * Traits::kChunks) : 1;
+  }
+
+  // Is this thread the one that writes what a row has one of?
+  __device__ bool first_of_row() const {
+    return valid && threadIdx.x % (Traits::kOfBlock ? Traits::kThreads : Traits::kLanes) == 0 &&
+           blockIdx.y == 0;
   }
 };
 
@@ -96,21 +102,22 @@ class HeldRow {
   }
 
  private:
-  __device__ static int elements_before(int tile) { return tile * Traits::kTile * Traits::kWidth; }
+  __device__ static int elements_before(int tile) {
+    return Traits::kInTiles ? tile * int(blockDim.x) * Traits::kChunks * Traits::kWidth : 0;
+  }
 
   Chunk chunks_[Traits::kTensors][Traits::kChunks];
 };
 
 // Calls step(place, held) for each row that this thread has a share in.
 template <class Traits, class Step>
-__device__ void for_each_row(RowSoftmaxParams const& params, int parts, Step&& step) {
+__device__ void for_each_row(RowSoftmaxParams const& params, Step&& step) {
   HeldRow<Traits> held;
   if constexpr (!Traits::kShared) {
-    step(RowPlace<Traits>(params, 1, 0), held);
+    step(RowPlace<Traits>(params, blockIdx.x), held);
   } else {
-    unsigned const blocks = unsigned(params.shape.all_rows()) * parts;
-    for (unsigned turn = 0; turn * gridDim.x + blockIdx.x < blocks; ++turn) {
-      step(RowPlace<Traits>(params, parts, turn), held);
+    for (unsigned row = blockIdx.x; row < unsigned(params.shape.all_rows()); row += gridDim.x) {
+      step(RowPlace<Traits>(params, row), held);
     }
   }
 }
@@ -164,13 +171,13 @@ class Weights {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    row_softmax(__grid_constant__ RowSoftmaxParams const params, int parts) {
+    row_softmax(__grid_constant__ RowSoftmaxParams const params) {
   using Chunk = typename Traits::Chunk;
   using Reduction = RowReduction<Traits, LogSumOp>;
   __shared__ typename Reduction::Storage storage;
   Reduction reduce(storage);
   LogSumOp const op{params.scale * float(M_LOG2E)};
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held) {
+  for_each_row<Traits>(params, [&](RowPlace<Traits> const& place, auto& held) {
     Weights<Traits> weights;
     float values[Traits::kWidth];
     float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
@@ -190,15 +197,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       total = place.tiles == 1 ? float2{highest_of_warp, sum} : op(total, {highest_of_warp, sum});
     }
     total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
-    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
-    if (place.valid && place.part == 0 && place.lane == 0) {
+    total = reduce(total, op, {params.workspace, int64_t(place.row) * gridDim.y});
+    if (place.first_of_row()) {
       params.lse[place.row] = isinf(total.x) ? total.x : op.lse(total, params.scale);
     }
     float const whole = __fdividef(1.f, total.y);
     float factor = whole;
     if constexpr (!Traits::kKeepsWeights) {
       weights.set_reference(total.x, held.inputs(), op);
-    } else if constexpr (Traits::kLanes > kWarp) {
+    } else if constexpr (Traits::kOfBlock) {
       factor *= op.change(highest_of_warp, total.x);
     }
     for (int tile = place.tiles - 1; tile >= 0; --tile) {
@@ -221,7 +228,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 // weights are found anew: the LSE, as float32, does not tell probabilities of scores of thousands.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    row_softmax_backward(__grid_constant__ RowSoftmaxParams const params, int parts) {
+    row_softmax_backward(__grid_constant__ RowSoftmaxParams const params) {
   using Chunk = typename Traits::Chunk;
   using Op = std::conditional_t<Traits::kFromScores, LogSumDotOp, DotOp>;
   using Value = typename Op::Value;
@@ -233,7 +240,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   LogSumOp const weigh{params.scale * float(M_LOG2E)};
   Op op;
   if constexpr (Traits::kFromScores) op.sum = weigh;
-  for_each_row<Traits>(params, parts, [&](RowPlace<Traits> const& place, auto& held) {
+  for_each_row<Traits>(params, [&](RowPlace<Traits> const& place, auto& held) {
     Weights<Traits> weights;
     float p[kWidth], dp[kWidth];
     Value total = Op::identity();
@@ -268,7 +275,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     } else {
       total.x = reduce_lanes<Traits::kLanes>(total.x, Sum{});
     }
-    total = reduce(total, op, place.part, parts, {params.workspace, int64_t(place.row) * parts});
+    total = reduce(total, op, {params.workspace, int64_t(place.row) * gridDim.y});
     float whole = 1.f, dot = total.x;
     if constexpr (Traits::kFromScores) {
       whole = __fdividef(1.f, total.y);
@@ -277,7 +284,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     float const shift = (params.dlse && place.valid ? params.dlse[place.row] : 0.f) - dot;
     whole *= params.scale;
     float factor = whole;
-    if constexpr (Traits::kKeepsWeights && Traits::kLanes > kWarp) {
+    if constexpr (Traits::kKeepsWeights && Traits::kOfBlock) {
       factor *= weigh.change(highest_of_warp, total.x);
     } else if constexpr (Traits::kFromScores && !Traits::kKeepsWeights) {
       weights.set_reference(total.x, held.inputs(), weigh);

@@ -8,18 +8,22 @@
 namespace flash_cute {
 
 constexpr int kChunkBytes = 16;  // what a thread reads and writes at once
+constexpr int kWarp = 32;
 
-// A row's threads hold up to lanes * chunks chunks of it in their registers. weights: and, of scores, what
-// they compute of them. shared: several thread blocks have a part of the row each, and where there are too
-// few a part is more than one tile.
+// How a row is held, in registers: `chunks` chunks of it by each of its threads. These are `lanes` of a warp,
+// and a thread block has several rows; or of_block: all of a block, of as many warps as the row needs.
+// weights: and, of scores, what they compute of them. shared: several blocks have a part of the row each, and
+// where there are too few a part is more than one tile.
 struct RowTile {
-  int lanes = 0, chunks = 0;
-  bool weights = false, shared = false;
+  int lanes, chunks;
+  int threads;  // of a block, at most
+  bool weights, of_block, shared;
 
-  constexpr int capacity() const { return lanes * chunks; }
+  constexpr int rows() const { return of_block ? 1 : threads / lanes; }  // of a block
+  constexpr int capacity() const { return (of_block ? threads : lanes) * chunks; }
 };
 
-// Each holds twice as much as the one before; the last one is shared.
+// Each holds more than the one before; the last one is shared.
 struct RowTiles {
   static constexpr int kMost = 16;
   RowTile tiles[kMost] = {};
@@ -28,29 +32,37 @@ struct RowTiles {
   constexpr int shared() const { return count - 1; }
 };
 
-// Short rows leave no lane idle. A thread has at most 64 registers, so that an SM has 1024 threads, and with
-// them up to 128 kB under way (H200, of a copy's speed, 16-bit rows of 64 kB: 0.96, with half of that 0.77).
-// 32 of them hold numbers that were computed of scores, or chunks of them, of which they are computed twice:
-// of 16-bit types twice as many. That pays where rows are long (32 kB: 0.96 and 0.95, 16 kB: 0.96 and 0.98),
-// and in the backward always (2 to 32 kB: 1.02, else 0.91 to 0.57). float32 has the fewer chunks in a thread
-// the shorter its row (4 kB: 2, 4 or 8 of them at 1.00, 0.99 and 0.97; 16 kB: 4 and 8 at 0.96).
+// A thread has at most 64 registers, so that a multiprocessor has this many, and with them up to 128 kB of
+// rows under way.
+constexpr int kResidentThreads = 1024;
+
+// 32 of a thread's registers hold numbers that were computed of scores, or chunks of them, of which they are
+// computed twice: of 16-bit types twice as many. The backward has two tensors. H200, of a copy's speed: rows
+// of 64 B have 0.85 with 1 chunk in a thread and 0.96 with 2, rows of 32 kB 1.01 with 4 and 0.99 with 8
+// (fp32), rows of 64 kB 0.88 and 0.99, as blocks of 1024 threads are alone on an SM.
 constexpr RowTiles row_tiles(int element_bytes, bool backward) {
   int const kept = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), most = backward ? 4 : 8;
-  int const single = backward ? 8 : 4, spread = element_bytes == 4 && !backward ? 128 : 32;
+  int const single = backward ? 8 : 2;
   RowTiles rows;
-  for (int capacity = 1; capacity <= 1024 * most; capacity *= 2) {
-    int const wanted = backward || capacity > 1024 ? most : kept;
-    int const chunks = capacity <= single ? 1 : smaller(wanted, larger(2, capacity / spread));
-    rows.tiles[rows.count++] = {capacity / chunks, chunks, chunks <= kept};
+  for (int capacity = 1; capacity <= 64; capacity *= 2) {
+    int const chunks = smaller(most / 2, capacity <= single ? 1 : capacity <= 4 * single ? 2 : 4);
+    rows.tiles[rows.count++] = {capacity / chunks, chunks, 128, chunks <= kept, false, false};
   }
-  rows.tiles[rows.count++] = {2048 / most, most, false, true};
+  auto add = [&](int chunks, int threads, bool shared) {
+    rows.tiles[rows.count++] = {kWarp, chunks, threads, chunks <= kept && !shared, true, shared};
+  };
+  if (!backward) add(most / 2, kResidentThreads / 2, false);
+  add(most, kResidentThreads, false);
+  add(most, kResidentThreads / 2, /*shared=*/true);
   return rows;
 }
 
 struct RowSoftmaxPlan {
   int tile;                 // of row_tiles
   bool plain;               // no column is hidden, and all rows are whole chunks of memory
-  int parts;                // thread blocks that share a row; all blocks of such a grid run at once
+  int threads;              // of a thread block
+  int parts;                // thread blocks that share a row
+  int teams;                // of so many blocks each; those that share rows all run at once
   int64_t workspace_bytes;  // for what the parts tell each other
 };
 
@@ -64,24 +76,35 @@ inline int row_chunks(ScoreShape const& shape, int element_bytes, bool aligned) 
   return ceil_div(shape.columns + (aligned ? 0 : width - 1), width);
 }
 
-// aligned: all rows begin at multiples of 16 bytes; else a row may touch one chunk more. resident_blocks: how
-// many a GPU runs at once of the shared tile's.
+// aligned: all rows begin at multiples of 16 bytes; else a row may touch one chunk more.
 inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_bytes, bool aligned, bool plain,
-                                       bool backward, int resident_blocks) {
+                                       bool backward, int multiprocessors) {
   RowTiles const rows = row_tiles(element_bytes, backward);
   int const chunks = row_chunks(shape, element_bytes, aligned);
-  int tile = 0;
-  while (tile < rows.shared() && rows.tiles[tile].capacity() < chunks) ++tile;
-  int const parts =
-      tile < rows.shared() ? 1 : smaller(ceil_div(chunks, rows.tiles[tile].capacity()), resident_blocks);
-  return {tile, plain, parts, share_bytes(shape, parts, backward)};
+  int number = 0;
+  while (number < rows.shared() && rows.tiles[number].capacity() < chunks) ++number;
+  RowTile const& tile = rows.tiles[number];
+  // Of a GPU's blocks fewer are left over where they are small, but many of them wait longer for each other.
+  int const most = tile.shared && chunks < 8 * tile.capacity() ? tile.threads / 2 : tile.threads;
+  int64_t const blocks = int64_t(multiprocessors) * (kResidentThreads / most);  // that run at once
+  int const parts = tile.shared ? int(smaller<int64_t>(ceil_div(chunks, most * tile.chunks), blocks)) : 1;
+  int const needed = ceil_div(ceil_div(chunks, parts), kWarp * tile.chunks) * kWarp;
+  int const groups = int(ceil_div<int64_t>(shape.all_rows(), tile.rows()));
+  return {.tile = number,
+          .plain = plain,
+          .threads = tile.of_block ? smaller(needed, most) : most,
+          .parts = parts,
+          .teams = tile.shared ? int(smaller<int64_t>(groups, blocks / parts)) : groups,
+          .workspace_bytes = share_bytes(shape, parts, backward)};
 }
 
-// Enough for a workspace on any GPU.
+// Enough for a workspace on any GPU, wherever rows begin.
 inline int64_t row_softmax_workspace(ScoreShape const& shape, int element_bytes, bool backward) {
-  int const any = std::numeric_limits<int>::max();
-  return plan_row_softmax(shape, element_bytes, /*aligned=*/false, /*plain=*/false, backward, any)
-      .workspace_bytes;
+  auto bytes = [&](bool aligned) {
+    int const any = std::numeric_limits<int>::max();
+    return plan_row_softmax(shape, element_bytes, aligned, /*plain=*/false, backward, any).workspace_bytes;
+  };
+  return larger(bytes(true), bytes(false));
 }
 
 }  // namespace flash_cute

@@ -9,8 +9,6 @@
 
 namespace flash_cute {
 
-constexpr int kWarp = 32;
-
 struct MaxOrNan {
   __device__ float operator()(float a, float b) const { return max_or_nan(a, b); }
 };
@@ -83,6 +81,19 @@ __device__ Value reduce_lanes(Value value, Op const& op) {
   return value;
 }
 
+// The highest score first: it changes each weight once, and not at each step.
+template <int kLanes>
+__device__ float2 reduce_lanes(float2 value, LogSumOp const& op) {
+  float const max = reduce_lanes<kLanes>(value.x, MaxOrNan{});
+  return {max, reduce_lanes<kLanes>(value.y * op.change(value.x, max), Sum{})};
+}
+template <int kLanes>
+__device__ float4 reduce_lanes(float4 value, LogSumDotOp const& op) {
+  float const max = reduce_lanes<kLanes>(value.x, MaxOrNan{}), factor = op.sum.change(value.x, max);
+  return {max, reduce_lanes<kLanes>(value.y * factor, Sum{}), reduce_lanes<kLanes>(value.z * factor, Sum{}),
+          0.f};
+}
+
 // What thread blocks tell each other about a row: each writes its own share, of words that are never
 // `nothing` (NaN of all ones, which no operation gives), and waits for the others'. All of them run at the
 // same time.
@@ -126,18 +137,16 @@ template <class Traits, class Op>
 class RowReduction {
  public:
   using Value = typename Op::Value;
-  static constexpr int kWarps = Traits::kLanes / kWarp;
-  using Storage = Value[2][kWarps + !kWarps];
+  using Storage = Value[2][ceil_div(Traits::kThreads, kWarp)];
 
   __device__ explicit RowReduction(Storage& storage) : storage_(storage) {}
 
-  __device__ Value operator()(Value value, Op const& op, int part, int parts, Shares<Value> const& shares) {
+  __device__ Value operator()(Value value, Op const& op, Shares<Value> const& shares) {
     value = of_block(value, op);
     if constexpr (Traits::kShared) {
-      if (parts == 1) return value;
-      if (threadIdx.x == 0) shares.tell(part, value);
+      if (threadIdx.x == 0) shares.tell(blockIdx.y, value);
       value = Op::identity();
-      for (int other = threadIdx.x; other < parts; other += Traits::kLanes) {
+      for (unsigned other = threadIdx.x; other < gridDim.y; other += blockDim.x) {
         value = op(value, shares.wait_for(other));
       }
       value = of_block(reduce_lanes<kWarp>(value, op), op);
@@ -147,13 +156,14 @@ class RowReduction {
 
  private:
   __device__ Value of_block(Value value, Op const& op) {
-    if constexpr (kWarps > 1) {
-      // A warp may be one reduction ahead of another, which still reads the one before.
-      Value* const of_warps = storage_[turn_ ^= 1];
+    // A warp may be one reduction ahead of another, which still reads the one before.
+    Value* const of_warps = storage_[turn_ ^= 1];
+    int const warps = blockDim.x / kWarp;
+    if (Traits::kOfBlock && warps > 1) {
       int const lane = threadIdx.x % kWarp;
       if (lane == 0) of_warps[threadIdx.x / kWarp] = value;
       __syncthreads();
-      value = reduce_lanes<kWarp>(lane < kWarps ? of_warps[lane] : Op::identity(), op);
+      value = reduce_lanes<kWarp>(lane < warps ? of_warps[lane] : Op::identity(), op);
     }
     return value;
   }

@@ -13,19 +13,17 @@ struct RowTraits {
   static constexpr bool kPlain = kPlain_;
   using Chunk = flash_cute::Chunk<element>;
   using Storage = typename Chunk::Storage;
-  static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kTile = kLanes * kChunks;
+  static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kThreads = kShape.threads;
+  static constexpr int kMinBlocks = kResidentThreads / kThreads;
   static constexpr int kTensors = kBackward ? 2 : 1;
-  static constexpr bool kShared = kShape.shared;
+  static constexpr bool kOfBlock = kShape.of_block, kShared = kShape.shared;
   static constexpr bool kFromScores = !kBackward || keeps_scores(element);
   static constexpr bool kKeepsWeights = kFromScores && kShape.weights;
   // May a part be several tiles? Where what is computed twice is computed outside of a loop over tiles, even
   // of one, ptxas mixes the results of all chunks and spills 208 bytes.
   static constexpr bool kInTiles = kShared || (kFromScores && !kKeepsWeights);
   static constexpr int kWidth = Chunk::kWidth;
-  static constexpr int kThreads =
-      kLanes > 32 ? kLanes : 128;                  // a row of several warps has a block of its own
-  static constexpr int kRows = kThreads / kLanes;  // of a thread block
-  static constexpr int kMinBlocks = 1024 / kThreads;
+  static constexpr int kRows = kShape.rows();
 };
 
 // Positions count elements from a thread's first chunk of a row on, at `data` in a tensor. The row is those
