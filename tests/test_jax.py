@@ -607,7 +607,7 @@ def test_sizes_that_the_handlers_refuse():
 def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
     """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    bound = ask(True, False, 2, 4, 2, 100, seqlen_k, 128, False, deterministic)
+    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, False, deterministic)
     rows = 4 * 2 * 128  # of all heads, in blocks of 64
     assert bound >= 4 * rows * (2 + 128) + 4 * counters
 

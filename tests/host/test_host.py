@@ -657,23 +657,24 @@ def test_kernels_of_the_backward(host, asked_for, runs):
 )
 def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns):
     """Whatever is asked for, so that each gradient has the same bits; sums of dQ have one order in turns."""
-    plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for, family="sm90")
+    plan = plan_backward(host, 128, (2, 4, 4, 100, 300, 128), asked_for=asked_for, family="sm90")
     assert (plan.runs_keys, plan.runs_queries) == (True, False)
     assert (plan.sums_dq, plan.in_turns, plan.clears_sums) == (sums_dq, in_turns, False)
-    assert plan.tiles == plan.blocks == 2 * plan.key_blocks
+    assert plan.tiles == plan.blocks == 4 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
     counters = 2 + 4 * plan.query_blocks * 2 * sums_dq  # of each warpgroup
     assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_sums_of_long_sequences_are_cleared(host, packed):
-    """Of those whose blocks of keys don't run at once; not in turns, where the first one is known."""
+def test_some_sums_are_cleared(host, packed):
+    """Where a head's blocks of keys don't run at once, or query heads share K and V; not in turns, where
+    the first one is known."""
 
-    def clears(seqlen, deterministic=False):
-        sizes, lengths = (2, 4, 4, 100, seqlen, 128), None
+    def clears(seqlen, deterministic=False, heads_kv=4):
+        sizes, lengths = (2, 4, heads_kv, 100, seqlen, 128), None
         if packed:
-            sizes = (2, 4, 4, 200, 2 * seqlen, 128)
+            sizes = (2, 4, heads_kv, 200, 2 * seqlen, 128)
             lengths = ([0, 100, 200], [0, seqlen, 2 * seqlen], None, None, None)
         asked_for = (True, True, deterministic)
         return plan_backward(
@@ -683,16 +684,20 @@ def test_sums_of_long_sequences_are_cleared(host, packed):
     assert not clears(130 * 128)
     assert clears(140 * 128)
     assert not clears(140 * 128, deterministic=True)
+    assert clears(128, heads_kv=2)
+    assert not clears(128, deterministic=True, heads_kv=2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
 @pytest.mark.parametrize("limits", [CAUSAL, (None, None), (50, 20)], ids=["causal", "full", "window"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_blocks_of_keys_on_hopper(host, deterministic, limits, lengths, head_dim):
+@pytest.mark.parametrize("heads_kv", [2, 4])
+def test_blocks_of_keys_on_hopper(host, heads_kv, deterministic, limits, lengths, head_dim):
     """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group: from
-    its own on; in turns the last ones first, where blocks of keys have those in common."""
-    sizes = (3, 4, 2, 400, 333, head_dim)
+    its own on, where the first one stores; in turns the last ones first, where blocks of keys have those in
+    common."""
+    sizes = (3, 4, heads_kv, 400, 333, head_dim)
     batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
     listed = host.key_tiles(head_dim, batch, deterministic)
@@ -711,15 +716,17 @@ def test_blocks_of_keys_on_hopper(host, deterministic, limits, lengths, head_dim
         if not lengths:  # the host has cut keys off before
             cut, keys = 0, end_k
         mask = make_mask(host, queries, keys, *limits)
-        for head_kv in range(2):
+        for head_kv in range(heads_kv):
             for n_begin in range(0, keys, tile.block_n):
                 blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
                 if last_first:
                     blocks = blocks[::-1]
-                elif not deterministic and len(blocks) > 0:
+                elif not deterministic and heads_kv == 4 and len(blocks) > 0:
                     own = max(blocks[0], min(blocks[-1], n_begin // tile.block_m)) - blocks[0]
                     blocks = [*blocks[own:], *blocks[:own]]
-                steps = [(2 * head_kv + head, block) for head in range(2) for block in blocks]
+                group = 4 // heads_kv
+                heads = range(group * head_kv, group * (head_kv + 1))
+                steps = [(head, block) for head in heads for block in blocks]
                 expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
     assert found == expected
 
