@@ -21,8 +21,8 @@ REGIMES = {
 }
 BURST_US = 3000.0
 IDLE_SECONDS = 0.012
-# About 0.5 ms, in which the host gets ahead of a device that was idle: its first call then takes it some
-# 0.2 ms longer than others (on the machine of the H200), which is no time of a kernel.
+# About 0.5 ms, in which the host gets ahead of a device that was idle: its first call then takes it longer,
+# some 0.1 to 0.3 ms on the machine of the H200, which is no time of a kernel.
 HEAD_START_CYCLES = 1_000_000
 CHUNK_US = 10_000.0  # calls in this time are enqueued without a look at the device
 AHEAD = 2  # chunks in its queue, which is then never empty and never long

@@ -65,7 +65,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     auto const kernel = find(family, problem.element, problem.shape.head_dim);
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
-      for (int const multiprocessors : {1, 1024}) {
+      for (int const multiprocessors : {1, 1024}) {  // with many, more sums of dQ are counted
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
         most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
