@@ -3,7 +3,8 @@
     python -m benchmarks.softmax
 
 A cell is a number of columns and an element type; x has 256 MB. "of a copy" is the time a copy of x takes, or
-for the backward one and a half, divided by ours: the share of a copy's bandwidth.
+for the backward one and a half, divided by ours: the share of a copy's bandwidth. Ratios are medians over
+rounds, beside them half their interquartile range.
 """
 
 from __future__ import annotations
@@ -66,13 +67,22 @@ def measure(columns: int, element: str, direction: str, device: torch.device, se
     x = torch.randn(rows, columns, device=device).to(DTYPES[element])
     samples = timing.burst(contenders(x, direction), device, seconds)
     cell = {"columns": columns, "rows": rows, "element": element, "direction": direction}
-    cell["us"] = {name: timing.summary(values)["median"] for name, values in samples.items()}
+    cell["rounds"] = len(samples["ours"])
+    cell["us"] = {name: timing.summary(values) for name, values in samples.items()}
     tensors = 1.0 if direction == "forward" else 1.5  # copies that move as many bytes
     cell["of_a_copy"] = round(tensors * timing.paired_speedup(samples["ours"], samples["copy"]), 3)
     for name in ("torch", "triton"):
         if name in samples:
-            cell[f"over_{name}"] = timing.paired_speedup(samples["ours"], samples[name])
+            speedups = timing.paired_speedups(samples["ours"], samples[name])
+            cell[f"over_{name}"] = timing.summary(speedups)
     return cell
+
+
+def ratio(cell: dict, name: str) -> str:
+    if name not in cell:
+        return MISSING
+    over = cell[name]
+    return f"{over['median']:.3f} ±{(over['q75'] - over['q25']) / 2:.3f}"
 
 
 def report(results: dict) -> str:
@@ -80,9 +90,9 @@ def report(results: dict) -> str:
     body = [
         [
             *(str(cell[name]) for name in ("direction", "element", "columns", "rows")),
-            f"{cell['us']['ours']:.1f}",
+            f"{cell['us']['ours']['median']:.1f}",
             f"{cell['of_a_copy']:.2f}",
-            *(f"{cell[name]:.2f}" if name in cell else MISSING for name in ("over_torch", "over_triton")),
+            *(ratio(cell, name) for name in ("over_torch", "over_triton")),
         ]
         for cell in results["cells"]
     ]

@@ -155,9 +155,14 @@ def summary(samples: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in zip(("q25", "median", "q75"), quartiles, strict=True)}
 
 
+def paired_speedups(ours: list[float], theirs: list[float]) -> list[float]:
+    """How many times as fast ours is in each round."""
+    return [b / a for a, b in zip(ours, theirs, strict=True)]
+
+
 def paired_speedup(ours: list[float], theirs: list[float]) -> float:
     """How many times as fast ours is: the median over rounds of the ratio within a round."""
-    return round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 4)
+    return round(statistics.median(paired_speedups(ours, theirs)), 4)
 
 
 def graphed(function: Callable, calls: int = 1) -> Callable[[], None]:

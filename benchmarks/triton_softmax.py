@@ -51,16 +51,16 @@ def in_blocks(source, target, columns, BLOCK: tl.constexpr):
 def softmax(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A call for x (rows, columns), contiguous, of one block or more columns if more than WHOLE_ROW_UP_TO."""
     rows, columns = x.shape
-    target = torch.empty_like(x)
     if columns <= WHOLE_ROW_UP_TO:
         kernel, block = whole_row, triton.next_power_of_2(columns)
         warps = 4 if block < 2048 else 8 if block < 8192 else 16 if block < 32768 else 32
     else:
         kernel, block, warps = in_blocks, BLOCK_OF_LONG_ROWS, 32
-    launch = partial(kernel[(rows,)], x, target, columns, BLOCK=block, num_warps=warps)
+    launch = partial(kernel[(rows,)], x, columns=columns, BLOCK=block, num_warps=warps)
 
     def run():
-        launch()
+        target = torch.empty_like(x)  # memory of the allocator's choice, as ours and PyTorch's
+        launch(target=target)
         return target
 
     return run

@@ -2,6 +2,7 @@
 
     python tests/sanitize.py                   all four tools
     python tests/sanitize.py memcheck          one of them
+    python tests/sanitize.py --parts softmax   some of the calls
     python tests/sanitize.py --bare            the calls alone, as each tool runs them
 
 Inputs are drawn and results checked on the CPU, so that nearly all the kernels that a tool sees are ours.
@@ -36,7 +37,10 @@ from tolerance import assert_attention, assert_gradients, assert_ragged, assert_
 
 import flash_cute
 from benchmarks.contenders import families
+from flash_cute.row_softmax import hidden_columns
 
+SOFTMAX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = ("seqused_k", "leftpad_k")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # initcheck does not see what TMA stores: a copy of the result to the CPU would be reported for every byte.
 OPTIONS = {"initcheck": ("--check-api-memory-access", "no")}
@@ -86,8 +90,30 @@ def ragged_calls():
                     )
 
 
-def run_all() -> None:
-    deterministic = itertools.cycle((False, True, False))
+# Some lanes, a warp, several warps, a block of 1024 threads, several blocks, which have several tiles; rows
+# that don't begin or end at multiples of 16 bytes.
+COLUMNS = (3, 64, 250, 512, 1500, 4096, 10_001, 32_768, 70_001, 2**20)
+HIDING = ({}, {"leftpad_k": [1, 0], "seqused_k": [3, 2]}, {"causal": True})
+deterministic = itertools.cycle((False, True, False))
+
+
+def check_softmax() -> None:
+    """Forward and backward of each tile of rows, plain and with hidden columns, beside PyTorch's."""
+    for dtype, columns, hiding in itertools.product(SOFTMAX_DTYPES, COLUMNS, HIDING):
+        x = torch.randn(2, 3 if columns < 2**20 else 1, columns).to(dtype)
+        lengths = {name: torch.tensor(n, dtype=torch.int32) for name, n in hiding.items() if name != "causal"}
+        hidden = hidden_columns(x.shape, "causal" in hiding, *map(lengths.get, LENGTHS), x.device)
+        leaf, given = x.to("cuda").requires_grad_(), torch.randn(x.shape).to(dtype)
+        on_gpu = {name: tensor.to("cuda") for name, tensor in lengths.items()}
+        results = flash_cute.softmax(leaf, causal="causal" in hiding, **on_gpu)
+        (found,) = torch.autograd.grad(results[0], leaf, given.to("cuda"))
+        p = x.double().masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
+        dx = p * (given.double() - (p * given.double()).sum(-1, keepdim=True))
+        for result, oracle in ((results[0], p), (found, dx)):
+            torch.testing.assert_close(result.detach().cpu(), oracle.to(dtype), rtol=2e-2, atol=1e-5)
+
+
+def check_ragged() -> None:
     for family, mask, batch in ragged_calls():
         inputs = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.lengths}
         function = flash_cute.forward_varlen if batch.packed else flash_cute.forward
@@ -98,6 +124,9 @@ def run_all() -> None:
             given = make_ragged_gradients(batch)
             found = gradients(function, on_gpu, given, mask, family, next(deterministic))
             assert_ragged_gradients(found, batch, *given, mask)
+
+
+def check_dense() -> None:
     for family, mask, shape, dtype in calls():
         inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
         on_gpu = {name: tensor.to("cuda") for name, tensor in zip("qkv", inputs, strict=True)}
@@ -117,8 +146,11 @@ def gradients(function, inputs, given, mask, family: str, deterministic: bool) -
     return [tensor.cpu() for tensor in found]
 
 
-def under(tool: str) -> bool:
-    """Run all calls under one tool, each tensor in an allocation of its own, so that its ends are known."""
+PARTS = {"ragged": check_ragged, "dense": check_dense, "softmax": check_softmax}
+
+
+def under(tool: str, parts: list[str]) -> bool:
+    """Run the calls under one tool, each tensor in an allocation of its own, so that its ends are known."""
     begin = time.perf_counter()
     command = [
         "compute-sanitizer",
@@ -130,6 +162,8 @@ def under(tool: str) -> bool:
         sys.executable,
         __file__,
         "--bare",
+        "--parts",
+        *parts,
     ]
     settings = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FLASH_CUTE_SANITIZER": tool}
     ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
@@ -143,13 +177,15 @@ def under(tool: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tools", nargs="*", metavar="tool", help="of " + ", ".join(TOOLS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--bare", action="store_true", help="without a tool")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("compute-sanitizer looks at GPU kernels, and there is no GPU here")
     if options.bare:
-        run_all()
-    elif failed := [tool for tool in options.tools or TOOLS if not under(tool)]:
+        for part in options.parts:
+            PARTS[part]()
+    elif failed := [tool for tool in options.tools or TOOLS if not under(tool, options.parts)]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
