@@ -22,6 +22,8 @@ struct RowPlace {
   Row<Traits> columns;
   Storage const *input, *gradient;
   Storage* output;
+  // Does the row's last chunk reach past the tensor's end? Then it is read element by element.
+  bool input_ends, gradient_ends;
 
   // number: the how many-th thread block's rows.
   __device__ RowPlace(RowSoftmaxParams const& params, unsigned number) {
@@ -53,6 +55,8 @@ struct RowPlace {
     input = at(params.input) + (first - skew);
     gradient = params.gradient.data ? at(params.gradient) + (first - skew) : nullptr;
     output = at(params.output) + (first - skew);
+    input_ends = !Traits::kPlain && at(params.input) > params.whole_chunks_before.input;
+    gradient_ends = !Traits::kPlain && at(params.gradient) > params.whole_chunks_before.gradient;
     tiles = Traits::kInTiles ? ceil_div(of_part, int(blockDim.x) * Traits::kChunks) : 1;
   }
 
@@ -77,12 +81,17 @@ class HeldRow {
   __device__ void load(Place const& place, int tile, Storage hidden) {
     int const before = elements_before(tile);
     Row<Traits> const columns = place.columns.behind(before);
-    columns.load(chunks_[0], place.input + before, hidden);
+    if (place.input_ends && columns.ends_here()) {
+      columns.load_elements(chunks_[0], place.input + before, hidden);
+    } else {
+      columns.load(chunks_[0], place.input + before, hidden);
+    }
     if constexpr (Traits::kTensors > 1) {
       if (!place.gradient) {
 #pragma unroll
         for (Chunk& chunk : chunks_[1]) chunk = Chunk::filled(0);
-      } else if (Traits::kPlain || Row<Traits>::skew_of(place.gradient) == 0) {
+      } else if (Traits::kPlain || (Row<Traits>::skew_of(place.gradient) == 0 &&
+                                    !(place.gradient_ends && columns.ends_here()))) {
         columns.load(chunks_[1], place.gradient + before, 0);
       } else {
         columns.load_elements(chunks_[1], place.gradient + before, 0);

@@ -21,14 +21,24 @@ template <RowElement element, bool kBackward, int kTile = 0, class Visitor>
 void visit_row_tile(RowSoftmaxPlan const& plan, Visitor&& visitor) {
   constexpr RowTiles kRows = row_tiles(sizeof(typename Chunk<element>::Storage), kBackward);
   if (plan.tile == kTile) {
-    return plan.plain ? visitor(RowTraits<element, kBackward, kRows.tiles[kTile], true>{})
-                      : visitor(RowTraits<element, kBackward, kRows.tiles[kTile], false>{});
+    if (plan.plain) return visitor(RowTraits<element, kBackward, kRows.tiles[kTile], true>{});
+    if constexpr (!kRows.tiles[kTile].plain_only) {
+      return visitor(RowTraits<element, kBackward, kRows.tiles[kTile], false>{});
+    }
   }
   if constexpr (kTile + 1 < kRows.count) visit_row_tile<element, kBackward, kTile + 1>(plan, visitor);
 }
 
 template <RowElement element, bool kBackward>
-void launch_row_softmax(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan, cudaStream_t stream) {
+void launch_row_softmax(RowSoftmaxParams params, RowSoftmaxPlan const& plan, cudaStream_t stream) {
+  using Chunk = flash_cute::Chunk<element>;
+  auto whole_chunks_before = [&](TensorView const& view) {
+    ScoreShape const& shape = params.shape;
+    int64_t const last = (shape.batch - 1) * view.batch_stride + (shape.heads - 1) * view.head_stride +
+                         (shape.rows - 1) * view.row_stride;
+    return static_cast<typename Chunk::Storage const*>(view.data) + last - Chunk::kWidth;
+  };
+  params.whole_chunks_before = {whole_chunks_before(params.input), whole_chunks_before(params.gradient)};
   visit_row_tile<element, kBackward>(plan, [&]<class Traits>(Traits) {
     bool const cooperative = plan.parts > 1;
     if (cooperative) {

@@ -53,6 +53,10 @@ struct RowSoftmaxParams {
   float scale;
   ColumnMask mask;
   DeviceInfo device;
+  // Of rows that begin here or before, also the last chunk lies inside of the tensor. Set by the launch.
+  struct {
+    void const *input, *gradient;
+  } whole_chunks_before = {};
   void* workspace = nullptr;  // RowSoftmaxPlan::workspace_bytes
 };
 

@@ -18,6 +18,8 @@ struct RowTile {
   int lanes, chunks;
   int threads;  // of a block, at most
   bool weights, of_block, shared;
+  int resident;     // threads of a multiprocessor that registers must leave room for
+  bool plain_only;  // not for rows with edges, see RowSoftmaxPlan::plain
 
   constexpr int rows() const { return of_block ? 1 : threads / lanes; }  // of a block
   constexpr int capacity() const { return (of_block ? threads : lanes) * chunks; }
@@ -32,26 +34,32 @@ struct RowTiles {
   constexpr int shared() const { return count - 1; }
 };
 
-// A thread has at most 64 registers, so that a multiprocessor has this many, and with them up to 128 kB of
-// rows under way.
+// With at most 64 registers in a thread, and with up to 128 kB of rows under way on a multiprocessor.
 constexpr int kResidentThreads = 1024;
 
 // 32 of a thread's registers hold numbers that were computed of scores, or chunks of them, of which they are
 // computed twice: of 16-bit types twice as many. The backward has two tensors. H200, of a copy's speed: rows
 // of 64 B have 0.85 with 1 chunk in a thread and 0.96 with 2, rows of 32 kB 1.01 with 4 and 0.99 with 8
-// (fp32), rows of 64 kB 0.88 and 0.99, as blocks of 1024 threads are alone on an SM.
+// (fp32), rows of 64 kB 0.88 and 0.99, as blocks of 1024 threads are alone on an SM. Two chunks in a thread win
+// up to 1% where a row has no edges, with 4 kB of fp32; of 16-bit types twice as many threads are resident then.
 constexpr RowTiles row_tiles(int element_bytes, bool backward) {
   int const kept = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), most = backward ? 4 : 8;
   int const single = backward ? 8 : 2;
   RowTiles rows;
   for (int capacity = 1; capacity <= 64; capacity *= 2) {
     int const chunks = smaller(most / 2, capacity <= single ? 1 : capacity <= 4 * single ? 2 : 4);
-    rows.tiles[rows.count++] = {capacity / chunks, chunks, 128, chunks <= kept, false, false};
+    rows.tiles[rows.count++] = {capacity / chunks, chunks, 128, chunks <= kept, false, false, kResidentThreads, false};
   }
   auto add = [&](int chunks, int threads, bool shared) {
-    rows.tiles[rows.count++] = {kWarp, chunks, threads, chunks <= kept && !shared, true, shared};
+    rows.tiles[rows.count++] = {kWarp, chunks, threads, chunks <= kept && !shared, true, shared,
+                                kResidentThreads, false};
   };
-  if (!backward) add(most / 2, kResidentThreads / 2, false);
+  if (!backward) {
+    bool const narrow = element_bytes == 2;
+    int const threads = narrow ? 512 : 256, resident = narrow ? 2048 : kResidentThreads;
+    rows.tiles[rows.count++] = {kWarp, 2, threads, true, true, false, resident, /*plain_only=*/true};
+    add(most / 2, kResidentThreads / 2, false);
+  }
   add(most, kResidentThreads, false);
   add(most, kResidentThreads / 2, /*shared=*/true);
   return rows;
@@ -82,7 +90,8 @@ inline RowSoftmaxPlan plan_row_softmax(ScoreShape const& shape, int element_byte
   RowTiles const rows = row_tiles(element_bytes, backward);
   int const chunks = row_chunks(shape, element_bytes, aligned);
   int number = 0;
-  while (number < rows.shared() && rows.tiles[number].capacity() < chunks) ++number;
+  auto serves = [&](RowTile const& tile) { return tile.capacity() >= chunks && (plain || !tile.plain_only); };
+  while (number < rows.shared() && !serves(rows.tiles[number])) ++number;
   RowTile const& tile = rows.tiles[number];
   // Of a GPU's blocks fewer are left over where they are small, but many of them wait longer for each other.
   int const most = tile.shared && chunks < 8 * tile.capacity() ? tile.threads / 2 : tile.threads;

@@ -14,7 +14,7 @@ struct RowTraits {
   using Chunk = flash_cute::Chunk<element>;
   using Storage = typename Chunk::Storage;
   static constexpr int kLanes = kShape.lanes, kChunks = kShape.chunks, kThreads = kShape.threads;
-  static constexpr int kMinBlocks = kResidentThreads / kThreads;
+  static constexpr int kMinBlocks = kShape.resident / kThreads;
   static constexpr int kTensors = kBackward ? 2 : 1;
   static constexpr bool kOfBlock = kShape.of_block, kShared = kShape.shared;
   static constexpr bool kFromScores = !kBackward || keeps_scores(element);
@@ -45,6 +45,9 @@ struct Row {
   __device__ Row behind(int elements) const {
     return {start - elements, size - elements, begin - elements, end - elements};
   }
+
+  // Is the row's last chunk one of this thread's, or before them?
+  __device__ bool ends_here() const { return size < position_of(Traits::kChunks - 1) + kWidth; }
 
   // A thread's chunks, which begin at multiples of 16 bytes. What is hidden is `hidden`.
   __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, Storage hidden) const {
