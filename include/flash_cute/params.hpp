@@ -73,8 +73,12 @@ struct BackwardWorkspace {
   // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
-  int* in_turns = nullptr;  // do blocks of keys add to them in one order? Null: no
+  bool in_turns = false;    // do blocks of keys add to them in one order?
+  int* in_order = nullptr;  // of packed keys: do offsets never go backwards? See check_order
   int* claimed = nullptr;   // tiles that thread blocks of the Hopper family's kernel have taken so far
+  // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
+  // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.
+  int *taken = nullptr, *finished = nullptr;
 };
 
 struct BackwardParams {

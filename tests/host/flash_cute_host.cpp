@@ -247,6 +247,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("chunks", &RowTile::chunks)
       .def_readonly("shared", &RowTile::shared)
       .def_readonly("of_block", &RowTile::of_block)
+      .def_readonly("plain_only", &RowTile::plain_only)
+      .def_readonly("resident", &RowTile::resident)
       .def("rows", &RowTile::rows)
       .def("capacity", &RowTile::capacity);
   module.def("row_tiles", [](int element_bytes, bool backward) {
@@ -259,9 +261,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("parts", &RowSoftmaxPlan::parts)
       .def_readonly("teams", &RowSoftmaxPlan::teams)
       .def_readonly("workspace_bytes", &RowSoftmaxPlan::workspace_bytes);
-  module.def("plan_row_softmax", [](int rows, int columns, int element_bytes, bool aligned, bool backward,
-                                    int multiprocessors) {
-    return plan_row_softmax({1, 1, rows, columns}, element_bytes, aligned, false, backward, multiprocessors);
+  module.def("plan_row_softmax", [](int rows, int columns, int element_bytes, bool aligned, bool plain,
+                                    bool backward, int multiprocessors) {
+    return plan_row_softmax({1, 1, rows, columns}, element_bytes, aligned, plain, backward, multiprocessors);
   });
   module.def("row_softmax_workspace", [](int rows, int columns, int element_bytes, bool backward) {
     return row_softmax_workspace({1, 1, rows, columns}, element_bytes, backward);
@@ -282,6 +284,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
       .def_readonly("in_turns", &BackwardPlan::in_turns)
       .def_readonly("clears_sums", &BackwardPlan::clears_sums)
+      .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
@@ -321,6 +324,19 @@ PYBIND11_MODULE(flash_cute_host, module) {
       tiles.push_back({{tile.batch, tile.head_kv, tile.sequence.k_begin + tile.n_begin}, steps});
     }
     return tiles;
+  });
+
+  // Of each block of queries, in the order in which rows of dQ are made: RowsOrder::Block.
+  module.def("rows_order", [](RaggedBatch const& batch, int block_m) {
+    auto const& [shape, lengths] = std::tie(batch.params.shape, batch.params.lengths);
+    BlockPlaces const queries{lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
+    RowsOrder const order{queries, shape.heads_q, shape.heads_kv, !lengths.given};
+    std::vector<std::tuple<int, int, int, int>> blocks;
+    for (int index = 0; index < order.count(); ++index) {
+      auto const [pair, sequence, head, place] = order(index);
+      blocks.emplace_back(pair, sequence, head, place);
+    }
+    return blocks;
   });
 
   py::class_<ForwardPlan>(module, "ForwardPlan")

@@ -660,9 +660,11 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     plan = plan_backward(host, 128, (2, 4, 4, 100, 300, 128), asked_for=asked_for, family="sm90")
     assert (plan.runs_keys, plan.runs_queries) == (True, False)
     assert (plan.sums_dq, plan.in_turns, plan.clears_sums) == (sums_dq, in_turns, False)
+    assert plan.makes_rows == sums_dq
     assert plan.tiles == plan.blocks == 4 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    counters = 2 + 4 * plan.query_blocks * 2 * sums_dq  # of each warpgroup
+    # Of each warpgroup; of blocks that are taken, and of each sequence and head.
+    counters = 2 + (4 * plan.query_blocks * 2 + 1 + 2 * 4) * sums_dq
     assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
 
 
@@ -686,6 +688,44 @@ def test_some_sums_are_cleared(host, packed):
     assert not clears(140 * 128, deterministic=True)
     assert clears(128, heads_kv=2)
     assert not clears(128, deterministic=True, heads_kv=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_who_makes_rows_of_dq(host, head_dim):
+    """The kernel that sums them up, where it has room, and tiles enough for the blocks of queries."""
+
+    def makes_rows(seqlen_q, seqlen_k, heads_kv=4):
+        sizes = (2, 4, heads_kv, seqlen_q, seqlen_k, head_dim)
+        return plan_backward(host, head_dim, sizes, family="sm90").makes_rows
+
+    small = head_dim <= 128
+    assert makes_rows(512, 512) == makes_rows(500, 4000) == makes_rows(5, 5) == small
+    assert not makes_rows(4000, 500)
+    assert not makes_rows(512, 512, heads_kv=1)
+
+
+@pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
+    """Each block of queries comes once, and pairs come in the order in which their blocks of keys do."""
+    sizes = (3, 4, heads_kv, 400, 333, 64)
+    batch = make_ragged_batch(host, sizes, (None, None), lengths or [None] * 5)
+    places = host.BlockPlaces(batch, True, block_m)
+    blocks = host.rows_order(batch, block_m)
+    assert sorted((head, place) for _, _, head, place in blocks) == [
+        (head, place) for head in range(4) for place in range(places.count())
+    ]
+    for pair, sequence, head, place in blocks:
+        assert sequence == places.sequence(place)
+        assert pair == sequence * heads_kv + head // (4 // heads_kv)
+    listed = host.key_tiles(64, batch, False)
+    first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}
+    pairs = [(first_keys.get(k, b) if lengths else b, head) for (b, head, k), _ in listed]
+    pairs = [pair for pair in pairs if pair[0] * heads_kv + pair[1] in {block[0] for block in blocks}]
+    in_order = [b * heads_kv + head for b, head in dict.fromkeys(pairs)]
+    of_rows = [pair for pair in dict.fromkeys(block[0] for block in blocks) if pair in in_order]
+    assert of_rows == in_order
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -735,14 +775,15 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, deterministic, limits, lengths
     st.integers(1, 10_000),
     st.integers(1, 70_000) | st.integers(1, LONGEST) | st.integers(1, 20).map(lambda power: 2**power),
     st.sampled_from([2, 4]),
-    st.booleans(),
+    st.sampled_from([(False, False), (True, False), (True, True)]),
     st.booleans(),
     st.sampled_from([1, 7, 40, 132]),
 )
-def test_softmax_plan(host, rows, columns, element_bytes, aligned, backward, multiprocessors):
+def test_softmax_plan(host, rows, columns, element_bytes, edges, backward, multiprocessors):
     """Threads hold all chunks of a row, blocks that wait for each other all run at once, and a workspace that
     was allocated without a look at the GPU is large enough."""
-    plan = host.plan_row_softmax(rows, columns, element_bytes, aligned, backward, multiprocessors)
+    aligned, plain = edges
+    plan = host.plan_row_softmax(rows, columns, element_bytes, aligned, plain, backward, multiprocessors)
     tiles = host.row_tiles(element_bytes, backward)
     tile = tiles[plan.tile]
     width = 16 // element_bytes
@@ -750,6 +791,7 @@ def test_softmax_plan(host, rows, columns, element_bytes, aligned, backward, mul
     assert [tile.capacity() for tile in tiles[:-1]] == sorted({tile.capacity() for tile in tiles[:-1]})
     assert [tile.shared for tile in tiles] == [False] * (len(tiles) - 1) + [True]
     assert plan.threads % 32 == 0
+    assert plain or not tile.plain_only
     resident = multiprocessors * (1024 // plan.threads)
     if tile.shared:
         assert 1 <= plan.parts * plan.teams <= resident

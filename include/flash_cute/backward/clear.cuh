@@ -44,21 +44,21 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-// Additions have an order only if the offsets of keys are in order: else a block of keys of a sequence may be
-// nobody's, and must not be waited for.
+// Additions have an order, and a sequence's have an end, only if the offsets of keys are in order: else a
+// block of keys of a sequence may be nobody's, and must not be waited for.
 template <int kThreads>
-__device__ void check_turns(BackwardParams const& params) {
+__device__ void check_order(BackwardParams const& params) {
   int const* const offsets = params.lengths.cu_seqlens_k;
-  if (!params.workspace.in_turns || !offsets || blockIdx.x > 0) return;
+  if (!params.workspace.in_order || !offsets || blockIdx.x > 0) return;
   bool in_order = true;
   for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) in_order &= offsets[b] <= offsets[b + 1];
   in_order = __syncthreads_and(in_order);
-  if (threadIdx.x == 0) *params.workspace.in_turns = in_order;
+  if (threadIdx.x == 0) *params.workspace.in_order = in_order;
 }
 
 template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
-  check_turns<kThreads>(params);
+  check_order<kThreads>(params);
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};

@@ -2,6 +2,7 @@
 // of the tile's part of dQ.
 #pragma once
 
+#include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
 #include "flash_cute/core/warpgroup.hpp"
@@ -18,6 +19,7 @@ struct BackwardConsumerSm90 {
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
   QuerySums<Traits> sums = own.query_sums();
+  QueryRowsConverter<Traits> rows{own};
 
   // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
   // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one
@@ -112,6 +114,7 @@ struct BackwardConsumerSm90 {
     await_queries();
     step(std::true_type{});
     own.await_stored();
+    rows.finish();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     Tensor acc_dq = sums.issue(before);
     own.release(shared.ring_v, at_keys);
@@ -120,10 +123,13 @@ struct BackwardConsumerSm90 {
     own.release(shared.ring_k, at_keys);
     sums.put(acc_dq);
     at_keys.advance();
-    if (!own.params.dk.data) return;  // nobody asked for them
+    rows.start_ready();  // while sums are added
+    if (!own.params.dk.data) return;
     sums.await_read();
+    rows.finish();
     own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
     own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+    rows.start_ready();  // while dK leaves
   }
 };
 

@@ -1,11 +1,12 @@
-// The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, and a warp
-// for each of them adds its sums of dQ.
+// The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, a warp for
+// each of them adds its sums of dQ, and one fetches complete sums, of which they make rows.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "flash_cute/backward/consumer_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
+#include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
 
 namespace flash_cute {
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.ring_p.init(kWarpsDS, kWarpsDS);
     shared.ring_tiles.init(kWarps + Traits::kConsumers);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
+    for (auto& ring : shared.ring_sums) ring.init(4);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -37,11 +39,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if (warp <= Traits::kConsumers && elect_one_sync()) {
+    if (elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
-      } else {
+      } else if (warp <= Traits::kConsumers) {
         QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
+      } else if constexpr (Traits::kMakesRows) {
+        if (params.workspace.finished) QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
       }
     }
   } else {

@@ -18,7 +18,7 @@ struct KeyOrder {
     ProblemShape const& shape = params.shape;
     int const* const offsets_q = params.lengths.cu_seqlens_q;
     BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
-    KeyTile tile{.sequence = {}, .batch = 0, .head_kv = 0, .n_begin = 0, .first_place = 0, .places = 0};
+    KeyTile tile{};
     int b = 0;
     if (params.lengths.given) {
       BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
@@ -38,10 +38,36 @@ struct KeyOrder {
     bool const from_other_end = start == QueryStart::last && tile.descending;
     tile.start = from_other_end ? QueryStart::first : start;
     tile.sequence = sequence_for<Family::sm90>(params, b);
+    tile.pair = b * shape.heads_kv + tile.head_kv;
     tile.batch = offsets_q ? 0 : b;
     tile.first_place = queries.first(b);
     tile.places = queries.count();
     return tile;
+  }
+};
+
+// Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
+// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs.
+struct RowsOrder {
+  BlockPlaces queries;
+  int heads_q, heads_kv;
+  bool alike;  // sequences
+
+  struct Block {
+    int pair, sequence, head, place;  // the last one of its head
+  };
+
+  FLASH_CUTE_HOST_DEVICE int count() const { return heads_q * queries.count(); }
+  FLASH_CUTE_HOST_DEVICE Block operator()(int index) const {
+    int const heads = heads_q / heads_kv, of_head_kv = index / heads, blocks = queries.count();
+    int const of_sequence = alike ? blocks / queries.batch : blocks, outer = of_head_kv / of_sequence;
+    int const inner = of_head_kv - outer * of_sequence;
+    int const b = alike ? outer / heads_kv : queries.sequence(inner);
+    int const head_kv = alike ? outer - b * heads_kv : outer;
+    return {.pair = b * heads_kv + head_kv,
+            .sequence = b,
+            .head = head_kv * heads + index - of_head_kv * heads,
+            .place = alike ? b * of_sequence + inner : inner};
   }
 };
 

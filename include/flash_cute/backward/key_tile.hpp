@@ -15,9 +15,9 @@ enum class QueryStart { first, last, own };
 // A block of keys of one head, and the blocks of queries of its sequence.
 struct KeyTile {
   Sequence sequence;
-  int batch, head_kv, n_begin;
-  int first_place, places;  // of the sequence's blocks of queries, and of all (see BlockPlaces)
-  bool descending = false;  // do the blocks of keys behind it come before it in the launch order?
+  int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
+  int first_place, places;            // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
   QueryStart start = QueryStart::first;
 
   // Of a block of its queries among those of all heads.
@@ -25,6 +25,11 @@ struct KeyTile {
     return int64_t(head) * places + first_place + block;
   }
 };
+
+// Of packed keys: see check_order.
+FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
+  return !params.lengths.cu_seqlens_k || *params.workspace.in_order;
+}
 
 // The mask seen from the keys, which are rows here; those past the end see nobody.
 struct MaskOfKeys {

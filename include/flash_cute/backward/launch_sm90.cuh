@@ -33,23 +33,25 @@ BackwardMaps maps_of(BackwardParams const& params) {
         {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
-  auto queries = [&](TensorView const& view) {
-    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), Traits::kBlockM);
+  auto queries = [&](TensorView const& view, int box_rows) {
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box_rows);
   };
   auto keys = [&](TensorView const& view, int box_rows) {
     return encode(view, shape.heads_kv, shape.seqlen_k, 0, box_rows);
   };
   // What is not there is never loaded or stored, but a map has to point somewhere.
   TensorView const &dout = params.dout.data ? params.dout : params.q,
-                   &dk = params.dk.data ? params.dk : params.k, &dv = params.dv.data ? params.dv : params.v;
-  return {.q = queries(params.q),
+                   &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
+                   &dv = params.dv.data ? params.dv : params.v;
+  return {.q = queries(params.q, Traits::kBlockM),
           .k = keys(params.k, Traits::kBlockN),
           .v = keys(params.v, Traits::kBlockN),
-          .dout = queries(dout),
+          .dout = queries(dout, Traits::kBlockM),
+          .dq = queries(dq, Traits::kWarpRows),
           .dk = keys(dk, Traits::kWarpRows),
           .dv = keys(dv, Traits::kWarpRows),
           .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(dout),
-                         entry_rows(dk), entry_rows(dv)}};
+                         entry_rows(dq), entry_rows(dk), entry_rows(dv)}};
 }
 
 // Calls visitor(traits) for the kernel that a plan names.
@@ -80,7 +82,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
                                                               params, order, maps_of<Traits>(params));
-    if (plan.sums_dq) {
+    if (plan.sums_dq && !plan.makes_rows) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);
     }

@@ -17,15 +17,16 @@ struct BackwardPlan {
   bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
   bool in_turns;      // and each of them in one order
   bool clears_sums;   // which are 0 before, else the first one is stored
+  bool makes_rows;    // and converts them itself, head by head
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
-  int tiles;               // of the first kernel
-  int blocks;              // of its grid
-  TileOrder order;         // of its blocks of keys, on Hopper, where sequences are alike
-  QueryStart query_start;  // whatever is asked for, so that each gradient has the same bits
-  int64_t rows;            // of the workspace, over all heads
-  int dq_columns;          // of the sums of dQ, 0 if there are none
-  int64_t counters;
+  int tiles;                    // of the first kernel
+  int blocks;                   // of its grid
+  TileOrder order;              // of its blocks of keys, on Hopper, where sequences are alike
+  QueryStart query_start;       // whatever is asked for, so that each gradient has the same bits
+  int64_t rows;                 // of the workspace, over all heads
+  int dq_columns;               // of the sums of dQ, 0 if there are none
+  int64_t counters, additions;  // integers of the workspace, and which of them count additions
   int64_t workspace_bytes;
 
   // Where each part of a workspace begins.
@@ -36,9 +37,12 @@ struct BackwardPlan {
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? end : nullptr,
-            .additions = counters > 2 ? ints + 2 : nullptr,
-            .in_turns = in_turns ? ints + 1 : nullptr,
-            .claimed = counters > 0 ? ints : nullptr};
+            .additions = additions > 0 ? ints + 2 : nullptr,
+            .in_turns = in_turns,
+            .in_order = counters > 0 ? ints + 1 : nullptr,
+            .claimed = counters > 0 ? ints : nullptr,
+            .taken = makes_rows ? ints + 2 + additions : nullptr,
+            .finished = makes_rows ? ints + 3 + additions : nullptr};
   }
 };
 
@@ -98,8 +102,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
     plan.order = key_order(params, plan.tile.block_n, deterministic);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
-  bool const counted = plan.sums_dq && !plan.clears_sums;
-  if (one_kernel) plan.counters = 2 + (counted ? kSumParts * plan.rows / plan.tile.block_m : 0);
+  if (one_kernel) {
+    bool const counted = plan.sums_dq && !plan.clears_sums;
+    // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.
+    plan.makes_rows = plan.sums_dq && plan.tile.has_room_for_sums() &&
+                      int64_t(shape.heads_q) * plan.query_blocks <= 2 * int64_t(plan.tiles);
+    plan.additions = counted ? kSumParts * plan.rows / plan.tile.block_m : 0;
+    plan.counters = 2 + plan.additions + (plan.makes_rows ? 1 + int64_t(shape.batch) * shape.heads_kv : 0);
+  }
   plan.workspace_bytes =
       plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + plan.counters * int64_t(sizeof(int));
   return plan;

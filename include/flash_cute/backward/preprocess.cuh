@@ -30,6 +30,10 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
   if (params.workspace.claimed && blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.claimed = 0;
+  if (params.workspace.finished && threadIdx.x == 0) {
+    if (blockIdx.x == 0) *params.workspace.taken = 0;
+    if (blockIdx.x < shape.batch * shape.heads_kv) params.workspace.finished[blockIdx.x] = 0;
+  }
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);

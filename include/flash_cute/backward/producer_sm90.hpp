@@ -27,11 +27,14 @@ struct BackwardProducerSm90 {
     auto claim = [&] { return atomicAdd(params.workspace.claimed, 1); };
     for (int index = claim(); index < order.tiles; index = claim()) {
       KeyTile const tile = order(params, index);
-      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
+        count_as_finished(params, Traits::kConsumers);
+        continue;
+      }
       announce(tile);
       load(tile);
     }
-    announce({.sequence = {}, .batch = 0, .head_kv = 0, .n_begin = kThrough, .first_place = 0, .places = 0});
+    announce({.n_begin = kThrough});
   }
 
  private:

@@ -95,9 +95,10 @@ struct QuerySumsWriter {
     auto part_of = [&](QuerySteps const& step) {
       return tile.place(step.head, step.block) * Traits::kConsumers + warpgroup;
     };
-    int* const additions = params.workspace.additions;
-    int const* const in_order = params.workspace.in_turns;  // see check_turns
-    bool const in_turns = in_order && (!params.lengths.cu_seqlens_k || *in_order);
+    int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
+    // Some 20 us until rows are made of them (1% at head dim 128).
+    auto const hint = finished ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
+    bool const in_order = offsets_in_order(params), in_turns = params.workspace.in_turns && in_order;
     auto look = [&](QuerySteps const& step) { return load_acquire(additions + part_of(step)); };
     int seen = additions && steps.left > 0 ? look(steps) : kStored;
     while (steps.left > 0) {
@@ -119,9 +120,9 @@ struct QuerySumsWriter {
         cutlass::arch::fence_view_async_shared();
         float* const sums = params.workspace.dq + (part * Traits::kRoundsQ + round) * kFloats;
         if (first) {
-          bulk_store(sums, staged, kFloats * sizeof(float));
+          bulk_store(sums, staged, kFloats * sizeof(float), hint);
         } else {
-          bulk_add(sums, staged, kFloats * sizeof(float));
+          bulk_add(sums, staged, kFloats * sizeof(float), hint);
         }
         cute::tma_store_arrive();
         // While it is on its way, as it takes as long.
@@ -132,6 +133,8 @@ struct QuerySumsWriter {
       }
       if (in_turns || first) pass(additions + part);
     }
+    // Once a tile, as a release waits for whatever this multiprocessor has under way.
+    if (finished) pass(finished + (in_order ? tile.pair : 0));
   }
 
   // Of those that see a block of queries, the blocks of keys that come before this one in the launch order.

@@ -19,6 +19,8 @@ struct BackwardTile {
   bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
 
   constexpr int warps() const { return warps_keys * warps_across; }
+  // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
+  constexpr bool has_room_for_sums() const { return warps_across == 1; }
   constexpr bool operator==(BackwardTile const&) const = default;
 
   // K and V; Q, dO and two floats of each query; dS, and P where warps share it.

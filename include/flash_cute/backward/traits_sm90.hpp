@@ -13,6 +13,12 @@ namespace flash_cute {
 
 using namespace cute;
 
+// Where a block of queries whose sums are complete has its rows of dQ: see MapPlace. Or there is no more.
+struct FinishedQueries {
+  bool through;
+  int head, row, plane, bound;
+};
+
 template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm90 {
   using Instance = Instance_;
@@ -91,10 +97,14 @@ struct BackwardTraitsSm90 {
   static constexpr int kWarpFloats = kBlockM * kSumColumns / (4 * kConsumers) / kRoundsQ, kWarpRows = 16;
   static constexpr int kStoreColumns = kHeadDim / kRoundsQ;
   using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
+  using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kSlotP = kSplitsWork ? kBlockN * kBlockM / 4 : 0;  // of P, in fours
   static constexpr int kSlotElements = kBlockM * kHeadDim;                // of Q and dO
+
+  static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
+  static constexpr int kSlotSums = kMakesRows ? kBlockM * kSumColumns : 0;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -103,15 +113,17 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) float dq[4 * kConsumers * kWarpFloats];
+    alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
     alignas(128) float4 p[kSlotP];
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
     TmaRing<1> ring_k, ring_v, ring_p;
     TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
-    TmaRing<1> ring_dq[kConsumers];
+    TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
+    FinishedQueries finished;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -50,6 +50,7 @@ struct BackwardWarpgroup {
       at.advance();
     }
     await_stored();
+    if constexpr (Traits::kMakesRows) consumer.rows.finish_all();
   }
 
   // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
@@ -118,6 +119,26 @@ struct BackwardWarpgroup {
     }
   }
 
+  // A warp's 16 rows of an accumulator, from a column on, as TMA stores them.
+  template <class LayoutRows, class Accumulator>
+  CUTE_DEVICE static void stage(Element* rows, int lane, float scale, Accumulator const& acc, int first) {
+    Tensor sRows = make_tensor(make_smem_ptr(rows), LayoutRows{});
+    auto const values = row_col_view(acc);
+    auto word = [&](int row, int col) {
+      return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
+    };
+    constexpr int kOwned = decltype(size<1>(sRows))::value / 4;  // of its columns, by a lane
+    CUTE_UNROLL
+    for (int i = 0; i < kOwned; i += 4) {  // 16 columns
+      auto& target = sRows(lane % 16, 4 * i + lane / 16 * 8);
+      int const col = first / 4 + i;
+      SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
+                              reinterpret_cast<uint128_t&>(target));
+    }
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+  }
+
   // By each warp alone: its 16 rows leave through the memory of its sums of dQ, as many columns at a time as
   // fit.
   template <class Accumulator>
@@ -126,26 +147,13 @@ struct BackwardWarpgroup {
     // Read anew, so that no address is kept in registers for the whole loop before.
     int const lane = read_lane_index(), warp = warpgroup * 4 + thread / 32;
     auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
-    Tensor sRows = make_tensor(make_smem_ptr(rows), typename Traits::LayoutWarp{});  // (16, D)
-    auto const values = row_col_view(acc);
-    auto word = [&](int row, int col) {
-      return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
-    };
     MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
-    constexpr int kColumns = Traits::kStoreColumns, kOwned = kColumns / 4;  // of them, by a lane
+    constexpr int kColumns = Traits::kStoreColumns;
     CUTE_UNROLL
     for (int part = 0; part < Traits::kRoundsQ; ++part) {
       if (lane == 0) cute::tma_store_wait<0>();  // what was there has left
       __syncwarp();
-      CUTE_UNROLL
-      for (int i = 0; i < kOwned; i += 4) {  // 16 columns
-        auto& target = sRows(lane % 16, 4 * i + lane / 16 * 8);
-        int const col = part * kOwned + i;
-        SM90_U32x4_STSM_N::copy(word(0, col), word(1, col), word(0, col + 2), word(1, col + 2),
-                                reinterpret_cast<uint128_t&>(target));
-      }
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
+      stage<typename Traits::LayoutWarp>(rows, lane, scale, acc, part * kColumns);
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,

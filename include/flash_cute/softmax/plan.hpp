@@ -40,19 +40,21 @@ constexpr int kResidentThreads = 1024;
 // 32 of a thread's registers hold numbers that were computed of scores, or chunks of them, of which they are
 // computed twice: of 16-bit types twice as many. The backward has two tensors. H200, of a copy's speed: rows
 // of 64 B have 0.85 with 1 chunk in a thread and 0.96 with 2, rows of 32 kB 1.01 with 4 and 0.99 with 8
-// (fp32), rows of 64 kB 0.88 and 0.99, as blocks of 1024 threads are alone on an SM. Two chunks in a thread win
-// up to 1% where a row has no edges, with 4 kB of fp32; of 16-bit types twice as many threads are resident then.
+// (fp32), rows of 64 kB 0.88 and 0.99, as blocks of 1024 threads are alone on an SM. Two chunks in a thread
+// win up to 1% where a row has no edges, with 4 kB of fp32; of 16-bit types twice as many threads are
+// resident then.
 constexpr RowTiles row_tiles(int element_bytes, bool backward) {
   int const kept = 32 / (kChunkBytes / element_bytes) / (backward ? 2 : 1), most = backward ? 4 : 8;
   int const single = backward ? 8 : 2;
   RowTiles rows;
   for (int capacity = 1; capacity <= 64; capacity *= 2) {
     int const chunks = smaller(most / 2, capacity <= single ? 1 : capacity <= 4 * single ? 2 : 4);
-    rows.tiles[rows.count++] = {capacity / chunks, chunks, 128, chunks <= kept, false, false, kResidentThreads, false};
+    rows.tiles[rows.count++] = {capacity / chunks, chunks, 128, chunks <= kept, false, false,
+                                kResidentThreads,  false};
   }
   auto add = [&](int chunks, int threads, bool shared) {
-    rows.tiles[rows.count++] = {kWarp, chunks, threads, chunks <= kept && !shared, true, shared,
-                                kResidentThreads, false};
+    rows.tiles[rows.count++] = {kWarp, chunks, threads,          chunks <= kept && !shared,
+                                true,  shared, kResidentThreads, false};
   };
   if (!backward) {
     bool const narrow = element_bytes == 2;
