@@ -30,6 +30,7 @@ from benchmarks import (
     results,
     softmax,
     timing,
+    training,
 )
 from benchmarks.problem import Problem, parse_shape, parse_window
 
@@ -609,6 +610,15 @@ def test_softmax(tmp_path, capsys):
     assert {cell["element"] for cell in cells} == {"fp32", "fp16", "bf16"}
     assert all(cell["of_a_copy"] > 0 for cell in cells)
     assert all(0 < cell["over_torch"]["q25"] <= cell["over_torch"]["q75"] for cell in cells)
+
+
+def test_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which takes a minute on the CPU
+    path = training.main(["--device", "cpu", "--seconds", "0.01", "--output", str(tmp_path)])
+    assert "| 32 | 64 | compiled |" in capsys.readouterr().out
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["compiled"] for cell in cells] == [False, True]
+    assert all(0 < cell["over"]["flash"]["q25"] <= cell["over"]["flash"]["q75"] for cell in cells)
 
 
 def test_jax_attention(tmp_path, capsys):
