@@ -65,18 +65,19 @@ def collect(logs: dict[str, str]) -> dict:
 
 
 # The Ampere family's backward spills a few values that its loop reads once a step (docs/backward_sm80.md).
-# So does the Hopper family's at head dim 128, nearly all of it once a tile (docs/backward_sm90.md), and
-# softmax where rows have edges: its threads have 64 registers, as with more of them fewer rows would be on an
-# SM, which costs more (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
+# So does the Hopper family's at head dim 128, nearly all of it once a tile, by warps that compute and by
+# those that load (docs/backward_sm90.md), and softmax where rows have edges and blocks share them: a thread
+# has 64 registers, as with more of them fewer rows would be on an SM, which costs more
+# (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
 TOLERATED = {
     ("backward_kernel_sm80", "spill_bytes"): 168,
     ("backward_kernel_sm80", "stack_bytes"): 88,
-    ("backward_kernel_sm90", "spill_bytes"): 132,
-    ("backward_kernel_sm90", "stack_bytes"): 40,
-    ("row_softmax", "spill_bytes"): 16,
-    ("row_softmax", "stack_bytes"): 8,
-    ("row_softmax_backward", "spill_bytes"): 84,
-    ("row_softmax_backward", "stack_bytes"): 32,
+    ("backward_kernel_sm90", "spill_bytes"): 212,
+    ("backward_kernel_sm90", "stack_bytes"): 48,
+    ("row_softmax", "spill_bytes"): 56,
+    ("row_softmax", "stack_bytes"): 16,
+    ("row_softmax_backward", "spill_bytes"): 112,
+    ("row_softmax_backward", "stack_bytes"): 40,
 }
 
 
