@@ -26,9 +26,9 @@ import char_gpt
 
 WIDTH = {"cuda": 1024, "cpu": 64}
 HEAD_DIMS = {"cuda": (64, 128), "cpu": (32,)}
-CONTEXTS = {"cuda": (1024, 4096), "cpu": (64,)}
+CONTEXTS = {"cuda": (2048,), "cpu": (64,)}
 TOKENS = {"cuda": 16384, "cpu": 128}
-LAYERS, TURNS = 4, 5
+LAYERS, TURNS = 4, 3
 BACKENDS = {
     "cuda": {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION},
     "cpu": {"flash": SDPBackend.FLASH_ATTENTION},

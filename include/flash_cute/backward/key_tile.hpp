@@ -10,7 +10,7 @@ constexpr int kThrough = -1;  // the n_begin of what comes after a thread block'
 
 // Which block of queries a block of keys begins with: the first or the last that sees it, or the one of its
 // own number.
-enum class QueryStart { first, last, own };
+enum class QueryStart : unsigned char { first, last, own };
 
 // A block of keys of one head, and the blocks of queries of its sequence.
 struct KeyTile {
@@ -25,6 +25,7 @@ struct KeyTile {
     return int64_t(head) * places + first_place + block;
   }
 };
+static_assert(sizeof(KeyTile) % 16 != 0, "ptxas would read the mask as one vector in each step: 3% (H200)");
 
 // Of packed keys: see check_order.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
