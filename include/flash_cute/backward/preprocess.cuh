@@ -73,7 +73,11 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (!params.workspace.dq || params.workspace.additions) return;
+  // Else the first one stores; but where offsets are out of order nobody may come to a block that rows are
+  // made of.
+  bool const are_stored =
+      params.workspace.additions && (!params.workspace.finished || offsets_in_order(params));
+  if (!params.workspace.dq || are_stored) return;
   constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};

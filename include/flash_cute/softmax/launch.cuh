@@ -32,7 +32,8 @@ void visit_row_tile(RowSoftmaxPlan const& plan, Visitor&& visitor) {
 template <RowElement element, bool kBackward>
 void launch_row_softmax(RowSoftmaxParams params, RowSoftmaxPlan const& plan, cudaStream_t stream) {
   using Chunk = flash_cute::Chunk<element>;
-  auto whole_chunks_before = [&](TensorView const& view) {
+  auto whole_chunks_before = [&](TensorView const& view) -> typename Chunk::Storage const* {
+    if (!view.data) return nullptr;
     ScoreShape const& shape = params.shape;
     int64_t const last = (shape.batch - 1) * view.batch_stride + (shape.heads - 1) * view.head_stride +
                          (shape.rows - 1) * view.row_stride;
