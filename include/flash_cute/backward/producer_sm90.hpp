@@ -4,6 +4,7 @@
 
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 

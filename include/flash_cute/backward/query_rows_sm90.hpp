@@ -16,7 +16,7 @@ CUTE_DEVICE void count_as_finished(BackwardParams const& params, int warpgroups)
   }
 }
 
-// The thread that fetches. Whoever added to a block of queries, who has room takes it.
+// The thread that fetches. It takes a block of queries when there is room for one, whoever added to it.
 template <class Traits>
 struct QueryRowsFetcher {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = 4 * Traits::kWarpFloats;  // of a warpgroup
