@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
   if (params.workspace.claimed && blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.claimed = 0;
-  if (params.workspace.finished && threadIdx.x == 0) {
+  bool const makes_rows = Instance::family == Family::sm90 && params.workspace.finished;
+  if (makes_rows && threadIdx.x == 0) {
     if (blockIdx.x == 0) *params.workspace.taken = 0;
     if (blockIdx.x < shape.batch * shape.heads_kv) params.workspace.finished[blockIdx.x] = 0;
   }
@@ -75,8 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   // Else the first one stores; but where offsets are out of order nobody may come to a block that rows are
   // made of.
-  bool const are_stored =
-      params.workspace.additions && (!params.workspace.finished || offsets_in_order(params));
+  bool const are_stored = params.workspace.additions && (!makes_rows || offsets_in_order(params));
   if (!params.workspace.dq || are_stored) return;
   constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
