@@ -248,7 +248,6 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("shared", &RowTile::shared)
       .def_readonly("of_block", &RowTile::of_block)
       .def_readonly("plain_only", &RowTile::plain_only)
-      .def_readonly("resident", &RowTile::resident)
       .def("rows", &RowTile::rows)
       .def("capacity", &RowTile::capacity);
   module.def("row_tiles", [](int element_bytes, bool backward) {

@@ -25,7 +25,7 @@ struct KeyTile {
     return int64_t(head) * places + first_place + block;
   }
 };
-static_assert(sizeof(KeyTile) % 16 != 0, "ptxas would read the mask as one vector in each step: 3% (H200)");
+static_assert(sizeof(KeyTile) % 16 != 0, "ptxas would read the mask as one vector in each step: 2% (d64)");
 
 // Of packed keys: see check_order.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
