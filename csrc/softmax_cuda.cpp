@@ -107,7 +107,7 @@ Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::o
   if (dprobabilities) params.gradient = gradient.emplace(*dprobabilities, shape, has_lengths).view;
   std::optional<Tensor> dlse_rows;
   if (dlse) {
-    dlse_rows = torch::stable::contiguous(*dlse);
+    dlse_rows = as_contiguous(*dlse);
     params.dlse = static_cast<float const*>(dlse_rows->const_data_ptr());
   }
   run(kept, params, /*backward=*/true);

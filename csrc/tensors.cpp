@@ -123,6 +123,11 @@ Tensor padded_like(char const* name, Tensor const& tensor) {
                    [&] { return torch::stable::new_empty(tensor, {target.data(), dims}); });
 }
 
+// torch's own goes through the dispatcher even where there is nothing to do.
+Tensor as_contiguous(Tensor const& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 LengthParams length_params(Lengths const& lengths) {
   auto pointer = [](std::optional<Tensor> const& tensor) {
     return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;

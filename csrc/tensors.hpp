@@ -42,6 +42,8 @@ Tensor padded_like(char const* name, Tensor const& tensor);
 
 LengthParams length_params(Lengths const& lengths);
 
+Tensor as_contiguous(Tensor const& tensor);
+
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
 Tensor allocate_like(char const* name, Tensor const& like);  // as torch.empty_like

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
@@ -88,8 +89,9 @@ def forward_varlen(
         )
     window = {"window_left": window_left, "window_right": window_right}
     options = {"causal": causal, "softmax_scale": softmax_scale, **window, "family": family}
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **lengths}
-    return _in_context(q, k, v, lengths, options, deterministic)
+    if cu_seqlens_k is not None:
+        lengths["cu_seqlens_k"] = cu_seqlens_k
+    return _in_context(q, k, v, {"cu_seqlens_q": cu_seqlens_q, **lengths}, options, deterministic)
 
 
 def plan(q, k, v, *args, backward=False, deterministic=False, **options) -> str:
@@ -120,22 +122,26 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _in_context(q, k, v, lengths, options, deterministic, composite=False):
-    """(out, lse) under autocast, transforms and autograd; composite: as the kernel of a public operator."""
+    """(out, lse) under autocast, transforms and autograd; composite: as the kernel of a public operator.
+
+    lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
+    """
     if torch._C._is_any_autocast_enabled():
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     packed = "cu_seqlens_q" in lengths
+    transformed = torch._C._are_functorch_transforms_active()
     # dynamo cannot look below the wrappers of a transform.
-    hidden = torch._C._are_functorch_transforms_active() and torch.compiler.is_dynamo_compiling()
+    hidden = transformed and torch.compiler.is_dynamo_compiling()
     if not (hidden or needs_gradient(q, k, v)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
         return op.default(q, k, v, **lengths, **options, deterministic=deterministic)
-    call = _Call(packed, options, deterministic or torch.are_deterministic_algorithms_enabled())
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    call = _Call(packed, tuple(lengths), options, deterministic)
     # The dispatcher calls composites for one level of transforms at a time.
-    levels = torch._C._are_functorch_transforms_active() and not composite
-    apply = _Attention.apply if levels else _Attention.apply_here
-    return apply(call, q, k, v, *(lengths.get(name) for name in LENGTHS))
+    apply = _Attention.apply if transformed and not composite else _Attention.apply_here
+    return apply(call, q, k, v, *lengths.values())
 
 
 def _composite(op):
@@ -145,6 +151,7 @@ def _composite(op):
     def kernel(*args, deterministic=False, **options):
         named = dict(zip(names, args, strict=False)) | options
         lengths = {name: named.pop(name) for name in LENGTHS if name in named}
+        lengths = {name: tensor for name, tensor in lengths.items() if tensor is not None}
         q, k, v = (named.pop(name) for name in "qkv")
         return _in_context(q, k, v, lengths, named, deterministic, composite=True)
 
@@ -177,25 +184,26 @@ class _Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
         """apply for the one level of transforms that is being run. It takes 14 us less."""
-        apply, args = super(torch.autograd.Function, cls).apply, unwrap_dead_wrappers(args)
+        apply = super(torch.autograd.Function, cls).apply
+        args = [unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         if not torch._C._are_functorch_transforms_active():
             return apply(*args)
         with enable_single_level_autograd_function():
             return apply(*args)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Call:
     """What is no tensor among the arguments of a call. Transforms look into no object of such a type."""
 
     packed: bool
+    names: tuple[str, ...]  # of the lengths that are passed as tensors
     options: dict[str, Any]
     deterministic: bool
 
-    def named(self, lengths: tuple[torch.Tensor | None, ...]) -> dict[str, Any]:
-        """The keywords for an inner operator; lengths are those of LENGTHS."""
-        names = LENGTHS if self.packed else LENGTHS[2:]
-        return dict(zip(names, lengths[-len(names) :], strict=True)) | self.options
+    def named(self, lengths: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """The keywords for an inner operator."""
+        return self.options | dict(zip(self.names, lengths, strict=True)) if lengths else self.options
 
 
 class _Attention(_Function):
@@ -211,29 +219,30 @@ class _Attention(_Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.call, *tensors = inputs
-        ctx.save_for_backward(*output, *tensors)
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*output, *inputs[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         _, *needed = ctx.needs_input_grad[:4]
+        without_gradient = (None,) * len(ctx.call.names)
         if dout is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 4 + without_gradient
         out, lse, q, k, v, *lengths = ctx.saved_tensors
         arguments = ctx.call, needed[0], needed[1] or needed[2], dout, dlse, q, k, v, out, lse, *lengths
         # Only then may somebody differentiate the gradients.
         observed = torch.is_grad_enabled() or forward_ad._current_level >= 0
         gradients = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
-        asked = (x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True))
-        return None, *asked, *(None,) * 5
+        asked = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]
+        return None, *asked, *without_gradient
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
         def apply(q, k, v, **lengths):
             return _Attention.apply(call, q, k, v, *lengths.values())
 
-        names = "q", "k", "v", *LENGTHS
+        names = "q", "k", "v", *call.names
         named, dims = (dict(zip(names, values, strict=True)) for values in (tensors, in_dims[1:]))
         return (rules.vmap_varlen if call.packed else rules.vmap)(apply, info, (dims,), named, {})
 
@@ -292,8 +301,10 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
     """In reverse mode or, in a dual level, in forward mode."""
     if torch._C._are_functorch_transforms_active():  # each wraps tensors, and hides what lies below
         tensors = [level for tensor in tensors for level in _levels(tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() of a generator takes 1 us more
+            if tensor.requires_grad:
+                return True
     return forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
