@@ -42,19 +42,9 @@ def forward(
     **lengths,
 ):
     """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    if not lengths and _is_plain(q, k, v):  # written out, as a dictionary of options takes 0.5 us
-        return _forward(
-            q,
-            k,
-            v,
-            causal,
-            softmax_scale=softmax_scale,
-            window_left=window_left,
-            window_right=window_right,
-            family=family,
-        )
-    window = {"window_left": window_left, "window_right": window_right}
-    options = {"causal": causal, "softmax_scale": softmax_scale, **window, "family": family}
+    options = _options(causal, softmax_scale, window_left, window_right, family)
+    if not lengths and _is_plain(q, k, v):
+        return _forward(q, k, v, **options)
     return _in_context(q, k, v, lengths, options, deterministic)
 
 
@@ -74,21 +64,9 @@ def forward_varlen(
     **lengths,
 ):
     """The operator flash_cute::forward_varlen, likewise."""
+    options = _options(causal, softmax_scale, window_left, window_right, family)
     if not lengths and _is_plain(q, k, v):
-        return _forward_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            causal,
-            softmax_scale=softmax_scale,
-            window_left=window_left,
-            window_right=window_right,
-            family=family,
-        )
-    window = {"window_left": window_left, "window_right": window_right}
-    options = {"causal": causal, "softmax_scale": softmax_scale, **window, "family": family}
+        return _forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     if cu_seqlens_k is not None:
         lengths["cu_seqlens_k"] = cu_seqlens_k
     return _in_context(q, k, v, {"cu_seqlens_q": cu_seqlens_q, **lengths}, options, deterministic)
@@ -109,6 +87,20 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch._C._is_any_autocast_enabled():
         return tensors
     return tuple(torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in tensors)
+
+
+def _options(causal, softmax_scale, window_left, window_right, family) -> dict[str, Any]:
+    """Those that are not an operator's defaults: each that is passed takes the host 0.3 us."""
+    options = {"causal": causal}
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    if window_left is not None:
+        options["window_left"] = window_left
+    if window_right is not None:
+        options["window_right"] = window_right
+    if family is not None:
+        options["family"] = family
+    return options
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -151,7 +143,8 @@ def _composite(op):
     def kernel(*args, deterministic=False, **options):
         named = dict(zip(names, args, strict=False)) | options
         lengths = {name: named.pop(name) for name in LENGTHS if name in named}
-        lengths = {name: tensor for name, tensor in lengths.items() if tensor is not None}
+        # A None for cu_seqlens_q, which torch lets pass, is refused by the inner operator.
+        lengths = {name: x for name, x in lengths.items() if x is not None or name == "cu_seqlens_q"}
         q, k, v = (named.pop(name) for name in "qkv")
         return _in_context(q, k, v, lengths, named, deterministic, composite=True)
 
@@ -261,10 +254,13 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(call, needs_dq, needs_dkv, dout, dlse, q, k, v, out, lse, *lengths):
         op = _backward_varlen if call.packed else _backward
-        deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-        options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "deterministic": deterministic}
+        options = call.named(lengths)
+        if not (needs_dq and needs_dkv):
+            options = options | {"needs_dq": needs_dq, "needs_dkv": needs_dkv}
+        if call.deterministic or torch.are_deterministic_algorithms_enabled():
+            options = options | {"deterministic": True}
         try:
-            return op(dout, dlse, q, k, v, out, lse, **options, **call.named(lengths))
+            return op(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
             raise as_python_error(error, "backward") from None
 

@@ -195,7 +195,7 @@ def test_deterministic_algorithms_are_asked_for(problem, monkeypatch):
     backward = ops._backward
 
     def spied(*args, **options):
-        asked.append(options["deterministic"])
+        asked.append(options.get("deterministic", False))
         return backward(*args, **options)
 
     monkeypatch.setattr(ops, "_backward", spied)

@@ -388,3 +388,11 @@ def test_deterministic_is_a_bool(device):
             call(function, inputs(device) | {"deterministic": 1})
     with pytest.raises(TypeError, match=r"^flash_cute\.explain: backward is 1; True or False is accepted"):
         call(flash_cute.explain, inputs(device) | {"backward": 1})
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_an_operator_without_its_offsets(device, needs_gradient):
+    """A None, which torch lets pass for a tensor, does not make packed sequences padded ones."""
+    q, k, v = inputs(device).values()
+    with pytest.raises(RuntimeError):
+        torch.ops.flash_cute.forward_varlen(q.requires_grad_(needs_gradient), k, v, None)

@@ -85,6 +85,24 @@ def test_more_rows_than_run_at_once(device, columns, dtype):
     assert_softmax(scores(device, 3000 if columns < 2000 else 700, columns, dtype=dtype), scale=0.5)
 
 
+@pytest.mark.parametrize("columns", [32, 512, 8192])
+@dtypes
+def test_calls_behind_each_other(device, columns, dtype):
+    """A kernel may be launched before those are through that write what it reads, or read what it writes."""
+    rows = (2**22 if device.type == "cuda" else 2**13) // columns
+    drawn = [scores(device, rows, columns, dtype=dtype) for _ in range(4)]
+    x, results = torch.empty_like(drawn[0]), []
+    for source in 4 * drawn:
+        x.copy_(source)
+        probabilities, _ = flash_cute.softmax(x)
+        x.zero_()
+        results.append(flash_cute.softmax(probabilities, scale=3.0)[0])
+        del probabilities  # the next call writes there
+    for source, result in zip(4 * drawn, results, strict=True):
+        expected = flash_cute.softmax(flash_cute.softmax(source)[0], scale=3.0)[0]
+        assert torch.equal(result, expected)
+
+
 @dtypes
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("columns", [7, 64, 300, 5000])

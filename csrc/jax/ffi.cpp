@@ -179,7 +179,9 @@ struct SoftmaxCall {
     params.shape = score_shape(batch, heads, rows, columns);
     params.scale = scale;
     params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
-    params.device = current_gpu(device).info;
+    Gpu const& gpu = current_gpu(device);
+    params.device = gpu.info;
+    params.starts_early = gpu.starts_early();
     params.input = view(x);
   }
 

@@ -12,15 +12,6 @@ namespace flash_cute {
 
 constexpr unsigned kCountable = 1u << 31;  // blocks of queries of a class; offsets that overlap make more
 
-// Of kernels that are launched early, which only GPUs from Hopper on do: from here on the kernel behind this
-// one may be, too, and wait in its turn.
-__device__ inline void wait_for_grid_before() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-#endif
-}
-
 // By one block, in two rounds over the sequences: counts the blocks of queries of each class of them, then
 // gives each sequence its places behind those that are longer.
 template <int kThreads>
@@ -68,6 +59,9 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ RaggedOrder const order) {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits in its turn
+#endif
   wait_for_grid_before();
   list_sequences<kThreads>(params, order);
 }

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "flash_cute/core/launch_kernel.hpp"
 #include "flash_cute/softmax/reduce.hpp"
 #include "flash_cute/softmax/row.hpp"
 
@@ -184,6 +185,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Chunk = typename Traits::Chunk;
   using Reduction = RowReduction<Traits, LogSumOp>;
   __shared__ typename Reduction::Storage storage;
+  wait_for_grid_before();
   Reduction reduce(storage);
   LogSumOp const op{params.scale * float(M_LOG2E)};
   for_each_row<Traits>(params, [&](RowPlace<Traits> const& place, auto& held) {
@@ -245,6 +247,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr int kWidth = Traits::kWidth;
   constexpr typename Traits::Storage kHidden = Traits::kFromScores ? Chunk::kMinusInfinity : 0;
   __shared__ typename Reduction::Storage storage;
+  wait_for_grid_before();
   Reduction reduce(storage);
   LogSumOp const weigh{params.scale * float(M_LOG2E)};
   Op op;
