@@ -71,6 +71,7 @@ class Instance:
     family: str
     element: str
     head_dim: str
+    kinds_of_ptx = 1
 
     @property
     def name(self) -> str:
@@ -98,10 +99,14 @@ class Instance:
 
 @dataclass(frozen=True)
 class SoftmaxInstance:
-    """Softmax by itself for an element type; the Ampere family's architectures serve all GPUs."""
+    """Softmax by itself for an element type; the Ampere family's architectures serve all GPUs.
+
+    On Hopper and newer it waits for the kernel before it, an instruction that PTX for Ampere does not have.
+    """
 
     element: str
     definition = register_flags = ""
+    kinds_of_ptx = 2
     family = "sm80"
 
     @property
@@ -133,11 +138,12 @@ def chosen(variable: str, available: list[str]) -> list[str]:
     return [value for value in available if value in wanted]
 
 
-def architecture_flags(family: str) -> str:
+def architecture_flags(family: str, kinds_of_ptx: int = 1) -> str:
     """nvcc's flags for a family: an entry like 90a is for family sm90 alone, any other for family sm80.
 
     All machine code of a family comes from the PTX of its oldest architecture: making PTX takes nearly all of
-    the compile time, and nothing in a family asks for a newer one.
+    the compile time, and no kernel of attention asks for a newer one. With 2 kinds, what is for Hopper and
+    newer comes from PTX of the oldest of these.
     """
     targets = []
     for entry in listed("FLASH_CUTE_ARCHS", DEFAULT_ARCHITECTURES):
@@ -147,10 +153,10 @@ def architecture_flags(family: str) -> str:
         number, exact, ptx = match.groups()
         if family == (f"sm{number}" if exact else "sm80"):
             targets.append((int(number), exact, ptx))
-    oldest = min((number for number, _, _ in targets), default=None)
     codes = []
     for number, exact, ptx in targets:
-        codes.append(f"compute_{oldest}{exact},code=sm_{number}{exact}")
+        alike = (other for other, _, _ in targets if kinds_of_ptx == 1 or (other >= 90) == (number >= 90))
+        codes.append(f"compute_{min(alike)}{exact},code=sm_{number}{exact}")
         codes += [f"compute_{number}{exact},code=compute_{number}{exact}"] if ptx else []
     flags = [f"-gencode=arch={code}" for code in dict.fromkeys(codes)]
     return " ".join(flags)
@@ -158,7 +164,8 @@ def architecture_flags(family: str) -> str:
 
 def flags_of(instance: Instance | SoftmaxInstance) -> str:
     """nvcc's flags for an instance; softmax is also in a build of family sm90 alone."""
-    return (architecture_flags(instance.family) or architecture_flags("sm90")) + instance.register_flags
+    flags = architecture_flags(instance.family, instance.kinds_of_ptx) or architecture_flags("sm90")
+    return flags + instance.register_flags
 
 
 def selected_instances() -> list[Instance]:

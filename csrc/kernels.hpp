@@ -16,9 +16,6 @@ namespace flash_cute {
 struct Gpu {
   DeviceInfo info;
   int compute_capability;  // 90 for 9.0
-
-  // May kernels be launched before the one before them is through, for which they wait by themselves?
-  bool starts_early() const { return compute_capability >= 90; }
 };
 
 // Asked of the runtime once; throws where it can't tell.

@@ -60,9 +60,7 @@ RowSoftmaxParams make_params(Tensor const& x, SoftmaxOptions const& options, Sco
   params.input = input.view;
   params.scale = float(options.scale);
   params.mask = {options.causal, pointer(options.seqused_k), pointer(options.leftpad_k)};
-  Gpu const& gpu = gpu_at(x.get_device_index());
-  params.device = gpu.info;
-  params.starts_early = gpu.starts_early();
+  params.device = gpu_at(x.get_device_index()).info;
   return params;
 }
 

@@ -179,9 +179,7 @@ struct SoftmaxCall {
     params.shape = score_shape(batch, heads, rows, columns);
     params.scale = scale;
     params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
-    Gpu const& gpu = current_gpu(device);
-    params.device = gpu.info;
-    params.starts_early = gpu.starts_early();
+    params.device = current_gpu(device).info;
     params.input = view(x);
   }
 

@@ -6,6 +6,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "flash_cute/attention/sequence_list.hpp"
+#include "flash_cute/core/early_launch.hpp"
 #include "flash_cute/core/launch_kernel.hpp"
 
 namespace flash_cute {

@@ -10,13 +10,6 @@
 
 namespace flash_cute {
 
-// In a kernel that is launched early, as GPUs from Hopper on do: nothing before this may touch global memory.
-__device__ inline void wait_for_grid_before() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
 // kStartsEarly: the kernel itself waits for the one before it in the stream, so its blocks may be launched
 // while that one's memory operations settle.
 template <auto kernel, bool kStartsEarly = false, class... Args>

@@ -41,6 +41,7 @@ void launch_row_softmax(RowSoftmaxParams params, RowSoftmaxPlan const& plan, cud
   };
   params.whole_chunks_before = {whole_chunks_before(params.input), whole_chunks_before(params.gradient)};
   visit_row_tile<element, kBackward>(plan, [&]<class Traits>(Traits) {
+    constexpr auto kernel = row_kernel<Traits, kBackward>();
     bool const cooperative = plan.parts > 1;
     if (cooperative) {
       check(cudaMemsetAsync(params.workspace, 0xff, plan.workspace_bytes, stream), "clearing the workspace");
@@ -61,8 +62,8 @@ void launch_row_softmax(RowSoftmaxParams params, RowSoftmaxPlan const& plan, cud
     config.blockDim = dim3(plan.threads);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = cooperative || params.starts_early;
-    check(cudaLaunchKernelEx(&config, row_kernel<Traits, kBackward>(), params), "launching softmax");
+    config.numAttrs = cooperative || waits_for_grid_before<kernel>(params.device);
+    check(cudaLaunchKernelEx(&config, kernel, params), "launching softmax");
   });
 }
 

@@ -53,7 +53,6 @@ struct RowSoftmaxParams {
   float scale;
   ColumnMask mask;
   DeviceInfo device;
-  bool starts_early = false;  // Gpu::starts_early
   // Of rows that begin here or before, also the last chunk lies inside of the tensor. Set by the launch.
   struct {
     void const *input, *gradient;
