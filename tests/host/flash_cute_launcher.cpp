@@ -18,6 +18,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
   return cudaFuncGetAttributes(attributes, reinterpret_cast<void const*>(kernel));
 }
 
+#include "flash_cute/core/early_launch.hpp"
 #include "flash_cute/core/launch_kernel.hpp"
 #include "flash_cute/core/tensor_map.hpp"
 
@@ -27,6 +28,7 @@ std::map<std::string, int> failing;  // function -> the status of its next call
 std::vector<std::string> calls;
 cudaError_t last_error = cudaSuccess;
 bool has_context = true;
+int ptx_version = 0;  // of the code of any kernel
 
 cudaError_t called(char const* function) {
   calls.emplace_back(function);
@@ -56,7 +58,10 @@ void kernel(int) {}
 }  // namespace
 
 cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return called("attribute"); }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void const*) { return called("attributes"); }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const*) {
+  attributes->ptxVersion = ptx_version;
+  return called("attributes");
+}
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const*, void const*, void**) { return called("launch"); }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 char const* cudaGetErrorString(cudaError_t status) {
@@ -85,6 +90,11 @@ PYBIND11_MODULE(flash_cute_launcher, module) {
   module.def("launch", [](int device) {
     flash_cute::launch_kernel<kernel>({.index = device, .multiprocessors = 1, .l2_bytes = 1}, 1, 32, 1024,
                                       nullptr, 7);
+  });
+  module.def("waits", [](int device, int ptx) {
+    ptx_version = ptx;
+    return flash_cute::waits_for_grid_before<kernel>(
+        {.index = device, .multiprocessors = 1, .smem_bytes = 1, .l2_bytes = 1});
   });
   module.def("read_attributes", [] { flash_cute::read_attributes(kernel, 32, 1024); });
   module.def("encode", [] {

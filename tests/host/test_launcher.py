@@ -57,3 +57,15 @@ def test_the_drivers_own_words(launcher):
         RuntimeError, match=r"^flash_cute: encoding a tensor map failed: the driver's own words$"
     ):
         launcher.encode()
+
+
+@pytest.mark.parametrize(
+    ("device", "ptx", "waits"), [(0, 80, False), (1, 89, False), (2, 90, True), (3, 120, True)]
+)
+def test_a_kernel_starts_early_only_if_its_code_waits(launcher, device, ptx, waits):
+    """Which depends on the PTX that it was made of, not on the device; asked once for each device."""
+    launcher.reset({"attributes": INVALID_VALUE}, True)
+    with pytest.raises(RuntimeError, match=r"reading the kernel's attributes failed: invalid value$"):
+        launcher.waits(device, ptx)
+    assert [launcher.waits(device, ptx) for _ in range(3)] == [waits] * 3
+    assert launcher.calls() == ["attributes"] * 2
