@@ -1,0 +1,1 @@
+cd /work/var; for n in $1; do ./vb.sh $n "$2" 2>&1 | cut -c1-160 | head -1; ./sc.sh $n/obj/b$2.o 4000 | grep -oE "STSM.16.M88.4:[48] HGMMA.*HGMMA.64x64x16:8 WARPGROUP.DEPBAR.LEgsb0,0x0" | grep -oE "(LDL|STL|HGMMA[^ ]*|DEPBAR[^ ]*|MUFU[^ ]*|STS[^ ]*)[^ ]*" | grep -v EX2:1$ | tr '\n' ' ' | head -1; echo; done

@@ -1,0 +1,2 @@
+source /work/venv/bin/activate; export PATH=$PATH:/work/venv/lib/python3.11/site-packages/nvidia/cu13/bin
+cuobjdump -sass $1 2>/dev/null | awk '/Function : .*backward_kernel_sm90/{p=1} /Function : .*(preprocess|postprocess|clear)/{p=0} p' | grep -E "^\s+/\*[0-9a-f]{4}" | grep -oE "(WARPGROUP.DEPBAR[^;]*|MUFU.EX2|HGMMA\.[0-9x]*|STSM[^ ]*|SYNCS.PHASECHK|SYNCS.ARRIVE|LDS[.0-9]*|STS.128|STL|LDL)" | uniq -c | awk '{printf "%s:%s ", $2 $3 $4, $1} END{print ""}' | cut -c1-${2:-1500}
