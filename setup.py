@@ -83,8 +83,10 @@ class Instance:
 
     @property
     def register_flags(self) -> str:
-        """The sm80 family needs all of its 255 registers: ptxas spills a few more by default."""
-        return " -Xptxas=--register-usage-level=10" if self.family == "sm80" else ""
+        """The sm80 family needs all of its 255 registers. Whether ptxas spills fewer by default or by its
+        highest level was looked up."""
+        by_default = self.family == "sm90" or (self.direction == "forward" and int(self.head_dim) < 128)
+        return "" if by_default else " -Xptxas=--register-usage-level=10"
 
     @property
     def source(self) -> str:

@@ -518,6 +518,21 @@ def test_the_tile_is_that_of_least_work(host, head_dim, seqlen, window, tile):
     assert (chosen.block_m, chosen.block_n) == tile
 
 
+@pytest.mark.parametrize(
+    ("lengths", "block_m"),
+    [
+        ([756] * 65, 128),  # the mean is known, and it may be that of all
+        ([256] * 32 + [32768] + [256] * 32, 192),  # they differ, as 65 does not divide the rows
+        ([100, 157] * 32, 128),
+    ],
+    ids=["alike", "one is long", "short"],
+)
+def test_the_tile_of_unequal_lengths(host, lengths, block_m):
+    offsets = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    sizes = (len(lengths), 32, 32, offsets[-1], offsets[-1], 64)
+    assert plan(host, "sm90", 64, sizes, CAUSAL, [offsets, offsets, None, None, None]).tile.block_m == block_m
+
+
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (64, 64), (65, 33), (256, 64)])
 def test_heads_are_packed_where_queries_are_few(host, group, packed):
     assert plan(host, "sm90", 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
@@ -595,12 +610,20 @@ def test_places_of_blocks(host, case, block, of_queries):
 
 # The shared memory of a thread block on GPUs of 9.0, 8.0, and 8.6.
 HOPPER, A100, ADA = 232448, 166912, 101376
+KEPT_TILE = 128  # of shared memory, beside what tiles ask for
 
 
 def plan_backward(
-    host, head_dim, sizes, smem_bytes=HOPPER, lengths=None, asked_for=(True, True, False), family="sm80"
+    host,
+    head_dim,
+    sizes,
+    smem_bytes=HOPPER,
+    lengths=None,
+    asked_for=(True, True, False),
+    family="sm80",
+    window=CAUSAL,
 ):
-    batch = make_ragged_batch(host, sizes, CAUSAL, lengths or [None] * 5)
+    batch = make_ragged_batch(host, sizes, window, lengths or [None] * 5)
     return host.plan_backward(getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for)
 
 
@@ -609,22 +632,32 @@ def test_tiles_of_the_backward_fit(host, smem_bytes):
     for head_dim in host.instances().head_dims:
         tiles = host.backward_tiles(host.Family.sm80, head_dim)
         tile = plan_backward(host, head_dim, (1, 1, 1, 4096, 4096, head_dim), smem_bytes).tile
-        assert tile.smem_bytes(head_dim) <= smem_bytes
+        assert tile.smem_bytes(head_dim) + KEPT_TILE <= smem_bytes
         largest = max(
-            tile.block_m * tile.block_n for tile in tiles if tile.smem_bytes(head_dim) <= smem_bytes
+            tile.block_m * tile.block_n
+            for tile in tiles
+            if tile.smem_bytes(head_dim) + KEPT_TILE <= smem_bytes
         )
         assert tile.block_m * tile.block_n == largest
 
 
-def test_short_sequences_take_a_smaller_tile(host):
-    for seqlen, batch in ((2048, 8), (1024, 16)):
-        rows = plan_backward(host, 64, (batch, 2, 2, seqlen, seqlen, 64)).tile.block_m
-        offsets = [seqlen * index for index in range(batch + 1)]
-        packed = (batch, 2, 2, batch * seqlen, batch * seqlen, 64)
-        assert rows == (128 if seqlen == 2048 else 64)
-        assert (
-            plan_backward(host, 64, packed, lengths=(offsets, offsets, None, None, None)).tile.block_m == rows
-        )
+@pytest.mark.parametrize(
+    ("seqlen", "window", "block_m"),
+    [
+        (2048, CAUSAL, 128),
+        (1024, CAUSAL, 64),
+        (1024, (None, None), 128),
+        (512, (None, None), 64),
+        (8192, (1024, None), 128),
+        (8192, (512, 0), 64),
+    ],
+)
+def test_keys_that_few_queries_see_take_a_smaller_tile(host, seqlen, window, block_m):
+    batch = 16384 // seqlen
+    offsets = [seqlen * index for index in range(batch + 1)]
+    dense, packed = (batch, 2, 2, seqlen, seqlen, 64), (batch, 2, 2, 16384, 16384, 64)
+    for sizes, lengths in ((dense, None), (packed, (offsets, offsets, None, None, None))):
+        assert plan_backward(host, 64, sizes, lengths=lengths, window=window).tile.block_m == block_m
 
 
 @pytest.mark.parametrize(

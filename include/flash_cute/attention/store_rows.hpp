@@ -20,23 +20,25 @@ CUTE_DEVICE void store_rows(Element* target, int64_t row_stride, int rows, int h
   constexpr int kWords = 4, kColumns = 2 * kWords;  // that a lane owns of 32 columns
   auto const values = row_col_view(acc);
   auto const coords = row_col_view(accumulator_coords);
-  static_assert(decltype(size<1>(values))::value % kColumns == 0, "head dims come in multiples of 32");
+  constexpr int kPieces =
+      decltype(size<1>(values))::value / 2;  // of eight columns, the last ones no full four
   int const lane = threadIdx.x % kWords;
   int const step = get<1>(coords(0, 2)) - get<1>(coords(0, 0));  // from one group of eight to the next
   CUTE_UNROLL
   for (int i = 0; i < size<0>(values); ++i) {
     int const row = get<0>(coords(i, 0));
     CUTE_UNROLL
-    for (int group = 0; group < size<1>(values) / kColumns; ++group) {
+    for (int group = 0; group < ceil_div(kPieces, kWords); ++group) {
       uint32_t words[kWords];
       CUTE_UNROLL
       for (int word = 0; word < kWords; ++word) {
-        int const column = group * kColumns + 2 * word;
-        words[word] = pack<Element>(values(i, column), values(i, column + 1));
+        int const piece = group * kWords + word;
+        words[word] = piece < kPieces ? pack<Element>(values(i, 2 * piece), values(i, 2 * piece + 1)) : 0;
       }
       transpose_quad(words, lane);
       int const column = get<1>(coords(i, group * kColumns)) - 2 * lane + lane * step;
-      if (row < rows && column < head_dim) {
+      bool const owns = group * kWords + lane < kPieces;
+      if (row < rows && column < head_dim && owns) {
         *reinterpret_cast<uint4*>(target + row * row_stride + column) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }

@@ -20,10 +20,9 @@ struct ForwardTile {
 // (one long sequence on few heads).
 struct ForwardTiles {
   ForwardTile main, small = {};
-  double enough = 0;  // the small tile is taken where it leaves less than this part of the main one's work
-  ForwardTile other_ragged = {};  // instead of the main one where sequences differ in length
-
-  constexpr ForwardTile ragged() const { return other_ragged.warps > 0 ? other_ragged : main; }
+  // The small tile is taken where it leaves less than this part of the main one's work, of sequences that are
+  // alike and of others.
+  double enough = 0, enough_unequal = 0;
 };
 
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The sm80 family
@@ -32,11 +31,10 @@ struct ForwardTiles {
 constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
-      // Three blocks an SM; two lose 5% at 512, 3% at 1k. 48 keys lose 3-7%.
-      // With a sequence's own lengths, 64 keys would leave registers for two blocks, or spill.
-      case 64:
-        return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 3},
-                .other_ragged = {.block_m = 128, .block_n = 48, .stages = 2, .warps = 4, .blocks_per_sm = 3}};
+      // Two blocks an SM. 64 keys and three blocks win 2% at 512 causal and lose 3 to 9% else; two stages
+      // lose 1 to 2% up to 2k and win 1 to 2% where sequences differ in length, but leave 8.6 room for one
+      // block.
+      case 64: return {{.block_m = 128, .block_n = 128, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
       // 96 keys with one stage lose 5-7% at 512 and win 4-8% from 2k on. 32 keys, or 64 rows, lose 6-14%.
       case 96: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 32 rows a warp: K and V are read from shared memory half as often as with 16, which loses 20%. 32 or
@@ -55,18 +53,21 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
       case 64:
         return {{.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.87};
+                0.87,
+                0.935};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:
         return {{.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.91};
+                0.91,
+                0.955};
       // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96) and
       // 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
       case 128:
         return {{.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.965};
+                0.965,
+                0.985};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 6-9%; no more than 64 fit beside the slots of O.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/tile_of_block.hpp"
 #include "flash_cute/backward/mainloop_sm80.hpp"
 
 namespace flash_cute {
@@ -14,18 +15,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
-  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, Traits::kBlockN};
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
-  auto const [head_kv, place] = keys.of_block(blockIdx.x);
-  int const batch = keys.sequence(place);
-  KeyTile const tile{.sequence = sequence(params, batch),
-                     .batch = params.lengths.cu_seqlens_q ? 0 : batch,
-                     .head_kv = head_kv,
-                     .n_begin = (place - keys.first(batch)) * Traits::kBlockN,
-                     .first_place = queries.first(batch),
-                     .places = queries.count()};
-  int const keys_that_count = tile.sequence.mask.seqlen_k, rows = keys_that_count - tile.n_begin;
-  if (!has_rows(tile.n_begin, keys_that_count)) return;
+  auto const of_block = tile_of_block<Traits::kTileInSharedMemory>([&]() -> KeyTile {
+    BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, Traits::kBlockN};
+    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+    auto const [head_kv, place] = keys.of_block(blockIdx.x);
+    int const batch = keys.sequence(place);
+    return {.sequence = sequence(params, batch),
+            .batch = params.lengths.cu_seqlens_q ? 0 : batch,
+            .head_kv = head_kv,
+            .n_begin = (place - keys.first(batch)) * Traits::kBlockN,
+            .first_place = queries.first(batch),
+            .places = queries.count()};
+  });
+  KeyTile const& tile = of_block.get();
+  if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) return;
 
   using TileKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
   typename Traits::MmaKeys const mma;
@@ -41,7 +44,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto store = [&](TensorView const& view, auto const& acc) {
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
                                           int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
-    store_rows(target.data().get(), view.row_stride, rows, shape.head_dim, acc, coords);
+    store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
+               shape.head_dim, acc, coords);
   };
   store(params.dk, acc_dk);
   store(params.dv, acc_dv);

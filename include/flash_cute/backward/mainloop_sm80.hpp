@@ -36,8 +36,7 @@ struct BackwardMainloopSm80 {
                                     ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
                                     : BlockRange{0, 0};
     if (visited.empty()) return;
-    int const heads = shape.heads_q / shape.heads_kv;
-    int const m_blocks = visited.end - visited.begin, steps = heads * m_blocks;
+    int const heads = shape.heads_q / shape.heads_kv, steps = heads * (visited.end - visited.begin);
     bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
@@ -110,18 +109,23 @@ struct BackwardMainloopSm80 {
 
     load_keys(params.k, sK);
     load_keys(params.v, sV);
-    auto head_of = [&](int step) { return tile.head_kv * heads + step / m_blocks; };
-    auto block_of = [&](int step) { return visited.begin + step % m_blocks; };
-    auto load_step = [&](int step) {
-      if (step < steps) load_queries(head_of(step), block_of(step), step % kStages);
+    // Of this step, and of the next one to be loaded.
+    int head = tile.head_kv * heads, block = visited.begin, stage = 0;
+    int const end_head = head + heads;
+    int next_head = head, next_block = block;
+    auto load_next = [&](int next_stage) {
+      if (next_head < end_head) load_queries(next_head, next_block, next_stage);
       cp_async_fence();
+      if (++next_block == visited.end) {
+        next_block = visited.begin;
+        ++next_head;
+      }
     };
-    load_step(0);
-    for (int step = 0; step < steps; ++step) {
-      int const stage = step % kStages, block = block_of(step);
+    load_next(0);
+    for (int left = steps; left > 0; --left, stage ^= kStages - 1) {
       cp_async_wait<0>();
       __syncthreads();
-      if constexpr (kStages == 2) load_step(step + 1);
+      if constexpr (kStages == 2) load_next(stage ^ 1);
 
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
@@ -148,15 +152,19 @@ struct BackwardMainloopSm80 {
       if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
       product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
       if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
-      if constexpr (kStages == 1) load_step(step + 1);
+      if constexpr (kStages == 1) load_next(0);
       if (sums_dq) {
         Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
         clear(acc_dq);
         multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
-        int64_t const place = int64_t(head_of(step)) * tile.places + tile.first_place + block;
+        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
         float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;
         CUTE_UNROLL
         for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
+      }
+      if (++block == visited.end) {
+        block = visited.begin;
+        ++head;
       }
     }
   }

@@ -46,12 +46,21 @@ struct BackwardPlan {
   }
 };
 
+// Queries that see a key in the middle of a sequence, of the mean length.
+inline int queries_of_a_key(BackwardParams const& params) {
+  int const sequences = params.lengths.cu_seqlens_q ? larger(1, params.shape.batch) : 1;
+  WindowMask const mask =
+      WindowMask::make(params.shape.seqlen_q / sequences, params.shape.seqlen_k / sequences, params.mask.left,
+                       params.mask.right);
+  int const key = mask.seqlen_k / 2;
+  return mask.end_row(key) - mask.first_row(key);
+}
+
 inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
-  ProblemShape const& shape = params.shape;
-  int const batch = params.lengths.cu_seqlens_q ? larger(1, shape.batch) : 1;
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
-    return tile.smem_bytes(bucket) <= params.device.smem_bytes && tile.pays_from <= shape.seqlen_q / batch;
+    return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
+           tile.pays_from <= queries_of_a_key(params);
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
   return tiles.keys[index];

@@ -14,7 +14,7 @@ struct BackwardTile {
   int warps_across;       // and along the queries of S, or the columns of dK and dV
   int warps_queries;      // of the same warps, along the queries of dQ; the others lie along its columns
   int blocks_per_sm = 1;  // thread blocks that registers must leave room for
-  int pays_from = 0;      // queries of a sequence
+  int pays_from = 0;      // queries that see a key
   int stages_dout = 0;    // of dO, where fewer than of Q
   bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
 
@@ -30,6 +30,8 @@ struct BackwardTile {
            2 * stages * block_m * int(sizeof(float));
   }
 };
+
+constexpr int kTileBytes = 128;  // of shared memory, at most, where a block keeps what it knows of its tile
 
 // A block of queries stays, blocks of keys pass by: for dQ alone.
 struct QueryTile {
@@ -62,18 +64,21 @@ constexpr int kSumParts = 2;  // of a block of queries, one of each warpgroup
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
-      // 64 x 64, two blocks an SM, loses 3% of full attention from 4k on and wins 2 to 11% below 2k. Of
-      // FlashAttention-2: 1.00 to 1.05 and 0.97 to 1.13. 64 x 128 with eight warps along the keys: 0.90 to
-      // 0.99.
+      // 64 x 64, two blocks an SM, loses 5% where 1k queries and more see a key, wins 2 to 8% where 512 or
+      // fewer do, and loses 1% at 512, full. 64 x 128 with eight warps along the keys: 0.90 to 0.99 of
+      // FlashAttention-2, these 1.02 to 1.12.
       case 64:
-        return {.keys = {{128, 128, 2, 4, 2, 4, 1, 2048, 0, true}, {64, 64, 2, 4, 1, 2, 2, 0, 0, true}},
+        return {.keys = {{128, 128, 2, 4, 2, 4, 1, 1024, 0, true}, {64, 64, 2, 4, 1, 2, 2, 0, 0, true}},
                 .queries = {128, 64, 2, 8}};
-      case 96: return {.keys = {{64, 64, 2, 4, 1, 4, 2}}, .queries = {128, 64, 2, 8}};
+      // Two blocks an SM. Four warps along the keys: up to 7% less; 64 x 128: 1% more at 16k, 7% less at 512
+      // causal.
+      case 96: return {.keys = {{64, 64, 2, 2, 2, 2, 2}}, .queries = {128, 64, 2, 8}};
       // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. Two
       // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
       case 128:
         return {.keys = {{64, 64, 2, 2, 2, 2, 2}, {64, 64, 1, 2, 2, 2}}, .queries = {64, 64, 2, 4, 2}};
-      case 192: return {.keys = {{64, 64, 2, 4, 2, 4}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
+      // Four warps along the keys: 2 to 8% less.
+      case 192: return {.keys = {{64, 64, 2, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
       // One stage loses 6 to 10%, four warps along the keys 12 to 15%; 32 x 64 20%.
       case 256:
         return {.keys = {{64, 64, 2, 2, 4, 2, 1, 0, 0, true}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},

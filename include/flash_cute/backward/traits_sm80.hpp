@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/tensor_core_sm80.hpp"
@@ -58,6 +59,9 @@ struct BackwardTraitsSm80 {
     alignas(128) float delta[kStages * kBlockM];
   };
   static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
+  // Two blocks of head dim 128 leave no room for it.
+  static constexpr bool kTileInSharedMemory = kHeadDim != 128;
+  static_assert(sizeof(KeyTile) <= kTileBytes);
 
   using LoadAtom = typename TensorCore::LoadAtom;
   using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;

@@ -4,48 +4,25 @@
 #include "flash_cute/attention/clear.hpp"
 #include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/tile_of_block.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/mainloop_sm80.hpp"
 
 namespace flash_cute {
 
-// blockIdx.x, read anew at every call: what follows from it need not stay in registers in between.
-CUTE_DEVICE int read_block_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
-
-// The tile of this block, found anew whenever it is asked for.
-template <class Order>
-struct TileOfBlock {
-  CUTE_DEVICE TileOfBlock(ForwardParams const&, Order const&, int) {}
-  CUTE_DEVICE auto get(Order const& order) const { return order(read_block_index()); }
-};
-// One that is listed is found once, and lies in shared memory with its mask, where it takes no registers
-// either.
+// One that is listed carries its mask.
 struct ListedTile : RaggedTile {
   WindowMask mask;
 };
 CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, ListedTile const& tile) { return tile.mask; }
 
-template <>
-struct TileOfBlock<RaggedOrder> {
-  CUTE_DEVICE TileOfBlock(ForwardParams const& params, RaggedOrder const& order, int thread) {
-    if (thread == 0) {
-      RaggedTile const tile = order(blockIdx.x);
-      listed() = {tile, mask_of(params, tile)};
-    }
-    __syncthreads();
-  }
-  CUTE_DEVICE ListedTile const& get(RaggedOrder const&) const { return listed(); }
-
- private:
-  CUTE_DEVICE static ListedTile& listed() {
-    __shared__ ListedTile tile;
-    return tile;
-  }
-};
+CUTE_DEVICE TileCoord find_tile(ForwardParams const&, TileOrder const& order) {
+  return order(read_block_index());
+}
+CUTE_DEVICE ListedTile find_tile(ForwardParams const& params, RaggedOrder const& order) {
+  RaggedTile const tile = order(blockIdx.x);
+  return {tile, mask_of(params, tile)};
+}
 
 template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
@@ -71,10 +48,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  TileOfBlock<Order> const tile_of_block(params, order, thread);
-  ForwardMainloopSm80<Traits>::run(params, tile_of_block.get(order), shared, thread, softmax, acc_o);
+  auto const of_block = tile_of_block < Order::kListed ||
+                        Traits::kTileInSharedMemory > ([&] { return find_tile(params, order); });
+  ForwardMainloopSm80<Traits>::run(params, of_block.get(), shared, thread, softmax, acc_o);
 
-  auto const& tile = tile_of_block.get(order);
+  auto const& tile = of_block.get();
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);

@@ -10,10 +10,9 @@ namespace flash_cute {
 // Calls visitor(traits, type of the order) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
-  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
-  return plan.ragged
-             ? visitor(ForwardTraitsSm80<Instance, kTiles.ragged()>{}, std::type_identity<RaggedOrder>{})
-             : visitor(ForwardTraitsSm80<Instance, kTiles.main>{}, std::type_identity<TileOrder>{});
+  ForwardTraitsSm80<Instance> const traits;
+  return plan.ragged ? visitor(traits, std::type_identity<RaggedOrder>{})
+                     : visitor(traits, std::type_identity<TileOrder>{});
 }
 
 template <class Instance>
@@ -44,13 +43,8 @@ KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
 
 template <class Instance>
 std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
-  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
-  using Traits = ForwardTraitsSm80<Instance, kTiles.main>;
-  using Ragged = ForwardTraitsSm80<Instance, kTiles.ragged()>;
-  std::vector<CompiledTile> list{{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
-  if (Ragged::kBlockN != Traits::kBlockN)
-    list.push_back({Ragged::kTile, sizeof(typename Ragged::SharedStorage)});
-  return list;
+  using Traits = ForwardTraitsSm80<Instance>;
+  return {{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
 }
 
 }  // namespace flash_cute

@@ -80,31 +80,58 @@ inline int persistent_blocks(ForwardParams const& params, TileOrder const& order
   return even || larger(first, last) < kLongTile ? blocks : order.tiles();
 }
 
-// Stands for a batch of unequal lengths where a tile is chosen: as many sequences of the mean length, as the
-// host knows no other.
-inline ForwardParams of_mean_length(ForwardParams const& params) {
-  ForwardParams mean = params;
-  auto per_sequence = [&](int rows, int const* offsets) {
-    return larger(1, offsets ? ceil_div(rows, larger(1, params.shape.batch)) : rows);
+// Stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many means
+// each.
+inline ForwardParams of_equal_lengths(ForwardParams const& params, int means) {
+  ForwardParams equal = params;
+  auto length = [&](int rows, int const* offsets) {
+    int const mean = ceil_div(rows, larger(1, params.shape.batch));
+    return larger(1, offsets ? int(smaller<int64_t>(rows, int64_t(means) * mean)) : rows);
   };
-  mean.shape.seqlen_q = per_sequence(params.shape.seqlen_q, params.lengths.cu_seqlens_q);
-  mean.shape.seqlen_k = per_sequence(params.shape.seqlen_k, params.lengths.cu_seqlens_k);
-  mean.mask = WindowMask::make(mean.shape.seqlen_q, mean.shape.seqlen_k, params.mask.left, params.mask.right);
-  return mean;
+  equal.shape.seqlen_q = length(params.shape.seqlen_q, params.lengths.cu_seqlens_q);
+  equal.shape.seqlen_k = length(params.shape.seqlen_k, params.lengths.cu_seqlens_k);
+  equal.mask =
+      WindowMask::make(equal.shape.seqlen_q, equal.shape.seqlen_k, params.mask.left, params.mask.right);
+  return equal;
+}
+
+// Lengths surely differ if the batch does not divide the rows.
+inline bool lengths_differ(ForwardParams const& params) {
+  return params.lengths.cu_seqlens_q && params.shape.seqlen_q % larger(1, params.shape.batch) != 0;
+}
+
+// What there is to do then for each query, in pairs that tiles cover. Most pairs are in sequences that are
+// longer than the mean: exponentially distributed lengths, weighted by themselves, have twice the mean. Tiles
+// end half empty, and half a block of keys behind what their queries see.
+inline double work_of_unequal(ForwardParams const& params, ForwardTile const& tile, int packed) {
+  constexpr int kSamples = 8;  // tiles that are looked at
+  ForwardParams const typical = of_equal_lengths(params, 2);
+  int const queries = rows_sm90(tile, packed).tile_queries(), last = typical.shape.seqlen_q - queries;
+  double keys = 0;
+  for (int i = 0; i < kSamples; ++i) {
+    int const begin = int(int64_t(larger(0, last)) * i / (kSamples - 1));
+    BlockRange const visited = typical.mask.visited(begin, queries, 1);
+    keys += visited.end - visited.begin + tile.block_n / 2.;
+  }
+  int const packs = rows_sm90(tile, packed).packs(params.shape.heads_q / params.shape.heads_kv);
+  double const tiles = packs * (double(typical.shape.seqlen_q) / queries + 0.5);
+  return tiles * tile.block_m * keys / kSamples / typical.shape.seqlen_q;
 }
 
 // The tile that serves the problem, without a grid.
 inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params) {
   bool const ragged = params.lengths.given;
   if (family == Family::sm80) {
-    ForwardTile const tile = ragged ? tiles.ragged() : tiles.main;
-    return {tile, PackedRows(tile.block_m, 1), 0, ragged};
+    return {tiles.main, PackedRows(tiles.main.block_m, 1), 0, ragged};
   }
-  ForwardParams const typical = ragged ? of_mean_length(params) : params;
-  auto packed = [&](ForwardTile const& tile) { return packed_heads(typical.shape, tile); };
-  auto work_with = [&](ForwardTile const& tile) { return double(work(typical, tile, packed(tile))); };
-  bool const take_small =
-      tiles.small.warps > 0 && work_with(tiles.small) < tiles.enough * work_with(tiles.main);
+  ForwardParams const mean = ragged ? of_equal_lengths(params, 1) : params;
+  bool const differ = ragged && lengths_differ(params);
+  auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
+  auto work_with = [&](ForwardTile const& tile) {
+    return differ ? work_of_unequal(params, tile, packed(tile)) : double(work(mean, tile, packed(tile)));
+  };
+  double const enough = differ ? tiles.enough_unequal : tiles.enough;
+  bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
   ForwardTile const tile = take_small ? tiles.small : tiles.main;
   return {tile, rows_sm90(tile, packed(tile)), 0, ragged};
 }
