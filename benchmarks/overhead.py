@@ -166,7 +166,7 @@ def markdown(cells: list[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> Path:
     args = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
-    args.add_argument("--seconds", type=float, default=2.0, help="per problem and measure")
+    args.add_argument("--seconds", type=float, default=8.0, help="per problem and measure")
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", default="overhead", help="of the result file")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")

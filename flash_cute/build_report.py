@@ -58,7 +58,8 @@ def collect(logs: dict[str, str]) -> dict:
     """The report of a build, from the compiler's log of each kernel instance."""
     measured = {instance: MEASURE.search(log) for instance, log in logs.items()}
     return {
-        "instances": {i: {"seconds": float(m[1]), "peak_mb": int(m[2])} for i, m in measured.items()},
+        # Not of what ninja compiled by hand, without the measure.
+        "instances": {i: {"seconds": float(m[1]), "peak_mb": int(m[2])} for i, m in measured.items() if m},
         "kernels": [record for instance, log in logs.items() for record in kernels(instance, log)],
         "serialised": [line for log in logs.values() for line in SERIALISED.findall(log)],
     }
@@ -70,8 +71,8 @@ def collect(logs: dict[str, str]) -> dict:
 # has 64 registers, as with more of them fewer rows would be on an SM, which costs more
 # (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
 TOLERATED = {
-    ("backward_kernel_sm80", "spill_bytes"): 168,
-    ("backward_kernel_sm80", "stack_bytes"): 88,
+    ("backward_kernel_sm80", "spill_bytes"): 120,
+    ("backward_kernel_sm80", "stack_bytes"): 64,
     ("backward_kernel_sm90", "spill_bytes"): 144,
     ("backward_kernel_sm90", "stack_bytes"): 40,
     ("row_softmax", "spill_bytes"): 56,
@@ -101,7 +102,7 @@ def table(report: dict, dynamic_smem: dict[tuple[str, str], int]) -> str:
     records = [
         record
         | {"dynamic_smem_bytes": dynamic_smem.get((record["instance"], record["tile"]), "")}
-        | report["instances"][record["instance"]]
+        | report["instances"].get(record["instance"], {"seconds": "", "peak_mb": ""})
         for record in report["kernels"]
     ]
     rows = [[str(value) for value in row] for row in (*records[:1], *(record.values() for record in records))]

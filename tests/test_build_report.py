@@ -50,3 +50,14 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
     assert "28" in spill
     assert "stack" in stack
     assert "serialized" in serialised
+
+
+def test_a_log_without_its_measure():
+    """As of a compile by hand, without tools/measure.py."""
+    log = """ptxas info    : Compiling entry function '_ZN10flash_cute6kernelEv' for 'sm_90a'
+ptxas info    : Used 255 registers, used 1 barriers
+"""
+    report = build_report.collect({"forward_sm90_bf16_64": log})
+    assert report["instances"] == {}
+    assert [kernel["registers"] for kernel in report["kernels"]] == [255]
+    assert "255" in build_report.table(report, {})

@@ -7,10 +7,13 @@
 
 namespace flash_cute {
 
+template <class Instance>
+using TraitsOf = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
+
 // Calls visitor(traits, type of the order) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
-  ForwardTraitsSm80<Instance> const traits;
+  TraitsOf<Instance> const traits;
   return plan.ragged ? visitor(traits, std::type_identity<RaggedOrder>{})
                      : visitor(traits, std::type_identity<TileOrder>{});
 }
@@ -43,7 +46,7 @@ KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
 
 template <class Instance>
 std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
-  using Traits = ForwardTraitsSm80<Instance>;
+  using Traits = TraitsOf<Instance>;
   return {{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
 }
 

@@ -31,7 +31,6 @@ struct ForwardMainloopSm80 {
     ProblemShape const& shape = params.shape;
     WindowMask const& mask = mask_of(params, tile);
     BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
-    BlockRange const unmasked = mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
     if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
@@ -97,7 +96,7 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
-      if (!unmasked.contains(block)) {
+      if (!mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN).contains(block)) {
         hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);

@@ -11,12 +11,12 @@ namespace flash_cute {
 
 using namespace cute;
 
-template <class Instance_>
+template <class Instance_, ForwardTile tile>
 struct ForwardTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr ForwardTile kTile = forward_tiles(Instance::family, Instance::head_dim).main;
+  static constexpr ForwardTile kTile = tile;
   static_assert(kTile.warps > 0, "this head dim has no row in attention/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
