@@ -109,12 +109,21 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   return call;
 }
 
+// By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
   if (!problem.ragged) return 0;
-  AttentionProblem many = problem;  // few sequences need less, but not a part of what more of them do
-  many.shape.batch = larger(problem.shape.batch, kFewSequences + 1);
-  return largest<ForwardParams>(many, forward_kernel, [](Family family, int bucket, auto const& params) {
-    return plan_forward(family, bucket, params).workspace_bytes;
+  return largest<ForwardParams>(problem, forward_kernel, [](Family family, int bucket, auto const& params) {
+    ForwardParams const mean = plan::of_equal_lengths(params, 1);
+    ForwardTiles const tiles = forward_tiles(family, bucket);
+    int64_t places = 0;
+    for (ForwardTile const& tile : {tiles.main, tiles.small}) {
+      if (tile.warps == 0) continue;
+      PackedRows const rows = family == Family::sm80
+                                  ? PackedRows(tile.block_m, 1)
+                                  : plan::rows_sm90(tile, plan::packed_heads(mean.shape, tile));
+      places = larger(places, place_capacity(params, rows));
+    }
+    return int64_t(sizeof(TileListHeader)) + places * int64_t(sizeof(SequenceRecord));
   });
 }
 

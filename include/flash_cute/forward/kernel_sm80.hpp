@@ -10,18 +10,14 @@
 
 namespace flash_cute {
 
-// One that is listed carries its mask.
-struct ListedTile : RaggedTile {
-  WindowMask mask;
-};
-CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, ListedTile const& tile) { return tile.mask; }
-
+template <class Traits>
 CUTE_DEVICE TileCoord find_tile(ForwardParams const&, TileOrder const& order) {
   return order(read_block_index());
 }
+template <class Traits>
 CUTE_DEVICE ListedTile find_tile(ForwardParams const& params, RaggedOrder const& order) {
   RaggedTile const tile = order(blockIdx.x);
-  return {tile, mask_of(params, tile)};
+  return {tile, mask_of(params, tile), unmasked_blocks<Traits>(params, tile)};
 }
 
 template <class Traits, class Order>
@@ -48,8 +44,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  auto const of_block = tile_of_block < Order::kListed ||
-                        Traits::kTileInSharedMemory > ([&] { return find_tile(params, order); });
+  constexpr bool kInSharedMemory = Order::kListed || Traits::kTileInSharedMemory;
+  auto const of_block = tile_of_block<kInSharedMemory>([&] { return find_tile<Traits>(params, order); });
   ForwardMainloopSm80<Traits>::run(params, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();

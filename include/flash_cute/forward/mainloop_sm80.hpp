@@ -12,6 +12,22 @@
 
 namespace flash_cute {
 
+// One that is listed carries its mask, and the blocks of keys that all of its queries see.
+struct ListedTile : RaggedTile {
+  WindowMask mask;
+  BlockRange unmasked;
+};
+CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, ListedTile const& tile) { return tile.mask; }
+
+template <class Traits, class Tile>
+CUTE_DEVICE BlockRange unmasked_blocks(ForwardParams const& params, Tile const& tile) {
+  return mask_of(params, tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+}
+template <class Traits>
+CUTE_DEVICE BlockRange const& unmasked_blocks(ForwardParams const&, ListedTile const& tile) {
+  return tile.unmasked;
+}
+
 template <class Traits>
 struct ForwardMainloopSm80 {
   using Element = typename Traits::Element;
@@ -31,6 +47,7 @@ struct ForwardMainloopSm80 {
     ProblemShape const& shape = params.shape;
     WindowMask const& mask = mask_of(params, tile);
     BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+    decltype(auto) unmasked = unmasked_blocks<Traits>(params, tile);
     if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
@@ -96,7 +113,7 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
-      if (!mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN).contains(block)) {
+      if (!unmasked.contains(block)) {
         hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
