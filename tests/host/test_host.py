@@ -558,7 +558,7 @@ def test_grids(host, shape, family, head_dim):
 
 @given(st.data(), st.sampled_from(["sm80", "sm90"]))
 def test_plans_of_unequal_lengths(host, data, family):
-    """Room for every tile that there can be, whatever the lengths; the mean's tile where they may be alike."""
+    """Room for every tile there can be, whatever the lengths; the tile is the mean's if they may be alike."""
     sizes, window, lengths = data.draw(ragged_batches())
     assume(any(lengths))
     chosen = plan(host, family, 128, (*sizes[:5], 128), window, lengths)
