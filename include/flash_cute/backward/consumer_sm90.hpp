@@ -105,8 +105,8 @@ struct BackwardConsumerSm90 {
         Tensor acc_dq = sums.issue(before);
         finish([&] {
           wait_products<1>(acc_dq);
-          own.release(shared.ring_ds, before);
-          sums.put(acc_dq);
+          sums.release(before);
+          sums.put(acc_dq, before);
         });
       }
     };
@@ -119,16 +119,17 @@ struct BackwardConsumerSm90 {
     Tensor acc_dq = sums.issue(before);
     own.release(shared.ring_v, at_keys);
     wait_products<0>(acc_dq);
-    own.release(shared.ring_ds, before);
+    sums.release(before);
     own.release(shared.ring_k, at_keys);
-    sums.put(acc_dq);
+    sums.put(acc_dq, before);
     at_keys.advance();
     rows.start_ready();  // while sums are added
     if (!own.params.dk.data) return;
     sums.await_read();
     rows.finish();
-    own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
-    own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+    float* const through = handed_over_dq<Traits>(shared, own.warpgroup, at.slot);
+    own.store(through, own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+    own.store(through, own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
     rows.start_ready();  // while dK leaves
   }
 };

@@ -1,5 +1,6 @@
 // The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, a warp for
-// each of them adds its sums of dQ, and one fetches complete sums, of which they make rows.
+// each of them adds its part of dQ to the sums, and one fetches complete sums, of which they make rows; or,
+// in a cluster of two, which share a tile's keys, sends dS to the other block.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -12,7 +13,7 @@
 namespace flash_cute {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params,
                          __grid_constant__ KeyOrder const order, __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -26,14 +27,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     shared.ring_v.init(kWarpsDS);
     shared.ring_q.init(kWarps);
     shared.ring_dout.init(kWarps);
-    shared.ring_ds.init(kWarps, kWarpsDS);
+    // In a cluster, where dQ takes the memory of dS, those who add it give it back, of both blocks.
+    shared.ring_ds.init(Traits::kInCluster ? Traits::kCluster : kWarps, kWarpsDS);
     shared.ring_p.init(kWarpsDS, kWarpsDS);
-    shared.ring_tiles.init(kWarps + Traits::kConsumers);
+    shared.ring_tiles.init(kWarps + Traits::kConsumers + Traits::kInCluster);
+    shared.ring_peer_k.init(kWarpsDS);
+    shared.ring_index.init(1);
+    shared.ds_read.init(kWarps);
+    for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
     for (auto& ring : shared.ring_sums) ring.init(4);
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (Traits::kInCluster) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
   if (warpgroup == 0) {
@@ -44,6 +54,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
       } else if (warp <= Traits::kConsumers) {
         QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
+      } else if constexpr (Traits::kInCluster) {
+        ScoreGradientsSender<Traits>{shared, params}.run();
       } else if constexpr (Traits::kMakesRows) {
         if (params.workspace.finished) QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
       }
@@ -59,6 +71,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       own.run(BackwardGradientsSm90<Traits>{own});
     }
   }
+  if constexpr (Traits::kInCluster) sync_cluster();  // nobody sends to a block that has ended
 }
 
 }  // namespace flash_cute

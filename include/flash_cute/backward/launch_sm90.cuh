@@ -78,7 +78,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
                                                                                0, stream, params);
     constexpr bool kStartsEarly = true;
-    KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kBlockN, plan.query_start};
+    KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
                                                               params, order, maps_of<Traits>(params));

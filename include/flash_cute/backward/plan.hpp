@@ -71,12 +71,13 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 // the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
 // at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
 // to 2k: -10 to -25%, although 512 full wins 8% at head dim 128).
-inline TileOrder key_order(BackwardParams const& params, int block_n, bool in_turns) {
+inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, bool in_turns) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
                              shape.seqlen_k, shape.seqlen_q, shape.head_dim};
-  return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(block_n, 1), params.device.l2_bytes,
-                         (in_turns ? 2 : 1) * params.device.multiprocessors);
+  return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(tile.block_n, 1),
+                         params.device.l2_bytes,
+                         (in_turns ? 2 : 1) * params.device.multiprocessors / tile.cluster);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
@@ -99,7 +100,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_blocks = queries.count();
   // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once (head dim
   // 256, causal, 16k) and 7% where 8 query heads share K and V (128, causal, 16k; H200).
-  bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * params.device.multiprocessors;
+  int const at_a_time = params.device.multiprocessors / plan.tile.cluster;
+  bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * at_a_time;
   bool const stores_first = one_kernel && at_once && shape.heads_q == shape.heads_kv;
   plan.clears_sums = plan.sums_dq && !deterministic && !stores_first;
   if (one_kernel) {
@@ -107,16 +109,16 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   }
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
-  if (one_kernel) plan.blocks = smaller(plan.tiles, params.device.multiprocessors);
+  if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
   if (one_kernel && !params.lengths.given && plan.tiles > 0)
-    plan.order = key_order(params, plan.tile.block_n, deterministic);
+    plan.order = key_order(params, plan.tile, deterministic);
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   if (one_kernel) {
     bool const counted = plan.sums_dq && !plan.clears_sums;
     // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.
     plan.makes_rows = plan.sums_dq && plan.tile.has_room_for_sums() &&
                       int64_t(shape.heads_q) * plan.query_blocks <= 2 * int64_t(plan.tiles);
-    plan.additions = counted ? kSumParts * plan.rows / plan.tile.block_m : 0;
+    plan.additions = counted ? kSumParts * plan.tile.cluster * plan.rows / plan.tile.block_m : 0;
     plan.counters = 2 + plan.additions + (plan.makes_rows ? 1 + int64_t(shape.batch) * shape.heads_kv : 0);
   }
   plan.workspace_bytes =

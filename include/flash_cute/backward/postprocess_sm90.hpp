@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
   int64_t const part = (int64_t(head) * queries.count() + of_head) * Traits::kConsumers + warp / 4;
   int const* const additions = params.workspace.additions;
-  bool const added = !additions || additions[part] != 0;  // else no key is seen
+  bool const added = !additions || additions[part * Traits::kCluster] != 0;  // else no key is seen
   auto const* const sums =
       reinterpret_cast<float4 const*>(params.workspace.dq + kFloats / Traits::kConsumers * part);
   constexpr int kFours = Traits::kWarpFloats / 4 / 32;  // of a lane, in a round

@@ -42,8 +42,9 @@ __global__ void __launch_bounds__(kThreads)
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
   // Of every place: where offsets of queries are out of order, steps of another sequence may come to it.
-  if (params.workspace.additions && threadIdx.x < kSumParts) {
-    params.workspace.additions[place * kSumParts + threadIdx.x] = 0;
+  constexpr int kParts = kSumParts * backward_tiles(Instance::family, Instance::head_dim).keys[0].cluster;
+  if (params.workspace.additions && threadIdx.x < kParts) {
+    params.workspace.additions[place * kParts + threadIdx.x] = 0;
   }
   if (!has_rows(m_begin, s.used)) return;
 

@@ -12,7 +12,7 @@ namespace flash_cute {
 
 template <class Traits>
 struct BackwardProducerSm90 {
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTileN = Traits::kTileN;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   KeyOrder const& order;
@@ -21,11 +21,11 @@ struct BackwardProducerSm90 {
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
   RingPosition<2> at_tiles{};
+  RingPosition<1> at_index{}, at_begun{.phase = 1};  // what is given back when a tile begins
 
   CUTE_DEVICE void run() {
     // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
     // and once the one before is loaded, as others could begin what waits here (3% of 16k causal).
-    auto claim = [&] { return atomicAdd(params.workspace.claimed, 1); };
     for (int index = claim(); index < order.tiles; index = claim()) {
       KeyTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
@@ -39,6 +39,25 @@ struct BackwardProducerSm90 {
   }
 
  private:
+  // In a cluster the first block claims for both.
+  CUTE_DEVICE int claim() {
+    if constexpr (!Traits::kInCluster) return atomicAdd(params.workspace.claimed, 1);
+    auto& arrived = shared.ring_index.full[0];
+    int index;
+    if (read_cluster_rank() == 0) {
+      index = atomicAdd(params.workspace.claimed, 1);
+      shared.ring_index.acquire(at_index);
+      send_to_peer(shared.index, index, arrived);
+    } else {
+      arrived.arrive_and_expect_tx(sizeof(int));
+      arrived.wait(at_index.phase);
+      index = *static_cast<int volatile*>(&shared.index);
+      arrive_at_peer(shared.ring_index.empty[0]);
+    }
+    at_index.advance();
+    return index;
+  }
+
   CUTE_DEVICE void announce(KeyTile const& tile) {
     auto& announced = shared.ring_tiles.acquire(at_tiles);
     shared.tiles[at_tiles.slot] = tile;
@@ -48,26 +67,33 @@ struct BackwardProducerSm90 {
 
   CUTE_DEVICE void load(KeyTile const& tile) {
     int const heads = params.shape.heads_q / params.shape.heads_kv;
-    QuerySteps steps(tile, heads, kBlockM, kBlockN);
+    QuerySteps steps(tile, heads, kBlockM, kTileN);
     if (steps.left == 0) return;
     bool const ragged = params.lengths.given;
     auto const& rows = maps.entry_rows;
-    auto load_rows = [&]<int kRows>(std::integral_constant<int, kRows>, CUtensorMap const& map, auto& arrived,
-                                    auto* target, int head, int row, MapPlace const& place) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, head,
-                                                           place.shift + row, place.plane, place.bound);
+    auto load_rows = [&]<int kRows, int kColumns>(Int<kRows>, Int<kColumns>, CUtensorMap const& map,
+                                                  auto& arrived, auto* target, int first_column, int head,
+                                                  int row, MapPlace const& place) {
+      load_panels<kColumns, Traits::kPanel, kRows>(map, arrived, target, kRows, first_column, head,
+                                                   place.shift + row, place.plane, place.bound);
     };
-    auto load_keys = [&](CUtensorMap const& map, auto& ring, auto* target, int entry_rows) {
-      load_rows(std::integral_constant<int, kBlockN>{}, map, ring.acquire(at_keys), target, tile.head_kv,
-                tile.n_begin, MapPlace::of_keys(ragged, tile, entry_rows));
+    Int<Traits::kHeadDim> const all_columns;
+    int const rank = Traits::kInCluster ? read_cluster_rank() : 0, first_key = tile.n_begin + rank * kBlockN;
+    auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
+      load_rows(Int<kBlockN>{}, all_columns, map, arrived, target, 0, tile.head_kv, first_key,
+                MapPlace::of_keys(ragged, tile, entry_rows));
+    };
+    auto load_peer_keys = [&] {
+      load_rows(Int<kBlockN>{}, Int<Traits::kOwnColumns>{}, maps.k, shared.ring_peer_k.acquire(at_begun),
+                shared.peer_k, rank * Traits::kOwnColumns, tile.head_kv, tile.n_begin + (rank ^ 1) * kBlockN,
+                MapPlace::of_keys(ragged, tile, rows.k));
     };
     // Q comes with the LSE and delta of its rows.
     MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
     MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
     auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* slot, MapPlace const& place) {
-      load_rows(std::integral_constant<int, kBlockM>{}, map, arrived, slot, steps.head, steps.block * kBlockM,
-                place);
+      load_rows(Int<kBlockM>{}, all_columns, map, arrived, slot, 0, steps.head, steps.block * kBlockM, place);
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
       constexpr int kBytes = kBlockM * sizeof(float);
@@ -77,21 +103,35 @@ struct BackwardProducerSm90 {
                                      slots + at.slot * kBlockM, kBytes);
     };
 
-    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order.
+    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order. In
+    // a cluster V's and the other block's K's are what dV and dK leave through, until this tile has begun;
+    // the latter is asked for when Q of the second step is, as that step needs it first.
+    bool wants_peer_keys = Traits::kInCluster;
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       load_floats(arrived, params.workspace.lse, shared.lse);
       load_floats(arrived, params.workspace.delta, shared.delta);
       load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();
+      if (wants_peer_keys && !first) {
+        load_peer_keys();
+        wants_peer_keys = false;
+      }
       load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
                    shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
       at_dout.advance();
       if (!first) continue;
-      load_keys(maps.v, shared.ring_v, shared.v, rows.v);
-      load_keys(maps.k, shared.ring_k, shared.k, rows.k);
+      if constexpr (Traits::kInCluster) {
+        load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
+        load_keys(maps.v, shared.ring_v.acquire(at_begun), shared.v, rows.v);
+      } else {
+        load_keys(maps.v, shared.ring_v.acquire(at_keys), shared.v, rows.v);
+        load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
+      }
     }
+    if (wants_peer_keys) load_peer_keys();
     at_keys.advance();
+    at_begun.advance();
   }
 };
 

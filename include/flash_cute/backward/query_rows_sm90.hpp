@@ -38,7 +38,7 @@ struct QueryRowsFetcher {
       Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
       int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
       if (!has_rows(begin, s.used)) continue;
-      int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kBlockN) : order.tiles;
+      int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kTileN) : order.tiles;
       int const* const finished = workspace.finished + (in_order ? block.pair : 0);
       while (load_acquire(finished) < tiles * Traits::kConsumers) __nanosleep(1000);
       fence_async_global();

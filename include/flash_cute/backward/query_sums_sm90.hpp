@@ -5,47 +5,81 @@
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/bulk_add.hpp"
+#include "flash_cute/core/cluster.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 
 namespace flash_cute {
+
+// Where a warpgroup hands over its part of dQ, made of this slot of dS.
+template <class Traits>
+CUTE_DEVICE float* handed_over_dq(typename Traits::SharedStorage& shared, int warpgroup, int slot_ds) {
+  if (Traits::kInCluster && warpgroup == 1) {
+    return reinterpret_cast<float*>(shared.ds + Traits::kCluster * slot_ds * Traits::kSlotDS);
+  }
+  return shared.dq + warpgroup * Traits::kFloats;
+}
 
 // The computing side. Sums of a block of queries lie warp by warp in the order of registers, four neighbours
 // of each lane side by side, so that shared memory has no bank conflicts in either direction.
 template <class Traits>
 struct QuerySums {
   static constexpr int kWarpFloats = Traits::kWarpFloats;
+  using AtDS = RingPosition<Traits::kStages>;
   typename Traits::SharedStorage& shared;
   bool wanted;
   int warpgroup, thread;
-  RingPosition<1> at{};
+  RingPosition<1> at{}, at_read{};
 
-  // dS of all keys is there: puts a round of dQ = dS K in flight.
-  CUTE_DEVICE auto issue(RingPosition<Traits::kStages> const& at_ds, int round = 0) const {
+  // dS of all keys is there: puts dQ = dS K in flight, in a cluster as two products.
+  CUTE_DEVICE auto issue(AtDS const& at_ds) const {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{});  // (M, N, STAGE)
     Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{});   // (D, N)
     typename Traits::MmaQueries mma;
     auto const slice = mma.get_slice(warpgroup * 128);
     Tensor tQrdS = slice.partition_fragment_A(sdS);  // (MMA, MMA_M, MMA_N, STAGE)
     Tensor tQrK = slice.partition_fragment_B(sKt);   // (MMA, MMA_D, MMA_N)
-    Tensor acc_dq = partition_fragment_C(mma, typename Traits::RoundQ{});
-    static_assert(decltype(size<1>(tQrK))::value == Traits::kRoundsQ);
-    Tensor tQrK_round =
-        make_tensor(tQrK(_, round, _).data(),
+    Tensor acc_dq = partition_fragment_C(mma, typename Traits::OwnQ{});
+    static_assert(decltype(size<1>(tQrK))::value == Traits::kCluster);
+    int const columns = Traits::kInCluster ? read_cluster_rank() : 0;
+    Tensor tQrK_own =
+        make_tensor(tQrK(_, columns, _).data(),
                     make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
     shared.ring_ds.wait(at_ds);
-    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at_ds.slot), tQrK_round, acc_dq);
+    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot), tQrK_own, acc_dq);
+    if constexpr (Traits::kInCluster) {
+      Tensor sPeerKt = make_tensor(make_smem_ptr(shared.peer_k), typename Traits::LayoutPeerKt{});  // (D, N)
+      shared.peer_ds[at_ds.slot].wait(at_ds.phase);
+      issue_product(GMMA::ScaleOut::One, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot + 1),
+                    slice.partition_fragment_B(sPeerKt), acc_dq);
+    }
     return acc_dq;
   }
 
-  // Hands a round of dQ over. The writer orders it before its reads by TMA: a fence here would wait for
+  // This warp's part has been computed, and dS read for it.
+  CUTE_DEVICE void release(AtDS const& at_ds) const {
+    if (thread % 32 != 0) return;
+    if constexpr (Traits::kInCluster) {
+      shared.ds_read.arrive();
+    } else {
+      shared.ring_ds.release(at_ds);
+    }
+  }
+
+  // Hands a part of dQ over. The writer orders it before its reads by TMA: a fence here would wait for
   // stores that wait behind products.
   template <class Accumulator>
-  CUTE_DEVICE void put(Accumulator const& acc_dq) {
+  CUTE_DEVICE void put(Accumulator const& acc_dq, AtDS const& at_ds) {
     static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
-    if (!wanted) return;
+    if constexpr (!Traits::kInCluster) {
+      if (!wanted) return;
+    } else if (warpgroup == 1) {
+      shared.ds_read.wait(at_read.phase);
+      at_read.advance();
+    }
     int const lane = thread % 32;
-    auto* const staged =
-        reinterpret_cast<float4*>(shared.dq + (4 * warpgroup + thread / 32) * kWarpFloats) + lane;
+    auto* const staged = reinterpret_cast<float4*>(handed_over_dq<Traits>(shared, warpgroup, at_ds.slot) +
+                                                   thread / 32 * kWarpFloats) +
+                         lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {
@@ -68,13 +102,13 @@ struct QuerySums {
 // with his sums at hand: so the others wait for nothing but a store.
 template <class Traits>
 struct QuerySumsWriter {
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN,
-                       kFloats = 4 * Traits::kWarpFloats;  // of a round
-  enum { kUntouched, kBegun, kStored };                    // of `additions` without turns
+  static constexpr int kBlockM = Traits::kBlockM, kTileN = Traits::kTileN, kFloats = Traits::kFloats;
+  enum { kUntouched, kBegun, kStored };  // of `additions` without turns
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   int warpgroup;
   RingPosition<1> at{};
+  RingPosition<Traits::kStages> at_ds{};
 
   CUTE_DEVICE void run() {
     RingPosition<2> at_tiles{};
@@ -82,7 +116,7 @@ struct QuerySumsWriter {
       shared.ring_tiles.wait(at_tiles);
       KeyTile const& tile = shared.tiles[at_tiles.slot];
       if (tile.n_begin == kThrough) return;
-      if (params.workspace.dq) add(tile);
+      if (params.workspace.dq || Traits::kInCluster) add(tile);  // where memory is given back, too
       shared.ring_tiles.release(at_tiles);
       at_tiles.advance();
     }
@@ -90,14 +124,15 @@ struct QuerySumsWriter {
 
  private:
   CUTE_DEVICE void add(KeyTile const& tile) {
-    float* const staged = shared.dq + warpgroup * kFloats;
-    QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
+    QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
+    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
     auto part_of = [&](QuerySteps const& step) {
-      return tile.place(step.head, step.block) * Traits::kConsumers + warpgroup;
+      return (tile.place(step.head, step.block) * Traits::kConsumers + warpgroup) * Traits::kCluster + rank;
     };
     int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
-    // Some 20 us until rows are made of them (1% at head dim 128).
-    auto const hint = finished ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
+    // 20 us until rows are made of them, where this kernel makes them (1% at head dims 128 and 256).
+    auto const hint =
+        finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
     bool const in_order = offsets_in_order(params), in_turns = params.workspace.in_turns && in_order;
     auto look = [&](QuerySteps const& step) { return load_acquire(additions + part_of(step)); };
     int seen = additions && steps.left > 0 ? look(steps) : kStored;
@@ -115,22 +150,28 @@ struct QuerySumsWriter {
       }
       if (additions) fence_async_global();
       steps.advance();
-      for (int round = 0; round < Traits::kRoundsQ; ++round) {
-        shared.ring_dq[warpgroup].wait(at);
-        cutlass::arch::fence_view_async_shared();
-        float* const sums = params.workspace.dq + (part * Traits::kRoundsQ + round) * kFloats;
+      shared.ring_dq[warpgroup].wait(at);
+      cutlass::arch::fence_view_async_shared();
+      float const* const handed_over = handed_over_dq<Traits>(shared, warpgroup, at_ds.slot);
+      if (params.workspace.dq) {
+        float* const sums = params.workspace.dq + part * kFloats;
         if (first) {
-          bulk_store(sums, staged, kFloats * sizeof(float), hint);
+          bulk_store(sums, handed_over, kFloats * sizeof(float), hint);
         } else {
-          bulk_add(sums, staged, kFloats * sizeof(float), hint);
+          bulk_add(sums, handed_over, kFloats * sizeof(float), hint);
         }
-        cute::tma_store_arrive();
-        // While it is on its way, as it takes as long.
-        if (round + 1 == Traits::kRoundsQ && additions && steps.left > 0) seen = look(steps);
-        cute::tma_store_wait<0>();
-        shared.ring_dq[warpgroup].release(at);
-        at.advance();
       }
+      cute::tma_store_arrive();
+      // While it is on its way, as it takes as long.
+      if (additions && steps.left > 0) seen = look(steps);
+      cute::tma_store_wait<0>();
+      shared.ring_dq[warpgroup].release(at);
+      if (Traits::kInCluster && warpgroup == 1) {
+        shared.ring_ds.release(at_ds);
+        arrive_at_peer(shared.ring_ds.empty[at_ds.slot]);
+      }
+      at.advance();
+      at_ds.advance();
       if (in_turns || first) pass(additions + part);
     }
     // Once a tile, as a release waits for whatever this multiprocessor has under way.
@@ -139,8 +180,8 @@ struct QuerySumsWriter {
 
   // Of those that see a block of queries, the blocks of keys that come before this one in the launch order.
   CUTE_DEVICE static int blocks_before(KeyTile const& tile, int block) {
-    BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kBlockN);
-    int const own = tile.n_begin / kBlockN;
+    BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kTileN);
+    int const own = tile.n_begin / kTileN;
     return tile.descending ? keys.end - 1 - own : own - keys.begin;
   }
 
@@ -148,6 +189,35 @@ struct QuerySumsWriter {
     wait_bulk_complete();
     fence_async_global();
     add_release(additions);
+  }
+};
+
+// Sends each step's dS to the other block of a cluster, by one thread.
+template <class Traits>
+struct ScoreGradientsSender {
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+
+  CUTE_DEVICE void run() {
+    constexpr int kBytes = Traits::kSlotDS * sizeof(typename Traits::Element);
+    RingPosition<2> at_tiles{};
+    RingPosition<Traits::kStages> at{};
+    while (true) {
+      shared.ring_tiles.wait(at_tiles);
+      KeyTile const& tile = shared.tiles[at_tiles.slot];
+      if (tile.n_begin == kThrough) return;
+      int const heads = params.shape.heads_q / params.shape.heads_kv;
+      for (int left = QuerySteps(tile, heads, Traits::kBlockM, Traits::kTileN).left; left > 0; --left) {
+        shared.ring_ds.wait(at);
+        // Both blocks are through with what was there before, or this one's dS would not be here.
+        auto* const slot = shared.ds + Traits::kCluster * at.slot * Traits::kSlotDS;
+        shared.peer_ds[at.slot].arrive_and_expect_tx(kBytes);
+        send_to_peer(slot + Traits::kSlotDS, slot, kBytes, shared.peer_ds[at.slot]);
+        at.advance();
+      }
+      shared.ring_tiles.release(at_tiles);
+      at_tiles.advance();
+    }
   }
 };
 

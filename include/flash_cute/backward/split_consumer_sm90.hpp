@@ -1,5 +1,5 @@
 // The Hopper family's backward maths where registers do not hold dK and dV of 64 keys: one warpgroup has P
-// and dV, another dS and dK, and each half of the tile's part of dQ.
+// and dV, another dS and dK, and each half of the block's part of dQ.
 #pragma once
 
 #include "flash_cute/backward/query_sums_sm90.hpp"
@@ -15,19 +15,22 @@ template <class Traits>
 struct WeightsSlot {
   float4* fours;  // of this thread
 
-  CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own) : fours(own.shared.p + own.thread) {}
+  // Each warp has a quarter, as of dQ, where both lie in the same memory.
+  CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
+      : fours((Traits::kInCluster ? reinterpret_cast<float4*>(own.shared.dq) : own.shared.p) +
+              own.thread / 32 * (Traits::kFoursP / 4) + own.thread % 32) {}
 
   template <class Weights>
   CUTE_DEVICE void put(Weights const& weights) const {
     auto const own = recast<float4 const>(weights);
     CUTE_UNROLL
-    for (int i = 0; i < size(own); ++i) fours[i * 128] = own(i);
+    for (int i = 0; i < size(own); ++i) fours[i * 32] = own(i);
   }
   template <class Weights>
   CUTE_DEVICE void get(Weights& weights) const {
     auto own = recast<float4>(weights);
     CUTE_UNROLL
-    for (int i = 0; i < size(own); ++i) own(i) = fours[i * 128];
+    for (int i = 0; i < size(own); ++i) own(i) = fours[i * 32];
   }
 };
 
@@ -61,15 +64,13 @@ struct BackwardWeightsSm90 {
     clear(acc_dv);
 
     auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
-    auto add_sums = [&](auto&& beside_first_round) {
-      CUTE_UNROLL
-      for (int round = 0; round < Traits::kRoundsQ; ++round) {
-        Tensor acc_dq = sums.issue(at_before, round);
-        if (round == 0) beside_first_round();
-        wait_products<0>(acc_dq);
-        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at_before);
-        sums.put(acc_dq);
-      }
+    auto add_sums = [&](auto&& beside) {
+      Tensor acc_dq = sums.issue(at_before);
+      beside();
+      wait_products<0>(acc_dq);
+      sums.release(at_before);
+      if constexpr (Traits::kInCluster) shared.ring_p.acquire(at_p);  // P has been taken
+      sums.put(acc_dq, at_before);
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
@@ -77,13 +78,14 @@ struct BackwardWeightsSm90 {
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
+        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, own.first_key(tile),
                                 steps.block * kBlockM, cS, acc_s);
       }
       float const* const lse = shared.lse + at.slot * kBlockM;
       own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release(shared.ring_q, at);
+      if constexpr (Traits::kInCluster) sums.await_read();  // where P comes now
       auto& full = shared.ring_p.acquire(at_p);
       WeightsSlot<Traits>(own).put(acc_s);
       own.announce(full);
@@ -92,7 +94,7 @@ struct BackwardWeightsSm90 {
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
       auto finish_dv = [&] {
-        wait_products<!kFirst>(acc_dv);
+        wait_products<kFirst ? 0 : Traits::kCluster>(acc_dv);
         own.release(shared.ring_dout, at_dout);
       };
       if constexpr (kFirst) {
@@ -105,16 +107,26 @@ struct BackwardWeightsSm90 {
       at_dout.advance();
       steps.advance();
     };
+    own.await_stored();
+    if constexpr (Traits::kInCluster) own.release(shared.ring_v, at_keys);  // which dV has left
     shared.ring_k.wait(at_keys);
     step(std::true_type{});
-    own.await_stored();
+    if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    auto store = [&](void* through) {
+      if (!own.params.dv.data) return;
+      own.template store<Traits::kInCluster>(through, own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+    };
+    if constexpr (Traits::kInCluster) {
+      shared.ring_p.acquire(at_p);  // who took the last P has read V
+      store(shared.v);
+    }
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
-    if (own.params.dv.data) {
+    if constexpr (!Traits::kInCluster) {
       sums.await_read();
-      own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+      store(shared.dq);
     }
   }
 };
@@ -151,10 +163,15 @@ struct BackwardGradientsSm90 {
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
-    shared.ring_k.wait(at_keys);
-    shared.ring_v.wait(at_keys);
-    own.await_stored();
-    while (true) {
+    auto at_before = at;  // as for the other warpgroup
+    auto add_sums = [&](auto&& beside) {
+      Tensor acc_dq = sums.issue(at_before);
+      beside();
+      wait_products<0>(acc_dq);
+      sums.release(at_before);
+      sums.put(acc_dq, at_before);
+    };
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at_dout.slot), acc_ds);
@@ -172,30 +189,38 @@ struct BackwardGradientsSm90 {
       Tensor rdS = convert<Element>(acc_ds);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
       auto& full = shared.ring_ds.acquire(at);
-      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
+      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, Traits::kCluster * at.slot));
       cutlass::arch::fence_view_async_shared();
       own.announce(full);
-      steps.advance();
-      CUTE_UNROLL
-      for (int round = 0; round < Traits::kRoundsQ; ++round) {
-        Tensor acc_dq = sums.issue(at, round);
-        if (round == 0) {
-          wait_products<1>(acc_dk);
-          own.release(shared.ring_q, at);
-        }
-        wait_products<0>(acc_dq);
-        if (round == Traits::kRoundsQ - 1) own.release(shared.ring_ds, at);
-        sums.put(acc_dq);
+      auto finish_dk = [&] {
+        wait_products<kFirst ? 0 : Traits::kCluster>(acc_dk);
+        own.release(shared.ring_q, at);
+      };
+      if constexpr (kFirst) {
+        finish_dk();
+      } else {
+        add_sums(finish_dk);
       }
+      at_before = at;
       at.advance();
-      if (__all_sync(0xffffffffu, steps.left == 0)) break;
-    }
+      steps.advance();
+    };
+    own.await_stored();
+    if constexpr (Traits::kInCluster) own.release(shared.ring_peer_k, at_keys);  // which dK has left
+    shared.ring_k.wait(at_keys);
+    shared.ring_v.wait(at_keys);
+    step(std::true_type{});
+    if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
+    while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    if constexpr (!Traits::kInCluster) own.release(shared.ring_v, at_keys);
+    add_sums([] {});
     own.release(shared.ring_k, at_keys);
-    own.release(shared.ring_v, at_keys);
     at_keys.advance();
     if (own.params.dk.data) {
-      sums.await_read();
-      own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+      if constexpr (!Traits::kInCluster) sums.await_read();
+      void* const through =
+          Traits::kInCluster ? static_cast<void*>(shared.peer_k) : shared.dq + Traits::kFloats;
+      own.store(through, own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
     }
   }
 };

@@ -8,7 +8,7 @@ namespace flash_cute {
 
 // A block of keys stays, blocks of queries pass by.
 struct BackwardTile {
-  int block_m, block_n;   // queries of a step, keys of a thread block
+  int block_m, block_n;   // queries of a step, keys of a thread block, or of all that share a tile
   int stages;             // of Q and dO in shared memory
   int warps_keys;         // warps side by side along the keys
   int warps_across;       // and along the queries of S, or the columns of dK and dV
@@ -17,6 +17,7 @@ struct BackwardTile {
   int pays_from = 0;      // queries that see a key
   int stages_dout = 0;    // of dO, where fewer than of Q
   bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
+  int cluster = 1;        // thread blocks that share a tile: its keys, and its part of dQ by columns
 
   constexpr int warps() const { return warps_keys * warps_across; }
   // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
@@ -59,7 +60,8 @@ constexpr int sum_columns(Family family, int head_dim) {
   return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
 }
 
-constexpr int kSumParts = 2;  // of a block of queries, one of each warpgroup
+constexpr int kSumParts =
+    2;  // of a block of queries, one of each warpgroup, and in a cluster each of its blocks
 
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
@@ -91,7 +93,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       case 96: return {.keys = {{64, 128, 2, 8, 1, 0}}};
       case 128: return {.keys = {{64, 128, 2, 8, 1, 0}}};
       case 192: return {.keys = {{64, 64, 2, 4, 2, 0}}};
-      case 256: return {.keys = {{64, 64, 2, 4, 2, 0, 1, 0, 1}}};
+      case 256: return {.keys = {{64, 128, 2, 4, 2, 0, 1, 0, 1, false, 2}}};
     }
   }
   return {};

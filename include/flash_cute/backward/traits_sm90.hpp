@@ -27,7 +27,10 @@ struct BackwardTraitsSm90 {
   static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0,
                 "this head dim has no row in backward/tiles.hpp");
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  // Keys of a tile, and of a thread block, which has all of them or, in a cluster, half.
+  static constexpr int kCluster = kTile.cluster, kTileN = kTile.block_n, kBlockN = kTileN / kCluster;
+  static constexpr bool kInCluster = kCluster > 1;
+  static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages;
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
   static constexpr int kHeadDim = Instance::head_dim;
 
@@ -39,7 +42,8 @@ struct BackwardTraitsSm90 {
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
   static constexpr int kThreads = (1 + kConsumers) * 128;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = kInCluster ? 40 : 24;
+  static constexpr int kConsumerRegisters = kInCluster ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "setmaxnreg would wait for registers that nobody gives back");
@@ -58,17 +62,19 @@ struct BackwardTraitsSm90 {
   static_assert(size<1>(typename MmaScores::AtomShape_MNK{}) == kBlockM &&
                     size<1>(typename MmaKeys::AtomShape_MNK{}) == kHeadDim,
                 "CuTe makes do with narrow products where it has none of this width");
-  // Of dQ each warpgroup computes 64 queries, or half of the columns, in rounds if registers are short.
-  static constexpr int kSumColumns = sum_columns(Family::sm90, kHeadDim);
-  static constexpr int kRowsQ = kBlockM / 64, kRoundsQ = kHeadDim > 192 ? 2 : 1;
-  static constexpr int kColumnsQ = kSumColumns * kRowsQ / kConsumers / kRoundsQ;
+  // Of a tile's part of dQ each thread block of a cluster has half of the columns, made of all of the tile's
+  // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns.
+  static constexpr int kSumColumns = sum_columns(Family::sm90, kHeadDim),
+                       kOwnColumns = kSumColumns / kCluster;
+  static constexpr int kRowsQ = kBlockM / 64, kColumnsQ = kOwnColumns * kRowsQ / kConsumers;
   using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
-  using RoundQ = Shape<Int<kBlockM>, Int<kSumColumns / kRoundsQ>>;
+  using OwnQ = Shape<Int<kBlockM>, Int<kOwnColumns>>;
   using MmaQueries = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kColumnsQ>, Int<kBlockN>>, GMMA::Major::MN,
                            GMMA::Major::MN>(),
       Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>{}));
   static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
+  static_assert(!kInCluster || kSplitsWork);
 
   // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each is read both ways: its rows are
   // rows of an operand of S and dP, and its columns those of one of dV, dK and dQ.
@@ -81,27 +87,40 @@ struct BackwardTraitsSm90 {
   // With room for columns that are summed up although nobody loads them.
   using LayoutKt =
       decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kSumColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
+  // The own columns of the other block's keys.
+  using LayoutPeerKt =
+      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kOwnColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
   using LayoutQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutQt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
   using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesDO>>{}));
   using LayoutDOt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStagesDO>>{},
                                            Step<_2, _1, _3>{}));
+  // Of dS, slots in a cluster by turns of this block's and of the other's.
+  static constexpr int kSlotsDS = kStages * kCluster, kSlotDS = kBlockM * kBlockN;
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                                          Shape<Int<kBlockM>, Int<kBlockN>, Int<kStages>>{}));
-  using LayoutDSt =
-      decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kStages>>,
-                                              Stride<Int<kBlockM>, _1, Int<kBlockM * kBlockN>>>{}));
+                                          Shape<Int<kBlockM>, Int<kBlockN>, Int<kSlotsDS>>{}));
+  using LayoutDSt = decltype(composition(
+      LayoutDS{},
+      Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kSlotsDS>>, Stride<Int<kBlockM>, _1, Int<kSlotDS>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
   // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
-  static constexpr int kWarpFloats = kBlockM * kSumColumns / (4 * kConsumers) / kRoundsQ, kWarpRows = 16;
-  static constexpr int kStoreColumns = kHeadDim / kRoundsQ;
+  static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
+  static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup
+  static constexpr int kStoreColumns = kHeadDim / kCluster;
   using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
   using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
-  static constexpr int kSlotP = kSplitsWork ? kBlockN * kBlockM / 4 : 0;  // of P, in fours
-  static constexpr int kSlotElements = kBlockM * kHeadDim;                // of Q and dO
+  static constexpr int kFoursP = kSplitsWork ? kBlockN * kBlockM / 4 : 0;
+  static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
+  // In a cluster memory is short. P lies where the first warpgroup's part of dQ will, which comes once P has
+  // been taken; the other one's part lies where the dS did that it is made of.
+  static constexpr int kSlotP = kInCluster ? 0 : kFoursP;
+  static constexpr int kSlotsDQ = kInCluster ? 1 : kConsumers;
+  static constexpr int kSlotPeerK = kInCluster ? cosize_v<LayoutPeerKt> : 0;
+  static_assert(!kInCluster || (kFoursP * sizeof(float4) == kFloats * sizeof(float) &&
+                                kCluster * kSlotDS * sizeof(Element) == kFloats * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
   static constexpr int kSlotSums = kMakesRows ? kBlockM * kSumColumns : 0;
@@ -112,7 +131,8 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
-    alignas(1024) float dq[4 * kConsumers * kWarpFloats];
+    alignas(1024) Element peer_k[kSlotPeerK];
+    alignas(1024) float dq[kSlotsDQ * kFloats];
     alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
     alignas(128) float4 p[kSlotP];
     alignas(128) float lse[kStages * kBlockM];
@@ -123,6 +143,11 @@ struct BackwardTraitsSm90 {
     TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
+    // Of a cluster, in which dS and the index of a tile come from the other block.
+    TmaRing<1> ring_peer_k, ring_index;
+    cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
+    cutlass::arch::ClusterBarrier ds_read;
+    int index;
     FinishedQueries finished;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

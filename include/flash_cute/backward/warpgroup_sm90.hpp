@@ -8,6 +8,7 @@
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/cluster.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
@@ -28,6 +29,10 @@ struct BackwardWarpgroup {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
 
+  // Of this thread block.
+  CUTE_DEVICE static int first_key(KeyTile const& tile) {
+    return tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * kBlockN : 0);
+  }
   // The thread's number among those that share the keys of a tile, and its warp's.
   CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
@@ -60,13 +65,13 @@ struct BackwardWarpgroup {
   }
 
   CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
-    return QuerySteps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kBlockN);
+    return QuerySteps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, Traits::kTileN);
   }
 
   // Blocks of queries that see all of this warpgroup's keys.
   CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
-    int const begin = tile.n_begin + key_warp() / 4 * 64;
+    int const begin = first_key(tile) + key_warp() / 4 * 64;
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
@@ -139,25 +144,26 @@ struct BackwardWarpgroup {
     __syncwarp();
   }
 
-  // By each warp alone: its 16 rows leave through the memory of its sums of dQ, as many columns at a time as
-  // fit.
-  template <class Accumulator>
-  CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
-                         Accumulator const& acc) const {
+  // By each warp alone: its 16 rows leave through a quarter of this memory, as many columns at a time as fit,
+  // or all at once.
+  template <bool kAllFit = false, class Accumulator>
+  CUTE_DEVICE void store(void* through, CUtensorMap const& map, int entry_rows, KeyTile const& tile,
+                         float scale, Accumulator const& acc) const {
     // Read anew, so that no address is kept in registers for the whole loop before.
-    int const lane = read_lane_index(), warp = warpgroup * 4 + thread / 32;
-    auto* const rows = reinterpret_cast<Element*>(shared.dq + warp * Traits::kWarpFloats);
+    int const lane = read_lane_index();
+    float* const memory = static_cast<float*>(through) + thread / 32 * Traits::kWarpFloats;
     MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
-    constexpr int kColumns = Traits::kStoreColumns;
+    constexpr int kColumns = Traits::kStoreColumns, kParts = Traits::kHeadDim / kColumns;
     CUTE_UNROLL
-    for (int part = 0; part < Traits::kRoundsQ; ++part) {
-      if (lane == 0) cute::tma_store_wait<0>();  // what was there has left
+    for (int part = 0; part < kParts; ++part) {
+      auto* const rows = reinterpret_cast<Element*>(memory + (kAllFit ? part * Traits::kFloats : 0));
+      if (!kAllFit && lane == 0) cute::tma_store_wait<0>();  // what was there has left
       __syncwarp();
       stage<typename Traits::LayoutWarp>(rows, lane, scale, acc, part * kColumns);
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,
-            place.shift + tile.n_begin + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+            place.shift + first_key(tile) + key_warp() * Traits::kWarpRows, place.plane, place.bound);
       }
     }
   }

@@ -11,12 +11,12 @@ namespace flash_cute {
 template <int kHeadDim, int kPanel, int kRows>
 CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
                          auto* target, int rows, int head, int row, DensePlace const& place) {
-  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, row, place.entry);
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, 0, head, row, place.entry);
 }
 template <int kHeadDim, int kPanel, int kRows>
 CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
                          auto* target, int rows, int head, int row, RaggedPlace const& place) {
-  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, head, place.shift + row, place.plane,
+  load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, 0, head, place.shift + row, place.plane,
                                        RaggedPlace::kBound);
 }
 
