@@ -127,9 +127,8 @@ struct BackwardConsumerSm90 {
     if (!own.params.dk.data) return;
     sums.await_read();
     rows.finish();
-    float* const through = handed_over_dq<Traits>(shared, own.warpgroup, at.slot);
-    own.store(through, own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
-    own.store(through, own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+    own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+    own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
     rows.start_ready();  // while dK leaves
   }
 };

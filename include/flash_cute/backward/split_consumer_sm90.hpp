@@ -113,20 +113,20 @@ struct BackwardWeightsSm90 {
     step(std::true_type{});
     if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
-    auto store = [&](void* through) {
+    auto store = [&] {
       if (!own.params.dv.data) return;
-      own.template store<Traits::kInCluster>(through, own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+      own.template store<Traits::kInCluster>(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
     };
     if constexpr (Traits::kInCluster) {
-      shared.ring_p.acquire(at_p);  // who took the last P has read V
-      store(shared.v);
+      shared.ring_p.acquire(at_p);  // who took the last P has read V, through which dV leaves
+      store();
     }
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
     if constexpr (!Traits::kInCluster) {
       sums.await_read();
-      store(shared.dq);
+      store();
     }
   }
 };
@@ -218,9 +218,7 @@ struct BackwardGradientsSm90 {
     at_keys.advance();
     if (own.params.dk.data) {
       if constexpr (!Traits::kInCluster) sums.await_read();
-      void* const through =
-          Traits::kInCluster ? static_cast<void*>(shared.peer_k) : shared.dq + Traits::kFloats;
-      own.store(through, own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+      own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
     }
   }
 };

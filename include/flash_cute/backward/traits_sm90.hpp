@@ -143,12 +143,12 @@ struct BackwardTraitsSm90 {
     TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
+    FinishedQueries finished;
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
     cutlass::arch::ClusterBarrier ds_read;
     int index;
-    FinishedQueries finished;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

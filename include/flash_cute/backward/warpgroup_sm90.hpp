@@ -144,14 +144,24 @@ struct BackwardWarpgroup {
     __syncwarp();
   }
 
-  // By each warp alone: its 16 rows leave through a quarter of this memory, as many columns at a time as fit,
-  // or all at once.
+  // Where this warp's rows of dK or dV leave through: where it hands over dQ, or in a cluster where the
+  // operands were that nobody needs any more.
+  CUTE_DEVICE float* way_out() const {
+    if constexpr (!Traits::kInCluster) {
+      return shared.dq + (warpgroup * 4 + thread / 32) * Traits::kWarpFloats;
+    } else {
+      return reinterpret_cast<float*>(warpgroup == 0 ? shared.v : shared.peer_k) +
+             thread / 32 * Traits::kWarpFloats;
+    }
+  }
+
+  // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
-  CUTE_DEVICE void store(void* through, CUtensorMap const& map, int entry_rows, KeyTile const& tile,
-                         float scale, Accumulator const& acc) const {
+  CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
+                         Accumulator const& acc) const {
     // Read anew, so that no address is kept in registers for the whole loop before.
     int const lane = read_lane_index();
-    float* const memory = static_cast<float*>(through) + thread / 32 * Traits::kWarpFloats;
+    float* const memory = way_out();
     MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
     constexpr int kColumns = Traits::kStoreColumns, kParts = Traits::kHeadDim / kColumns;
     CUTE_UNROLL
