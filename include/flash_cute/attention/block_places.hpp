@@ -47,12 +47,22 @@ struct BlockPlaces {
   }
 
   // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
-  // to the first, too: see has_rows.
+  // to the first, too: see has_rows. Searched in so many ways at a time, as loads that wait for each other
+  // take longer than those side by side.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
     if (!offsets) return place / ceil_div(rows, block);
+    constexpr int kWays = 4;
     int found = 0;
-    for (int step = 1 << 30; step > 0; step /= 2) {
-      if (step < batch - found && first(found + step) <= place) found += step;
+    for (int left = batch; left > 1;) {
+      int const step = ceil_div(left, kWays);
+      int passed = 0;
+#pragma unroll
+      for (int way = 1; way < kWays; ++way) {
+        bool const begins_before = way * step < left && first(found + way * step) <= place;
+        if (begins_before && passed == (way - 1) * step) passed = way * step;
+      }
+      found += passed;
+      left = smaller(step, left - passed);
     }
     return found;
   }

@@ -26,6 +26,18 @@ struct alignas(16) TileListHeader {
   int places;
   int claimed;    // see RaggedOrder
   int unwritten;  // are there rows of out that no tile writes? (see attention/clear.hpp)
+  int alike;      // see ExpectedLengths
+};
+
+// What the host expects where as many sequences of one length would have as many rows: that they do. If so,
+// as the device finds out, the tiles are shared out among so many blocks of a persistent kernel as those of a
+// batch of that length would be, head by head, and none is claimed. No blocks: nothing is expected.
+struct ExpectedLengths {
+  int seqlen_q, seqlen_k, blocks;
+
+  FLASH_CUTE_HOST_DEVICE bool are_met(Sequence const& s) const {
+    return blocks > 0 && s.used == seqlen_q && s.mask.seqlen_k == seqlen_k;
+  }
 };
 
 // Rows from one batch entry to the next; 0 where packed.
@@ -68,10 +80,11 @@ struct RaggedOrder {
   Divisor packs, packs_of_all;  // of one head of K and V, and of all
   bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
+  ExpectedLengths expected;
 
   // is_prepared: is there a kernel before that makes the list?
   static RaggedOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles,
-                          bool is_prepared) {
+                          bool is_prepared, ExpectedLengths const& expected = {}) {
     int const heads_kv = params.shape.heads_kv, heads_per_kv = params.shape.heads_q / heads_kv;
     void* const workspace = params.lengths.workspace;
     auto* const header = is_prepared ? static_cast<TileListHeader*>(workspace) : nullptr;
@@ -85,7 +98,8 @@ struct RaggedOrder {
             .packs = Divisor(rows.packs(heads_per_kv)),
             .packs_of_all = Divisor(rows.packs(heads_per_kv) * heads_kv),
             .descending = params.mask.left >= params.mask.right,
-            .entries = RaggedEntries::of(params)};
+            .entries = RaggedEntries::of(params),
+            .expected = expected};
   }
 
   FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return header != nullptr; }
@@ -93,8 +107,9 @@ struct RaggedOrder {
     return reinterpret_cast<SequenceRecord*>(header + 1);
   }
 
-  // What the list has of sequence b, whose places begin at first_place.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
+  // What the list has of sequence b, whose places begin at first_place; if all are alike, head by head.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place,
+                                               bool alike = false) const {
     int const m_blocks = ceil_div(s.used, rows.tile_queries());
     int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
     return {.batch = b,
@@ -104,7 +119,7 @@ struct RaggedOrder {
             .k_begin = s.k_begin,
             .seqlen_k = s.mask.seqlen_k,
             .m_blocks = m_blocks,
-            .section_heads = larger(1, smaller(heads_kv, section))};
+            .section_heads = alike ? 1 : larger(1, smaller(heads_kv, section))};
   }
 
   // Of a prepared list.

@@ -110,7 +110,13 @@ struct TileOrder {
   }
 };
 
-// The tiles of one of `blocks` thread blocks: to and fro over the order, which evens out what the blocks get.
+// The place in a launch order that one of `blocks` thread blocks comes to in a round: to and fro, which evens
+// out what the blocks get.
+FLASH_CUTE_HOST_DEVICE int shared_out(int block, int blocks, int round) {
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// The tiles of one of `blocks` thread blocks.
 struct TileStream {
   TileOrder const& order;
   int block, blocks;
@@ -128,9 +134,7 @@ struct TileStream {
   FLASH_CUTE_HOST_DEVICE void claim() const {}  // see QueuedTiles
 
  private:
-  FLASH_CUTE_HOST_DEVICE int place(int in_round) const {
-    return in_round * blocks + (in_round % 2 == 0 ? block : blocks - 1 - block);
-  }
+  FLASH_CUTE_HOST_DEVICE int place(int in_round) const { return shared_out(block, blocks, in_round); }
 };
 
 }  // namespace flash_cute

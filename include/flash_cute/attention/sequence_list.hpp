@@ -42,13 +42,17 @@ struct SequenceList {
   static_assert(kSearch <= kFewSequences && kFewSequences <= 2 * kSearch);
   SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
   int places;
-  int unwritten;  // as in TileListHeader
+  int unwritten, alike;  // as in TileListHeader
 
   // By all threads of a block, of which there are at least kFewSequences.
   CUTE_DEVICE void make(ForwardParams const& params, RaggedOrder const& order) {
     int const b = threadIdx.x;
     if (order.is_prepared()) {
-      if (b == 0) places = order.header->places, unwritten = order.header->unwritten;
+      if (b == 0) {
+        places = order.header->places;
+        unwritten = order.header->unwritten;
+        alike = order.header->alike;
+      }
       __syncthreads();
       return;
     }
@@ -64,9 +68,13 @@ struct SequenceList {
     Listed const own = is_sequence ? Listed::of(params, order, b) : Listed{};
     if (is_sequence) keys[b] = {own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     int const any_unwritten = __syncthreads_or(own.unwritten);
+    int const all_alike = __syncthreads_and(!is_sequence || order.expected.are_met(own.sequence));
 
     int rank = 0, first_place = 0;  // behind all that are longer, or as long and before it
-    if (is_sequence) {
+    if (all_alike) {
+      rank = b;
+      first_place = b * own.m_blocks;
+    } else if (is_sequence) {
       Key const key = keys[b];
 #pragma unroll 4
       for (int other = 0; other < params.shape.batch; ++other) {
@@ -79,16 +87,21 @@ struct SequenceList {
     }
     __syncthreads();
     if (is_sequence) {
-      records[rank] = order.record(b, own.sequence, first_place);
+      records[rank] = order.record(b, own.sequence, first_place, all_alike);
       if (rank == params.shape.batch - 1) {
         places = smaller(first_place + own.m_blocks, order.capacity);
         unwritten = any_unwritten;
+        alike = all_alike;
       }
     }
     __syncthreads();
   }
 
   CUTE_DEVICE int tiles(RaggedOrder const& order) const { return places * int(order.packs_of_all.value); }
+  // That have one.
+  CUTE_DEVICE int blocks(RaggedOrder const& order) const {
+    return alike ? order.expected.blocks : tiles(order);
+  }
 
   CUTE_DEVICE RaggedTile tile(ForwardParams const& params, RaggedOrder const& order, int index) const {
     int const place = order.packs_of_all.quotient(index);

@@ -1,7 +1,8 @@
 // How the thread blocks of a persistent kernel come to their tiles: shared out beforehand where the host
-// knows them all (TileStream), else claimed one by one. In both cases a thread goes through them by first(),
-// and next(), through() and get() for each: next() is asked when a tile begins, and gives what get() makes
-// the upcoming tile of, once through(left) has said that there is one; left is count() at first.
+// knows them all (TileStream), else claimed one by one, unless lengths turn out to be as the host expected.
+// In both cases a thread goes through them by first(), and next(), through() and get() for each: next() is
+// asked when a tile begins, and gives what get() makes the upcoming tile of, once through(left) has said that
+// there is one; left is count() at first.
 #pragma once
 
 #include "flash_cute/attention/sequence_list.hpp"
@@ -33,12 +34,16 @@ struct Unannounced {};  // a tile that nobody knows yet
 // whenever the loading thread wants one. That is when it has nearly loaded the one before, so blocks with
 // long tiles get fewer of them: claimed when the one before begins, 8k causal takes 8% longer in a model of
 // the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
+// Tiles that are shared out it names as far ahead as there is room.
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
   RingPosition<2> at{};
-  while (true) {
-    queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1) : kThrough;
+  bool const shares = queue.list.alike;
+  for (int round = 1;; ++round) {
+    if (!shares) queue.wanted.wait(at.slot);  // which is the parity of the round
+    int const index = shares          ? shared_out(blockIdx.x, order.expected.blocks, round)
+                      : order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1)
+                                      : kThrough;
     bool const is_tile = unsigned(index) < unsigned(queue.list.tiles(order));
     auto& announced = queue.ring.acquire(at);
     if (is_tile) queue.tiles[at.slot] = queue.list.tile(params, order, index);

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
   if constexpr (Order::kListed) {
     shared.queue.list.make(params, order);
-    if (warpgroup > 0 && blockIdx.x >= shared.queue.list.tiles(order)) return;
+    if (warpgroup > 0 && blockIdx.x >= shared.queue.list.blocks(order)) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         }
         return;
       }
-      if (blockIdx.x >= shared.queue.list.tiles(order)) {
+      if (blockIdx.x >= shared.queue.list.blocks(order)) {
         shared.queue.computes = false;
         return;
       }

@@ -73,7 +73,7 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
           params, order, maps_of<Traits>(params, order));
     };
     if constexpr (Order::kListed) {
-      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
+      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares, plan.expected);
       if (plan.prepares) launch_prepare<kStartsEarly>(params, order, stream);
       launch(order);
     } else {

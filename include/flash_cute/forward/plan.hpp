@@ -15,11 +15,12 @@ constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
 struct ForwardPlan {
   ForwardTile tile;
-  PackedRows rows;              // of a tile
-  int blocks;                   // of the grid
-  bool ragged = false;          // sequences differ in length: a list of them is made on the device,
-  bool prepares = false;        // by a kernel of its own
-  int section_tiles = 0;        // of it, see RaggedOrder
+  PackedRows rows;        // of a tile
+  int blocks;             // of the grid
+  bool ragged = false;    // sequences differ in length: a list of them is made on the device,
+  bool prepares = false;  // by a kernel of its own
+  int section_tiles = 0;  // of it, see RaggedOrder
+  ExpectedLengths expected = {};
   TileOrder order = {};         // of sequences that are alike
   int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
 };
@@ -100,6 +101,16 @@ inline bool lengths_differ(ForwardParams const& params) {
   return params.lengths.cu_seqlens_q && params.shape.seqlen_q % larger(1, params.shape.batch) != 0;
 }
 
+// Else they may be alike: how tiles would then be shared out. Not so where they would be handed out one by
+// one, or where heads would go through their tiles side by side.
+inline ExpectedLengths expect_equal_lengths(ForwardParams const& params, ForwardPlan const& plan) {
+  ForwardParams const equal = of_equal_lengths(params, 1);
+  TileOrder const order = TileOrder::make(equal.shape, equal.mask, plan.rows, params.device.l2_bytes, 0);
+  int const blocks = persistent_blocks(equal, order, plan.tile.block_n);
+  if (lengths_differ(params) || order.side_by_side || blocks > plan.blocks) return {};
+  return {equal.shape.seqlen_q, equal.shape.seqlen_k, blocks};
+}
+
 // What there is to do then for each query, in pairs that tiles cover. Most pairs are in sequences that are
 // longer than the mean: exponentially distributed lengths, weighted by themselves, have twice the mean. Tiles
 // end half empty, and half a block of keys behind what their queries see.
@@ -155,6 +166,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
     result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
+    if (persistent) result.expected = plan::expect_equal_lengths(params, result);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
     result.workspace_bytes = result.prepares
                                  ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))
