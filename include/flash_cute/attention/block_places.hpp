@@ -56,7 +56,6 @@ struct BlockPlaces {
     for (int left = batch; left > 1;) {
       int const step = ceil_div(left, kWays);
       int passed = 0;
-#pragma unroll
       for (int way = 1; way < kWays; ++way) {
         bool const begins_before = way * step < left && first(found + way * step) <= place;
         if (begins_before && passed == (way - 1) * step) passed = way * step;

@@ -49,9 +49,9 @@ struct BackwardPlan {
 // Queries that see a key in the middle of a sequence, of the mean length.
 inline int queries_of_a_key(BackwardParams const& params) {
   int const sequences = params.lengths.cu_seqlens_q ? larger(1, params.shape.batch) : 1;
-  WindowMask const mask =
-      WindowMask::make(params.shape.seqlen_q / sequences, params.shape.seqlen_k / sequences, params.mask.left,
-                       params.mask.right);
+  WindowMask mask = WindowMask::make(params.shape.seqlen_q / sequences, params.shape.seqlen_k / sequences,
+                                     params.mask.left, params.mask.right);
+  mask.seqlen_k -= mask.first_reachable_key();  // as in each sequence
   int const key = mask.seqlen_k / 2;
   return mask.end_row(key) - mask.first_row(key);
 }
