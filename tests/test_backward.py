@@ -92,6 +92,18 @@ def test_shapes_in_every_bucket(kernel, shape, head_dim, mask, deterministic, dt
     check(kernel, with_head_dim(shape, head_dim), dtype, mask, deterministic=deterministic)
 
 
+@pytest.mark.gpu  # where two thread blocks share a tile of 128 keys
+@repeats
+@full_and_causal
+@pytest.mark.parametrize("heads", [(3, 3), (300, 300), (6, 2)], ids=str)
+@pytest.mark.parametrize(
+    "seqlens", [(1, 1), (1, 1000), (64, 64), (64, 65), (30, 200), (65, 128), (300, 449), (449, 300)], ids=str
+)
+def test_tiles_of_two_blocks(kernel, seqlens, heads, mask, deterministic):
+    """One step a tile and more, the second block without keys, more tiles than clusters."""
+    check(kernel, Shape(2, *heads, *seqlens, 256), torch.bfloat16, mask, deterministic=deterministic)
+
+
 @kernel_dtypes
 @full_and_causal
 @pytest.mark.parametrize("head_dim", HEAD_DIMS + ODD_HEAD_DIMS)

@@ -171,6 +171,20 @@ def test_equal_lengths(kernel, seqlens, mask, dtype):
     assert_attention((out.unflatten(0, (3, -1)).transpose(1, 2), lse), q, k, v, mask)
 
 
+@pytest.mark.gpu  # more tiles than multiprocessors, which are shared out where all are as long as the mean
+@full_and_causal
+@both
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("count", [20, 100], ids=["listed by each block", "listed before"])
+@pytest.mark.parametrize("more", [0, 1], ids=["alike", "almost alike"])
+def test_many_tiles_of_equal_lengths(kernel, more, count, head_dim, heads, packed, mask):
+    sequences = [Sequence(260, 260)] * (count - 2) + [Sequence(260 + more, 260), Sequence(260 - more, 260)]
+    if not packed:
+        sequences = [Sequence(260, 260, sequence.rows_q - more, 260) for sequence in sequences]
+    check(kernel, sequences, packed, mask, heads=heads, head_dim=head_dim)
+
+
 @pytest.mark.parametrize("given", ["seqused_q", "seqused_k", "leftpad_k"])
 @masks
 def test_one_length_alone(kernel, given, mask):
@@ -375,6 +389,10 @@ GRAPHS = {
             (Sequence(0, 0), Sequence(130, 300), Sequence(30, 4)),
             (Sequence(1, 90), Sequence(99, 4), Sequence(60, 210)),
         ],
+    ),
+    "packed, alike at first": (
+        True,
+        [(Sequence(130, 130),) * 60, (Sequence(129, 131), Sequence(131, 129)) * 30],
     ),
     "padded": (
         False,

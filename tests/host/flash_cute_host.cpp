@@ -343,6 +343,11 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepares", &ForwardPlan::prepares)
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
+      .def_property_readonly("expected",
+                             [](ForwardPlan const& plan) {
+                               auto const [seqlen_q, seqlen_k, blocks] = plan.expected;
+                               return std::tuple(seqlen_q, seqlen_k, blocks);
+                             })
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",
                              [](ForwardPlan const& plan) { return plan.rows.tile_queries(); });

@@ -585,6 +585,27 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
     assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
 
 
+@pytest.mark.parametrize(
+    ("family", "head_dim", "rows", "window", "expects"),
+    [
+        ("sm90", 128, 40 * 512, (None, None), True),
+        ("sm90", 128, 40 * 512, CAUSAL, True),
+        ("sm90", 128, 40 * 512 + 1, CAUSAL, False),  # they differ
+        ("sm90", 128, 40 * 4096, (100, 0), False),  # heads side by side
+        ("sm90", 64, 40 * 512, CAUSAL, False),
+        ("sm80", 128, 40 * 512, CAUSAL, False),
+    ],
+)
+def test_equal_lengths_are_expected(host, family, head_dim, rows, window, expects):
+    """By as many blocks as share the tiles of a dense batch out."""
+    batch, mean = 40, rows // 40
+    offsets = [index * mean for index in range(batch)] + [rows]
+    sizes = (batch, 8, 8, rows, rows, head_dim)
+    chosen = plan(host, family, head_dim, sizes, window, [offsets, offsets, None, None, None])
+    dense = plan(host, family, head_dim, (batch, 8, 8, mean, mean, head_dim), window)
+    assert chosen.expected == ((mean, mean, dense.blocks) if expects else (0, 0, 0))
+
+
 @given(st.one_of(ragged_batches(), ragged_batches(garbage=True)), st.sampled_from([1, 8, 64]), st.booleans())
 def test_places_of_blocks(host, case, block, of_queries):
     """Each sequence's blocks have places of their own, and a place knows its sequence; never one past all."""
@@ -699,6 +720,17 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     # Of each warpgroup; of blocks that are taken, and of each sequence and head.
     counters = 2 + (4 * plan.query_blocks * 2 + 1 + 2 * 4) * sums_dq
     assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
+
+
+@pytest.mark.parametrize("heads", [4, 100])
+def test_two_thread_blocks_share_a_tile(host, heads):
+    """At head dim 256: whole clusters, and each block has sums of its own."""
+    plan = plan_backward(host, 256, (2, heads, heads, 100, 300, 256), family="sm90")
+    assert (plan.tile.block_m, plan.tile.block_n) == (64, 128)
+    assert (plan.key_blocks, plan.tiles) == (2 * 3, 2 * 3 * heads)
+    assert plan.blocks == 2 * min(plan.tiles, 132 // 2)
+    blocks = heads * plan.query_blocks
+    assert plan.workspace_bytes == 4 * (64 * blocks * (2 + 256) + 2 + 2 * 2 * blocks)
 
 
 @pytest.mark.parametrize("packed", [False, True])
