@@ -1,11 +1,12 @@
 // The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, a warp for
 // each of them adds its part of dQ to the sums, and one fetches complete sums, of which they make rows; or,
-// in a cluster of two, which share a tile's keys, sends dS to the other block.
+// in a cluster of two, which share a tile's keys, exchanges dS with the other block.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "flash_cute/backward/consumer_sm90.hpp"
+#include "flash_cute/backward/peer_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
@@ -33,7 +34,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     shared.ring_tiles.init(kWarps + Traits::kConsumers + Traits::kInCluster);
     shared.ring_peer_k.init(kWarpsDS);
     shared.ring_index.init(1);
-    shared.ds_read.init(kWarps);
+    for (auto& read : shared.ds_read) read.init(kWarps + 1);
     for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
     for (auto& ring : shared.ring_sums) ring.init(4);
@@ -55,7 +56,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
       } else if (warp <= Traits::kConsumers) {
         QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
       } else if constexpr (Traits::kInCluster) {
-        ScoreGradientsSender<Traits>{shared, params}.run();
+        PeerExchange<Traits>{shared, params, maps}.run();
       } else if constexpr (Traits::kMakesRows) {
         if (params.workspace.finished) QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
       }

@@ -71,29 +71,22 @@ struct BackwardProducerSm90 {
     if (steps.left == 0) return;
     bool const ragged = params.lengths.given;
     auto const& rows = maps.entry_rows;
-    auto load_rows = [&]<int kRows, int kColumns>(Int<kRows>, Int<kColumns>, CUtensorMap const& map,
-                                                  auto& arrived, auto* target, int first_column, int head,
-                                                  int row, MapPlace const& place) {
-      load_panels<kColumns, Traits::kPanel, kRows>(map, arrived, target, kRows, first_column, head,
-                                                   place.shift + row, place.plane, place.bound);
+    auto load_rows = [&]<int kRows>(Int<kRows>, CUtensorMap const& map, auto& arrived, auto* target, int head,
+                                    int row, MapPlace const& place) {
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, 0, head,
+                                                           place.shift + row, place.plane, place.bound);
     };
-    Int<Traits::kHeadDim> const all_columns;
-    int const rank = Traits::kInCluster ? read_cluster_rank() : 0, first_key = tile.n_begin + rank * kBlockN;
+    int const first_key = tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * kBlockN : 0);
     auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
-      load_rows(Int<kBlockN>{}, all_columns, map, arrived, target, 0, tile.head_kv, first_key,
+      load_rows(Int<kBlockN>{}, map, arrived, target, tile.head_kv, first_key,
                 MapPlace::of_keys(ragged, tile, entry_rows));
-    };
-    auto load_peer_keys = [&] {
-      load_rows(Int<kBlockN>{}, Int<Traits::kOwnColumns>{}, maps.k, shared.ring_peer_k.acquire(at_begun),
-                shared.peer_k, rank * Traits::kOwnColumns, tile.head_kv, tile.n_begin + (rank ^ 1) * kBlockN,
-                MapPlace::of_keys(ragged, tile, rows.k));
     };
     // Q comes with the LSE and delta of its rows.
     MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
     MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
     auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* slot, MapPlace const& place) {
-      load_rows(Int<kBlockM>{}, all_columns, map, arrived, slot, 0, steps.head, steps.block * kBlockM, place);
+      load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, steps.block * kBlockM, place);
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
       constexpr int kBytes = kBlockM * sizeof(float);
@@ -103,20 +96,14 @@ struct BackwardProducerSm90 {
                                      slots + at.slot * kBlockM, kBytes);
     };
 
-    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order. In
-    // a cluster V's and the other block's K's are what dV and dK leave through, until this tile has begun;
-    // the latter is asked for when Q of the second step is, as that step needs it first.
-    bool wants_peer_keys = Traits::kInCluster;
+    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in
+    // a cluster dV leaves through V's, until this tile has begun.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       load_floats(arrived, params.workspace.lse, shared.lse);
       load_floats(arrived, params.workspace.delta, shared.delta);
       load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();
-      if (wants_peer_keys && !first) {
-        load_peer_keys();
-        wants_peer_keys = false;
-      }
       load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
                    shared.dout + at_dout.slot * Traits::kSlotElements, place_dout);
       at_dout.advance();
@@ -129,7 +116,6 @@ struct BackwardProducerSm90 {
         load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
       }
     }
-    if (wants_peer_keys) load_peer_keys();
     at_keys.advance();
     at_begun.advance();
   }

@@ -28,7 +28,7 @@ struct QuerySums {
   typename Traits::SharedStorage& shared;
   bool wanted;
   int warpgroup, thread;
-  RingPosition<1> at{}, at_read{};
+  RingPosition<1> at{};
 
   // dS of all keys is there: puts dQ = dS K in flight, in a cluster as two products.
   CUTE_DEVICE auto issue(AtDS const& at_ds) const {
@@ -59,7 +59,7 @@ struct QuerySums {
   CUTE_DEVICE void release(AtDS const& at_ds) const {
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kInCluster) {
-      shared.ds_read.arrive();
+      shared.ds_read[at_ds.slot].arrive();
     } else {
       shared.ring_ds.release(at_ds);
     }
@@ -73,8 +73,7 @@ struct QuerySums {
     if constexpr (!Traits::kInCluster) {
       if (!wanted) return;
     } else if (warpgroup == 1) {
-      shared.ds_read.wait(at_read.phase);
-      at_read.advance();
+      shared.ds_read[at_ds.slot].wait(at_ds.phase);
     }
     int const lane = thread % 32;
     // Both ways are the same place, but ptxas makes 2% more of the one at head dim 64, of the other at 128.
@@ -191,35 +190,6 @@ struct QuerySumsWriter {
     wait_bulk_complete();
     fence_async_global();
     add_release(additions);
-  }
-};
-
-// Sends each step's dS to the other block of a cluster, by one thread.
-template <class Traits>
-struct ScoreGradientsSender {
-  typename Traits::SharedStorage& shared;
-  BackwardParams const& params;
-
-  CUTE_DEVICE void run() {
-    constexpr int kBytes = Traits::kSlotDS * sizeof(typename Traits::Element);
-    RingPosition<2> at_tiles{};
-    RingPosition<Traits::kStages> at{};
-    while (true) {
-      shared.ring_tiles.wait(at_tiles);
-      KeyTile const& tile = shared.tiles[at_tiles.slot];
-      if (tile.n_begin == kThrough) return;
-      int const heads = params.shape.heads_q / params.shape.heads_kv;
-      for (int left = QuerySteps(tile, heads, Traits::kBlockM, Traits::kTileN).left; left > 0; --left) {
-        shared.ring_ds.wait(at);
-        // Both blocks are through with what was there before, or this one's dS would not be here.
-        auto* const slot = shared.ds + Traits::kCluster * at.slot * Traits::kSlotDS;
-        shared.peer_ds[at.slot].arrive_and_expect_tx(kBytes);
-        send_to_peer(slot + Traits::kSlotDS, slot, kBytes, shared.peer_ds[at.slot]);
-        at.advance();
-      }
-      shared.ring_tiles.release(at_tiles);
-      at_tiles.advance();
-    }
   }
 };
 

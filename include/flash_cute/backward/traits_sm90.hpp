@@ -147,7 +147,7 @@ struct BackwardTraitsSm90 {
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
-    cutlass::arch::ClusterBarrier ds_read;
+    cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
     int index;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
