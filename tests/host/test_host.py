@@ -593,6 +593,7 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
         ("sm90", 128, 40 * 512 + 1, CAUSAL, False),  # they differ
         ("sm90", 128, 40 * 4096, (100, 0), False),  # heads side by side
         ("sm90", 64, 40 * 512, CAUSAL, False),
+        ("sm90", 256, 40 * 512, CAUSAL, False),
         ("sm80", 128, 40 * 512, CAUSAL, False),
     ],
 )

@@ -36,9 +36,10 @@ struct Unannounced {};  // a tile that nobody knows yet
 // the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
 // Tiles that are shared out it names as far ahead as there is room.
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
+template <int kHeadDim>
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
   RingPosition<2> at{};
-  bool const shares = queue.list.alike;
+  bool const shares = ExpectedLengths::pay(kHeadDim) && queue.list.alike;
   for (int round = 1;; ++round) {
     if (!shares) queue.wanted.wait(at.slot);  // which is the parity of the round
     int const index = shares          ? shared_out(blockIdx.x, order.expected.blocks, round)

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         shared.queue.computes = false;
         return;
       }
-      if (warp == kClaiming && elect_one_sync()) claim_tiles(params, order, shared.queue);
+      if (warp == kClaiming && elect_one_sync()) claim_tiles<Traits::kHeadDim>(params, order, shared.queue);
     }
     if (warp == 0 && elect_one_sync()) {
       unsigned const lane = 1u << threadIdx.x % 32;

@@ -102,14 +102,14 @@ inline bool lengths_differ(ForwardParams const& params) {
 }
 
 // Else they may be alike: how tiles would then be shared out. Not so where they would be handed out one by
-// one, where heads would go through their tiles side by side, or where tiles are short: at 512 tokens sharing
-// them out wins 2 and 3% at head dim 128 (full, causal), and loses 0 and 3% at 64 (H200).
-inline ExpectedLengths expect_equal_lengths(ForwardParams const& params, ForwardPlan const& plan) {
+// one, or where heads would go through their tiles side by side.
+inline ExpectedLengths expect_equal_lengths(int bucket, ForwardParams const& params,
+                                            ForwardPlan const& plan) {
   ForwardParams const equal = of_equal_lengths(params, 1);
   TileOrder const order = TileOrder::make(equal.shape, equal.mask, plan.rows, params.device.l2_bytes, 0);
   int const blocks = persistent_blocks(equal, order, plan.tile.block_n);
-  bool const are_short = params.shape.head_dim <= 64;
-  if (are_short || lengths_differ(params) || order.side_by_side || blocks > plan.blocks) return {};
+  bool const pays = ExpectedLengths::pay(bucket) && !order.side_by_side && blocks <= plan.blocks;
+  if (lengths_differ(params) || !pays) return {};
   return {equal.shape.seqlen_q, equal.shape.seqlen_k, blocks};
 }
 
@@ -168,7 +168,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
     result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
-    if (persistent) result.expected = plan::expect_equal_lengths(params, result);
+    if (persistent) result.expected = plan::expect_equal_lengths(bucket, params, result);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
     result.workspace_bytes = result.prepares
                                  ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))
