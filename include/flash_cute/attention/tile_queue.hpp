@@ -17,6 +17,7 @@ struct TileQueue {
   TmaRing<2> ring;
   RaggedTile tiles[2];
   bool volatile computes;  // until the block's last tile is known
+  int volatile round;      // of tiles that are shared out; the thread that counts has no register left
 
   // As TmaRing::init; the loading thread is one more that reads.
   CUTE_DEVICE void init(int consumers) {
@@ -39,10 +40,12 @@ constexpr int kClaimedAhead = 4;  // blocks of keys before the end
 template <int kHeadDim>
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
   RingPosition<2> at{};
-  bool const shares = ExpectedLengths::pay(kHeadDim) && queue.list.alike;
-  for (int round = 1;; ++round) {
+  queue.round = 0;
+  while (true) {
+    queue.round = queue.round + 1;
+    bool const shares = ExpectedLengths::pay(kHeadDim) && queue.list.alike;
     if (!shares) queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = shares          ? shared_out(blockIdx.x, order.expected.blocks, round)
+    int const index = shares          ? shared_out(blockIdx.x, order.expected.blocks, queue.round)
                       : order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1)
                                       : kThrough;
     bool const is_tile = unsigned(index) < unsigned(queue.list.tiles(order));
