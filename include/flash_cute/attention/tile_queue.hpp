@@ -79,7 +79,9 @@ struct QueuedTiles {
     return tile.m_begin == kThrough;
   }
   CUTE_DEVICE RaggedTile const& get(Unannounced) const { return tile; }
-  CUTE_DEVICE void claim() { queue.wanted.arrive(); }
+  CUTE_DEVICE void claim() {
+    if (!queue.list.alike) queue.wanted.arrive();
+  }
 };
 
 CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {
