@@ -118,10 +118,7 @@ int64_t forward_workspace(AttentionProblem const& problem) {
     int64_t places = 0;
     for (ForwardTile const& tile : {tiles.main, tiles.small}) {
       if (tile.warps == 0) continue;
-      PackedRows const rows = family == Family::sm80
-                                  ? PackedRows(tile.block_m, 1)
-                                  : plan::rows_sm90(tile, plan::packed_heads(mean.shape, tile));
-      places = larger(places, place_capacity(params, rows));
+      places = larger(places, place_capacity(params, plan::rows_of(family, tile, mean.shape)));
     }
     return int64_t(sizeof(TileListHeader)) + places * int64_t(sizeof(SequenceRecord));
   });

@@ -682,6 +682,14 @@ def test_keys_that_few_queries_see_take_a_smaller_tile(host, seqlen, window, blo
         assert plan_backward(host, 64, sizes, lengths=lengths, window=window).tile.block_m == block_m
 
 
+def test_keys_out_of_reach_do_not_make_the_tile_smaller(host):
+    """2048 queries at the end of 16384 keys, a window of 4096: the first 10240 keys are nobody's."""
+    queries, keys = [0, 2048, 4096], [0, 16384, 32768]
+    dense, packed = (2, 2, 2, 2048, 16384, 64), (2, 2, 2, 4096, 32768, 64)
+    for sizes, lengths in ((dense, None), (packed, (queries, keys, None, None, None))):
+        assert plan_backward(host, 64, sizes, lengths=lengths, window=(4096, 0)).tile.block_m == 128
+
+
 @pytest.mark.parametrize(
     ("asked_for", "runs"),
     [

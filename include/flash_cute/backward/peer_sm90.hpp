@@ -3,7 +3,7 @@
 
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
-#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/core/cluster.hpp"
 #include "flash_cute/core/tma.hpp"
 
@@ -20,18 +20,12 @@ struct PeerExchange {
   RingPosition<Traits::kStages> at{};
 
   CUTE_DEVICE void run() {
-    RingPosition<2> at_tiles{};
-    while (true) {
-      shared.ring_tiles.wait(at_tiles);
-      KeyTile const& tile = shared.tiles[at_tiles.slot];
-      if (tile.n_begin == kThrough) return;
+    for_each_tile(shared, [&](KeyTile const& tile) {
       int const heads = params.shape.heads_q / params.shape.heads_kv;
       int left = QuerySteps(tile, heads, Traits::kBlockM, Traits::kTileN).left;
       if (left > 0) load_keys(tile);
       for (; left > 0; --left) exchange();
-      shared.ring_tiles.release(at_tiles);
-      at_tiles.advance();
-    }
+    });
   }
 
  private:

@@ -118,7 +118,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.
     plan.makes_rows = plan.sums_dq && plan.tile.has_room_for_sums() &&
                       int64_t(shape.heads_q) * plan.query_blocks <= 2 * int64_t(plan.tiles);
-    plan.additions = counted ? kSumParts * plan.tile.cluster * plan.rows / plan.tile.block_m : 0;
+    plan.additions = counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.counters = 2 + plan.additions + (plan.makes_rows ? 1 + int64_t(shape.batch) * shape.heads_kv : 0);
   }
   plan.workspace_bytes =

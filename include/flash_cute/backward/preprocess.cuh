@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
   // Of every place: where offsets of queries are out of order, steps of another sequence may come to it.
-  constexpr int kParts = kSumParts * backward_tiles(Instance::family, Instance::head_dim).keys[0].cluster;
+  constexpr int kParts = sum_parts(backward_tiles(Instance::family, Instance::head_dim).keys[0]);
   if (params.workspace.additions && threadIdx.x < kParts) {
     params.workspace.additions[place * kParts + threadIdx.x] = 0;
   }

@@ -4,8 +4,8 @@
 
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
-#include "flash_cute/backward/traits_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
@@ -76,7 +76,7 @@ struct BackwardProducerSm90 {
       load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, 0, head,
                                                            place.shift + row, place.plane, place.bound);
     };
-    int const first_key = tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * kBlockN : 0);
+    int const first_key = first_own_key<Traits>(tile);
     auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
       load_rows(Int<kBlockN>{}, map, arrived, target, tile.head_kv, first_key,
                 MapPlace::of_keys(ragged, tile, entry_rows));

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flash_cute/backward/key_order.hpp"
-#include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/core/bulk_add.hpp"
 #include "flash_cute/core/cluster.hpp"
 #include "flash_cute/core/warpgroup.hpp"
@@ -91,6 +91,17 @@ struct QuerySums {
     at.advance();
   }
 
+  // A part of dQ from its product on, beside which something else is done, and a wait for where it goes.
+  template <class Beside, class AwaitRoom>
+  CUTE_DEVICE void add(AtDS const& at_ds, Beside&& beside, AwaitRoom&& await_room) {
+    Tensor acc_dq = issue(at_ds);
+    beside();
+    wait_products<0>(acc_dq);
+    release(at_ds);
+    await_room();
+    put(acc_dq, at_ds);
+  }
+
   // What was handed over has been read: the memory may serve another purpose.
   CUTE_DEVICE void await_read() const { shared.ring_dq[warpgroup].acquire(at); }
 };
@@ -112,15 +123,9 @@ struct QuerySumsWriter {
   RingPosition<Traits::kStages> at_ds{};
 
   CUTE_DEVICE void run() {
-    RingPosition<2> at_tiles{};
-    while (true) {
-      shared.ring_tiles.wait(at_tiles);
-      KeyTile const& tile = shared.tiles[at_tiles.slot];
-      if (tile.n_begin == kThrough) return;
+    for_each_tile(shared, [&](KeyTile const& tile) {
       if (params.workspace.dq || Traits::kInCluster) add(tile);  // where memory is given back, too
-      shared.ring_tiles.release(at_tiles);
-      at_tiles.advance();
-    }
+    });
   }
 
  private:

@@ -65,12 +65,9 @@ struct BackwardWeightsSm90 {
 
     auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
     auto add_sums = [&](auto&& beside) {
-      Tensor acc_dq = sums.issue(at_before);
-      beside();
-      wait_products<0>(acc_dq);
-      sums.release(at_before);
-      if constexpr (Traits::kInCluster) shared.ring_p.acquire(at_p);  // P has been taken
-      sums.put(acc_dq, at_before);
+      sums.add(at_before, beside, [&] {
+        if constexpr (Traits::kInCluster) shared.ring_p.acquire(at_p);  // P has been taken
+      });
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
@@ -78,8 +75,8 @@ struct BackwardWeightsSm90 {
       issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, own.first_key(tile),
-                                steps.block * kBlockM, cS, acc_s);
+        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{},
+                                first_own_key<Traits>(tile), steps.block * kBlockM, cS, acc_s);
       }
       float const* const lse = shared.lse + at.slot * kBlockM;
       own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
@@ -164,13 +161,7 @@ struct BackwardGradientsSm90 {
     clear(acc_dk);
 
     auto at_before = at;  // as for the other warpgroup
-    auto add_sums = [&](auto&& beside) {
-      Tensor acc_dq = sums.issue(at_before);
-      beside();
-      wait_products<0>(acc_dq);
-      sums.release(at_before);
-      sums.put(acc_dq, at_before);
-    };
+    auto add_sums = [&](auto&& beside) { sums.add(at_before, beside, [] {}); };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);

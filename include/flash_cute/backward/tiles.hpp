@@ -60,8 +60,9 @@ constexpr int sum_columns(Family family, int head_dim) {
   return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
 }
 
-constexpr int kSumParts =
-    2;  // of a block of queries, one of each warpgroup, and in a cluster each of its blocks
+// In which the sums of a block of queries are added on Hopper: by each of two warpgroups, and in a cluster by
+// each of its blocks.
+constexpr int sum_parts(BackwardTile const& tile) { return 2 * tile.cluster; }
 
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {

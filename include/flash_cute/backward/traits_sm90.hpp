@@ -36,7 +36,7 @@ struct BackwardTraitsSm90 {
 
   // A warpgroup that loads, and two that compute. setmaxnreg shares the registers out.
   static constexpr int kConsumers = kTile.warps() / 4;
-  static_assert(kConsumers == kSumParts && (kBlockM == 64 || kBlockM == 128));
+  static_assert(kConsumers * kCluster == sum_parts(kTile) && (kBlockM == 64 || kBlockM == 128));
   // Each has its own keys; or all of them the same, one S, P and dV, the other dP, dS and dK.
   static constexpr bool kSplitsWork = kTile.warps_across > 1;
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;

@@ -6,9 +6,8 @@
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
+#include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
-#include "flash_cute/backward/traits_sm90.hpp"
-#include "flash_cute/core/cluster.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
@@ -29,10 +28,6 @@ struct BackwardWarpgroup {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
 
-  // Of this thread block.
-  CUTE_DEVICE static int first_key(KeyTile const& tile) {
-    return tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * kBlockN : 0);
-  }
   // The thread's number among those that share the keys of a tile, and its warp's.
   CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
@@ -71,7 +66,7 @@ struct BackwardWarpgroup {
   // Blocks of queries that see all of this warpgroup's keys.
   CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
-    int const begin = first_key(tile) + key_warp() / 4 * 64;
+    int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
@@ -173,7 +168,8 @@ struct BackwardWarpgroup {
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,
-            place.shift + first_key(tile) + key_warp() * Traits::kWarpRows, place.plane, place.bound);
+            place.shift + first_own_key<Traits>(tile) + key_warp() * Traits::kWarpRows, place.plane,
+            place.bound);
       }
     }
   }

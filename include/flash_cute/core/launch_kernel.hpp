@@ -36,14 +36,15 @@ void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_b
 
 // What the compiler made of a kernel.
 struct KernelAttributes {
-  int threads, smem_bytes;
+  int threads, smem_bytes;     // per block
   int registers, local_bytes;  // per thread
 };
 
 template <class... Params>
-KernelAttributes read_attributes(void (*kernel)(Params...), int threads, int smem_bytes) {
+KernelAttributes read_attributes(void (*kernel)(Params...), int threads, int dynamic_smem_bytes) {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, kernel), "reading the kernel's attributes");
+  int const smem_bytes = int(attributes.sharedSizeBytes) + dynamic_smem_bytes;
   return {threads, smem_bytes, attributes.numRegs, int(attributes.localSizeBytes)};
 }
 

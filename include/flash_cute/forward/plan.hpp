@@ -61,6 +61,10 @@ inline int packed_heads(ProblemShape const& shape, ForwardTile const& tile) {
   return packs * ceil_div(shape.seqlen_q, rows_sm90(tile, packed).tile_queries()) < group ? packed : 1;
 }
 
+inline PackedRows rows_of(Family family, ForwardTile const& tile, ProblemShape const& shape) {
+  return family == Family::sm80 ? PackedRows(tile.block_m, 1) : rows_sm90(tile, packed_heads(shape, tile));
+}
+
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
 // block more than these need is started. Long tiles of unequal length that don't share out evenly are better
 // handed out one by one, as SMs become free: there the start of a block matters less than who is left with
@@ -134,9 +138,7 @@ inline double work_of_unequal(ForwardParams const& params, ForwardTile const& ti
 // The tile that serves the problem, without a grid.
 inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params) {
   bool const ragged = params.lengths.given;
-  if (family == Family::sm80) {
-    return {tiles.main, PackedRows(tiles.main.block_m, 1), 0, ragged};
-  }
+  if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, ragged};
   ForwardParams const mean = ragged ? of_equal_lengths(params, 1) : params;
   bool const differ = ragged && lengths_differ(params);
   auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
@@ -146,7 +148,7 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
   double const enough = differ ? tiles.enough_unequal : tiles.enough;
   bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
   ForwardTile const tile = take_small ? tiles.small : tiles.main;
-  return {tile, rows_sm90(tile, packed(tile)), 0, ragged};
+  return {tile, rows_of(family, tile, mean.shape), 0, ragged};
 }
 
 }  // namespace plan
