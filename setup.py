@@ -1,4 +1,7 @@
-"""Builds flash_cute/_C.abi3.so: csrc/*.cpp with the C++ compiler, one generated .cu per kernel with nvcc.
+"""Builds what is native of flash_cute with the C++ compiler and nvcc, into the package.
+
+libflash_cute.so has the kernels, one generated .cu each, and knows no torch (csrc/kernels). _C.abi3.so has
+PyTorch's operators (csrc/*.cpp), _jax.so JAX's (csrc/jax). Without CUDA there is _C.abi3.so alone.
 
 docs/building.md lists the FLASH_CUTE_* environment variables that are read here.
 """

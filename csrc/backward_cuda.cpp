@@ -1,4 +1,4 @@
-// The backward on a GPU: the choice of a kernel, the plan of a call, tensors to params, the launch.
+// The backward on a GPU: tensors to params, copies, the launch.
 #include "backward.hpp"
 #include "plan.hpp"
 
@@ -55,13 +55,13 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   int const unreachable = call.unreachable();
 
   // Keys that no query reaches are cut off before the launch.
-  bool const zeros = !call.launches;
-  auto gradient = [&](char const* name, Tensor const& like, bool needed, bool has_others) {
-    return needed ? Gradient(name, like, ragged, has_others) : Gradient(like);
+  bool const all_zeros = !call.launches;
+  auto gradient = [&](char const* name, Tensor const& like, bool needed, bool zeros) {
+    return needed ? Gradient(name, like, ragged, zeros) : Gradient(like);
   };
-  Gradient dq = gradient("dq", q_whole, arguments.needs_dq, zeros);
-  Gradient dk = gradient("dk", k_whole, arguments.needs_dkv, zeros || unreachable > 0);
-  Gradient dv = gradient("dv", v_whole, arguments.needs_dkv, zeros || unreachable > 0);
+  Gradient dq = gradient("dq", q_whole, arguments.needs_dq, all_zeros);
+  Gradient dk = gradient("dk", k_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
+  Gradient dv = gradient("dv", v_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
   if (call.launches) {
     Readable const q = readable("a copy of q", q_whole, ragged);
     Readable const k = readable("a copy of k", k_whole, ragged, unreachable);

@@ -1,4 +1,4 @@
-// The forward on a GPU: the choice of a kernel, the plan of a call, tensors to params, the launch.
+// The forward on a GPU: tensors to params, copies, the launch; what explain and supported tell.
 #include "forward.hpp"
 #include "plan.hpp"
 

@@ -69,7 +69,8 @@ class Explanation(dict):
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
-    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths), seqlen_k_used.
+    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, and for every backward), seqlen_k_used.
+    Of a backward the kernel is the one that takes longest.
     """
 
     @classmethod
@@ -102,13 +103,15 @@ class Explanation(dict):
             types = "full and causal in the inputs' type, other masks and tiny scores in float32"
             return {"kernel": f"PyTorch's CPU flash attention; {types}"}
         heads = self["packed_heads"]
+        direction = " backward" if self["backward"] else ""
         rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
         return {
-            "kernel": f"{self['family']}, {self['element']}, for head_dim up to {self['bucket']}",
+            "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
             "tile": f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages",
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",
+            "workspace": scaled(self["workspace_bytes"], "B") if self["workspace_bytes"] else "none",
         }
 
     def _roofline_text(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from cases import BUCKETS, DTYPES, MASKS, ROOT, SHAPES, Shape, instances, make_inputs
 
 import flash_cute
+from flash_cute.roofline import Explanation
 
 
 @pytest.mark.gpu
@@ -49,6 +50,20 @@ def test_explain_names_the_kernel(kernel, head_dim, dtype):
         assert plan["bucket"] == min(size for size in kernels if size >= head_dim)
         assert plan["local_bytes"] == 0
         assert plan["grid"] > 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_explanation_shows_kernel_and_workspace(backward):
+    """Of a plan as a GPU gives it."""
+    names = "bucket block_m block_n stages packed_heads threads registers local_bytes smem_bytes grid"
+    plan = dict.fromkeys(names.split(), 1) | {"flops": 1, "bytes": 1, "copies": [], "backward": backward}
+    plan |= {"family": "sm90", "element": "bf16", "window_left": None, "window_right": 0}
+    shown = [
+        str(Explanation.of(plan | {"workspace_bytes": size}, torch.device("cpu"))) for size in (0, 2_500_000)
+    ]
+    assert all(("sm90 backward, bf16" if backward else "sm90, bf16") in text for text in shown)
+    assert "workspace none" in shown[0]
+    assert "workspace 2.5 MB" in shown[1]
 
 
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.

@@ -41,7 +41,7 @@ FUNCTIONS = {
         flash_cute.explain,
         flash_cute.supported,
     ),
-    "flash_cute.reference": (reference.forward, reference.visible, reference.error),
+    "flash_cute.reference": (reference.forward, reference.backward, reference.visible, reference.error),
 }
 SECTION = re.compile(r"(\w+):")
 ITEM = re.compile(r"(?P<names>\w+(?:, \w+)*): (?P<text>.+)")

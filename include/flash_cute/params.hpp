@@ -63,7 +63,7 @@ struct ForwardParams {
   LengthParams lengths;
 };
 
-// What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see QueryBlocks).
+// What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see BlockPlaces).
 struct BackwardWorkspace {
   float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)

@@ -11,6 +11,8 @@ struct Rows {
   int begin, end;
 };
 
+constexpr int kThrough = -1;  // where a thread block's tile would begin, after its last one
+
 struct Sequence {
   Rows queries;       // that it owns, among the rows of its entry, or of the packed tensor
   int used, k_begin;  // how many of them count; its first key that some query can reach

@@ -27,8 +27,6 @@ struct TileQueue {
   }
 };
 
-constexpr int kThrough = -1;  // the m_begin of what comes after a block's last tile
-
 struct Unannounced {};  // a tile that nobody knows yet
 
 // By one thread, of a warp that has nothing else to do: claims a tile from what is left for the whole grid

@@ -6,8 +6,6 @@
 
 namespace flash_cute {
 
-constexpr int kThrough = -1;  // the n_begin of what comes after a thread block's last tile
-
 // Which block of queries a block of keys begins with: the first or the last that sees it, or the one of its
 // own number.
 enum class QueryStart : unsigned char { first, last, own };

@@ -19,7 +19,7 @@ CUTE_DEVICE void count_as_finished(BackwardParams const& params, int warpgroups)
 // The thread that fetches. It takes a block of queries when there is room for one, whoever added to it.
 template <class Traits>
 struct QueryRowsFetcher {
-  static constexpr int kBlockM = Traits::kBlockM, kFloats = 4 * Traits::kWarpFloats;  // of a warpgroup
+  static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   KeyOrder const& order;
@@ -71,13 +71,13 @@ struct QueryRowsConverter {
   static constexpr int kColumns = Traits::kColumnsQ;
   // The phase of what comes next, whether something leaves, and whether nothing more will come. One register:
   // three spill.
-  enum { kPhase = 1, kLeaving = 2, kThrough = 4 };
+  enum { kPhase = 1, kLeaving = 2, kNoMore = 4 };
   BackwardWarpgroup<Traits> const& own;
-  int state = own.params.workspace.finished ? 0 : kThrough;
+  int state = own.params.workspace.finished ? 0 : kNoMore;
 
   // Begins with what has come, if something has.
   CUTE_DEVICE void start_ready() {
-    if (!(state & kThrough) && __any_sync(0xffffffffu, ring().full[0].test_wait(state & kPhase))) start();
+    if (!(state & kNoMore) && __any_sync(0xffffffffu, ring().full[0].test_wait(state & kPhase))) start();
   }
   // Lets what has been begun leave shared memory, which other stores by TMA are waited for with.
   CUTE_DEVICE void finish() {
@@ -90,7 +90,7 @@ struct QueryRowsConverter {
   }
   CUTE_DEVICE void finish_all() {
     finish();
-    while (!(state & kThrough)) {
+    while (!(state & kNoMore)) {
       start();
       finish();
     }
@@ -102,8 +102,8 @@ struct QueryRowsConverter {
   CUTE_DEVICE void start() {
     ring().full[0].wait(state & kPhase);
     FinishedQueries const& queries = own.shared.finished;
-    state |= queries.through ? kThrough : kLeaving;
-    if (state & kThrough) return;
+    state |= queries.through ? kNoMore : kLeaving;
+    if (state & kNoMore) return;
     int thread;  // read anew, so that no address is kept in registers for the loop over steps
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int const lane = thread % 32, warp = thread / 32 - 4;

@@ -1,5 +1,5 @@
-// The tile shape of every compiled kernel of the backward, each row with the measurement that chose it (H200,
-// bf16).
+// The tile shape of every compiled kernel of the backward, each row with the measurement that chose it, if
+// another was measured (H200, bf16).
 #pragma once
 
 #include "flash_cute/params.hpp"
@@ -12,7 +12,7 @@ struct BackwardTile {
   int stages;             // of Q and dO in shared memory
   int warps_keys;         // warps side by side along the keys
   int warps_across;       // and along the queries of S, or the columns of dK and dV
-  int warps_queries;      // of the same warps, along the queries of dQ; the others lie along its columns
+  int warps_queries = 0;  // on Ampere, of the same warps: along the queries of dQ, others along its columns
   int blocks_per_sm = 1;  // thread blocks that registers must leave room for
   int pays_from = 0;      // queries that see a key
   int stages_dout = 0;    // of dO, where fewer than of Q
@@ -90,11 +90,27 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   }
   if (family == Family::sm90) {
     switch (head_dim) {
-      case 64: return {.keys = {{128, 128, 2, 8, 1, 0}}};
-      case 96: return {.keys = {{64, 128, 2, 8, 1, 0}}};
-      case 128: return {.keys = {{64, 128, 2, 8, 1, 0}}};
-      case 192: return {.keys = {{64, 64, 2, 4, 2, 0}}};
-      case 256: return {.keys = {{64, 128, 2, 4, 2, 0, 1, 0, 1, false, 2}}};
+      // 64 queries, three stages: 20% less.
+      case 64:
+        return {.keys = {{.block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
+      // As head dim 128: no other was measured.
+      case 96:
+        return {.keys = {{.block_m = 64, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
+      // No other was measured (80 queries might fit: docs/backward_sm90.md).
+      case 128:
+        return {.keys = {{.block_m = 64, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
+      // As head dim 256 had it alone: no other was measured.
+      case 192:
+        return {.keys = {{.block_m = 64, .block_n = 64, .stages = 2, .warps_keys = 4, .warps_across = 2}}};
+      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it.
+      case 256:
+        return {.keys = {{.block_m = 64,
+                          .block_n = 128,
+                          .stages = 2,
+                          .warps_keys = 4,
+                          .warps_across = 2,
+                          .stages_dout = 1,
+                          .cluster = 2}}};
     }
   }
   return {};

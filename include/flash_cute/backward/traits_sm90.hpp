@@ -6,7 +6,6 @@
 #include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
-#include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/pipeline.hpp"
 
 namespace flash_cute {
