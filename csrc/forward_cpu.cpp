@@ -98,8 +98,13 @@ std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& argum
   // PyTorch's causal mask is aligned top left, which is ours in a square.
   bool const causal = full_to_the_left && mask.right == 0 && mask.shift() == 0;
   if (!(full || causal)) return std::nullopt;
-  // PyTorch's kernel wants rows without gaps.
-  auto without_gaps = [](Tensor const& x) { return x.stride(3) == 1 ? x : torch::stable::contiguous(x); };
+  // PyTorch's kernel wants rows without gaps, in out too, which it makes like q: of overlapping ones where
+  // another dimension goes by steps of 1 as well it would have gaps.
+  auto without_gaps = [](Tensor const& x) {
+    bool is_plain = x.stride(3) == 1;
+    for (int64_t dim = 0; dim < 3; ++dim) is_plain = is_plain && (x.size(dim) == 1 || x.stride(dim) != 1);
+    return is_plain ? x : torch::stable::contiguous(x);
+  };
   Tensor const q = without_gaps(arguments.q), k = without_gaps(arguments.k), v = without_gaps(arguments.v);
   double const scale = problem.softmax_scale;
   bool const rounded = problem.element == ElementType::bf16

@@ -14,6 +14,9 @@ import torch
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Of what is allocated here, whatever torch.set_default_dtype says.
+_FLOAT = {"dtype": torch.float32, "device": "cpu"}
+
 # Queries per call with a mask: bounds its memory, and a call gets only the keys that its queries can see.
 _MASKED_ROWS = 512
 
@@ -42,7 +45,7 @@ def forward(
         return _dense(q, k, v, *mask)
 
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf)
+    lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **_FLOAT)
     q, k, v, outs, lses = _entries(packed, q, k, v, out, lse)
     for queries, keys in _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
         outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask)
@@ -177,10 +180,10 @@ class _Mask(NamedTuple):
 
     def tensor(self, rows: slice, keys: slice) -> torch.Tensor:
         """float32 (rows, keys): 0 where a query sees a key, else -inf."""
-        own = torch.arange(rows.start, rows.stop).unsqueeze(1) + self.shift
-        distance = torch.arange(keys.start, keys.stop) - own
+        own = torch.arange(rows.start, rows.stop, device="cpu").unsqueeze(1) + self.shift
+        distance = torch.arange(keys.start, keys.stop, device="cpu") - own
         hidden = (distance < -self.left) | (distance > self.right)
-        return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, **_FLOAT).masked_fill(hidden, -torch.inf)
 
 
 def _dense(
@@ -194,13 +197,13 @@ def _dense(
     """forward where all the rows count."""
     mask = _Mask.of(q, k, window_left, window_right)
     if mask.blind or not (q.numel() and k.numel()):
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, **_FLOAT)
         if q.numel() and k.numel() and mask.blind < mask.seqlen_q:
             seeing = (slice(None), slice(None), slice(mask.blind, None))
             out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
         return out, lse
 
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **_FLOAT)
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, added in mask.flash_blocks():
         out[:, :, rows], lse[:, :, rows] = _flash(
@@ -236,12 +239,12 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """backward where all the rows count, in float32."""
     mask = _Mask.of(q, k, window_left, window_right)
-    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, **_FLOAT) for x in (q, k, v))
     if not (q.numel() and k.numel()):
         return dq, dk, dv
 
     def widened(x: torch.Tensor, column: float | torch.Tensor = 0.0) -> torch.Tensor:
-        wide = torch.empty(*x.shape[:3], x.shape[3] + 1)
+        wide = torch.empty(*x.shape[:3], x.shape[3] + 1, **_FLOAT)
         wide[..., :-1], wide[..., -1] = x, column
         return wide
 

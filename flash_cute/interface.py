@@ -355,8 +355,10 @@ def _limits(name: str, window: Window) -> tuple[int | None, int | None]:
 def _is_integer(limit: object) -> bool:
     if isinstance(limit, int | torch.SymInt):
         return not isinstance(limit, bool)
-    is_boolean_tensor = isinstance(limit, torch.Tensor) and limit.dtype == torch.bool
-    return not is_boolean_tensor and hasattr(type(limit), "__index__")
+    if isinstance(limit, torch.Tensor):
+        is_inexact = limit.is_floating_point() or limit.is_complex()
+        return limit.numel() == 1 and limit.dtype != torch.bool and not is_inexact
+    return hasattr(type(limit), "__index__")
 
 
 def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
@@ -379,8 +381,9 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
         return TypeError(f"{ours}expected {expected.removesuffix('.')}")
-    if message.startswith("Could not run 'flash_cute::") and tensors["q"].is_quantized:
-        return ValueError(f"{ours}q is quantized; torch.float16 and torch.bfloat16 are accepted")
+    for argument, tensor in tensors.items():
+        if foreign and tensor.is_quantized:
+            return ValueError(f"{ours}{argument} is quantized; torch.float16 and torch.bfloat16 are accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"

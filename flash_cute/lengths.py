@@ -135,7 +135,7 @@ def work(
 
 
 def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
-    last = torch.arange(seqlen_k - seqlen_q, seqlen_k)  # the key at which each query stands
+    last = torch.arange(seqlen_k - seqlen_q, seqlen_k, device="cpu")  # the key at which each query stands
     unlimited = seqlen_q + seqlen_k
     first = (last - (unlimited if left is None else left)).clamp(min=0)
     last = (last + (unlimited if right is None else right)).clamp(max=seqlen_k - 1)

@@ -59,8 +59,20 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
                 raise TypeError(
                     f"flash_cute.merge: {name}[{index}] is of type {kind}; a torch.Tensor is accepted"
                 )
-            if tensor.is_nested:
-                raise ValueError(f"flash_cute.merge: {name}[{index}] is nested; dense tensors are accepted")
+            if tensor.is_nested or tensor.layout != torch.strided:
+                kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+                raise ValueError(f"flash_cute.merge: {name}[{index}] is {kind}; dense tensors are accepted")
+            wide = (torch.float32, torch.float64)
+            if not tensor.is_floating_point() or (name == "lses" and tensor.dtype not in wide):
+                accepted = "torch.float32" if name == "lses" else "floating point"
+                raise ValueError(
+                    f"flash_cute.merge: {name}[{index}] has dtype {tensor.dtype}; {accepted} is accepted"
+                )
+            if tensor.device != outs[0].device:
+                raise ValueError(
+                    f"flash_cute.merge: {name}[{index}] is on {tensor.device} and outs[0] on "
+                    f"{outs[0].device}; they must be on one device"
+                )
     shape = outs[0].shape
     if len(shape) not in (3, 4):
         raise ValueError(

@@ -249,7 +249,11 @@ def _softmax_backward_cpu(
     p, shift = kept.float(), 0 if dlse is None else dlse.unsqueeze(-1)
     if kept.dtype != torch.float32:
         p = (scale * p).masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
-    dp = torch.zeros(()) if dprobabilities is None else dprobabilities.float().masked_fill(hidden, 0)
+    dp = (
+        torch.zeros((), dtype=torch.float32)
+        if dprobabilities is None
+        else dprobabilities.float().masked_fill(hidden, 0)
+    )
     gradient = scale * p * (dp - (p * dp).sum(-1, keepdim=True) + shift)
     return gradient.masked_fill(hidden, 0).to(kept.dtype, memory_format=torch.contiguous_format)
 

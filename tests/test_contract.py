@@ -7,6 +7,7 @@ import torch
 from cases import BUCKETS, DTYPES, MASKS, SHAPES, Mask, Shape, make_inputs
 from tolerance import assert_attention, assert_within_rule
 
+import flash_cute
 from flash_cute import reference
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -173,3 +174,56 @@ def test_inputs_are_left_alone(kernel, layout):
     before = [tensor.clone() for tensor in inputs]
     kernel.forward(*inputs, causal=True)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))
+
+
+@pytest.fixture
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+# What torch.empty and its kin make on the CPU by themselves, and many a program that loads a model changes.
+@pytest.mark.parametrize(
+    "default_dtype", [torch.bfloat16, torch.float16, torch.float64], indirect=True, ids=str
+)
+@pytest.mark.parametrize("seqused", [None, 50])
+@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], Mask(window=(5, 5))])
+def test_the_default_dtype_changes_nothing(default_dtype, mask, seqused):
+    inputs = [x.requires_grad_() for x in make_inputs(Shape(2, 4, 2, 60, 70, 64), torch.float16, "cpu")]
+    used = None if seqused is None else torch.tensor([seqused, 3], dtype=torch.int32)
+
+    def results():
+        out, lse = flash_cute.forward(*inputs, seqused_k=used, **mask.options)
+        gradients = torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse)))
+        return out, lse, *gradients
+
+    found = results()
+    torch.set_default_dtype(torch.float32)
+    for ours, expected in zip(found, results(), strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("size", "strides"),
+    [
+        ((2, 4, 40, 64), (412, 103, 1, 1)),
+        ((1, 6, 5, 8), (1, 1, 1, 1)),
+        ((2, 3, 9, 64), (1, 1, 64, 1)),
+        ((2, 3, 9, 1), (27, 9, 1, 1)),
+    ],
+    ids=str,
+)
+def test_queries_may_overlap(size, strides, causal):
+    """PyTorch's own kernel for CPUs leaves out unwritten where rows go by steps of 1 as well."""
+    memory = torch.randn(sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1)
+    q = memory.bfloat16().as_strided(size, strides)
+    k, v = torch.randn(2, *size).bfloat16()
+    out, lse = flash_cute.forward(q, k, v, causal)
+    expected = flash_cute.forward(q.contiguous(), k, v, causal)
+    assert out.stride() == torch.empty_like(q).stride()
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])

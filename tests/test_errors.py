@@ -69,6 +69,8 @@ WRONG_TYPES = {
         lambda t: {"max_seqlen_q": 9},
         "max_seqlen_q none is needed, leave it out?",
     ),
+    "window is a float in a tensor": (lambda t: {"window": torch.tensor(3.0)}, "window tensor(3.) int pair"),
+    "window is a pair in a tensor": (lambda t: {"window": torch.tensor([3, 4])}, "window tensor([3, 4]) int"),
     "an unknown argument": (lambda t: {"bias": 1.0}, "bias softmax_scale window"),
 }
 WRONG_VALUES = {
@@ -86,6 +88,12 @@ WRONG_VALUES = {
             "q": torch.quantize_per_tensor(t["q"].float().cpu(), 0.1, 0, torch.qint8).to(t["q"].device)
         },
         "q",
+    ),
+    "k is quantized": (
+        lambda t: {
+            "k": torch.quantize_per_tensor(t["k"].float().cpu(), 0.1, 0, torch.qint8).to(t["k"].device)
+        },
+        "k quantized torch.float16",
     ),
     "all float8": (
         lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()},

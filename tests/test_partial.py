@@ -153,6 +153,11 @@ OUT, LSE = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5)
         (ValueError, "outs[1] is torch.float16 (2, 4, 5, 8)", [OUT, OUT.half()], [LSE, LSE]),
         (ValueError, "lses[0] is torch.float32 (2, 5, 4)", [OUT], [LSE.mT]),
         (ValueError, "lses[0] is torch.float32 (2, 4)", [OUT[0]], [LSE[..., 0]]),
+        (ValueError, "outs[0] has dtype torch.int32", [OUT.int()], [LSE]),
+        (ValueError, "lses[1] has dtype torch.float16", [OUT, OUT], [LSE, LSE.half()]),
+        (ValueError, "outs[1] is on meta and outs[0] on cpu", [OUT, OUT.to("meta")], [LSE, LSE]),
+        (ValueError, "lses[0] is on meta and outs[0] on cpu", [OUT], [LSE.to("meta")]),
+        (ValueError, "outs[0] is of layout torch.sparse_coo", [OUT.to_sparse()], [LSE]),
         (ValueError, "outs[0] is nested", [torch.nested.nested_tensor([OUT[0]], layout=torch.jagged)], [LSE]),
     ],
 )  # fmt: skip
