@@ -302,6 +302,9 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic
                 family=family,
                 deterministic=deterministic,
             )
+        for value in given.values():  # which a compiler's fakes would complain about in words of their own
+            if not isinstance(value, torch.Tensor):
+                raise TypeError("named below")
         if lengths.CHECKED:
             lengths.check(q, k, v, given)
         options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
@@ -326,7 +329,7 @@ def _meant(name: str, misnamed: str, *others: str) -> str:
         return "there is no argument dropout_p, as there is no dropout; did you mean to leave it out?"
     if misnamed.startswith("max_"):  # seqlen_q, seqlen, q, ...
         return f"there is no argument {misnamed}; none is needed, did you mean to leave it out?"
-    arguments = list(signature(globals()[name]).parameters)[:-1]
+    arguments = _ARGUMENTS[name]
     if misnamed.startswith("cu_seq") and "cu_seqlens_q" not in arguments:
         return f"there is no argument {misnamed}; did you mean flash_cute.{name}_varlen?"
     meant = {
@@ -363,15 +366,16 @@ def _is_integer(limit: object) -> bool:
 
 def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
-    if type(error).__module__.startswith("torch._dynamo"):  # of the compiler's own, about a graph around us
-        return error
     ours = f"flash_cute.{name}: "
-    message = str(error).partition("\n")[0]
-    foreign = not message.startswith("flash_cute.")
     for argument, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
+    if type(error).__module__.startswith("torch._dynamo"):  # of the compiler's own, about a graph around us
+        return error
+    message = str(error).partition("\n")[0]
+    foreign = not message.startswith("flash_cute.")
+    for argument, value in tensors.items():
         if foreign and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
@@ -389,3 +393,10 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
             where = f"{argument} is on device {tensor.device}"
             return NotImplementedError(f"{ours}{where}; cuda and cpu are supported, all on one device")
     return ops.as_python_error(error, name)
+
+
+# By function, for who misnames one: while a compiler traces, signatures are out of reach.
+_ARGUMENTS = {
+    function.__name__: list(signature(function).parameters)[:-1]
+    for function in (forward, attention, forward_varlen, attention_varlen, explain)
+}

@@ -233,6 +233,28 @@ def test_compiling_a_wrong_window_falls_back_to_our_sentence(device):
         torch.compile(flash_cute.attention, backend="aot_eager")(*inputs, window=3.0)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"is_causal": True}, "there is no argument is_causal; did you mean causal?"),
+        ({"k": None}, "k is of type NoneType; a torch.Tensor is accepted"),
+        ({"seqused_q": [1]}, "seqused_q is of type list; a torch.Tensor is accepted"),
+        ({"window": 3.0}, "window is 3.0; None, an int or a pair of these (left, right) is accepted"),
+    ],
+    ids=str,
+)
+def test_compiling_arguments_of_a_wrong_kind_says_so(device, wrong, sentence, fullgraph):
+    named = dict(zip("qkv", make_inputs(SHAPES["few_of_each"], torch.bfloat16, device), strict=True))
+    compiled = torch.compile(
+        lambda: flash_cute.forward(**named | wrong), backend="aot_eager", fullgraph=fullgraph
+    )
+    # With the whole as one graph the compiler's own error quotes it.
+    with pytest.raises(RuntimeError if fullgraph else TypeError) as caught:
+        compiled()
+    assert f"flash_cute.forward: {sentence}" in str(caught.value)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 100])
 def test_fake_results_are_like_real_ones(kernel, layout, head_dim):
