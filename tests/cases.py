@@ -168,6 +168,7 @@ SHAPES = {
     "many_short": Shape(32, 8, 8, 33, 47, 64),
     "more_tiles_than_multiprocessors": Shape(3, 55, 55, 130, 70, 64),
     "rows_that_fit_192": Shape(2, 34, 17, 570, 330, 64),
+    "many_keys_of_grouped_heads": Shape(2, 6, 2, 300, 1100, 64),
 }
 
 HEAD_DIMS = tuple(range(8, 257, 8))
@@ -236,6 +237,13 @@ BATCHES = {
     "no keys": (Sequence(20, 0), Sequence(3, 0)),
     # The short ones four times, as below: their few rows broke the rule once in some hundred runs.
     "one long": (*SHORT_ONES * 2, Sequence(900, 1000), *SHORT_ONES * 2),
+    "many keys": (  # 512 and more in the mean, from which the backward on Hopper has one kernel less
+        Sequence(300, 700),
+        Sequence(0, 900),
+        Sequence(130, 0),
+        Sequence(513, 1024, 400, 600, 30),
+        Sequence(64, 1100, 64, 1100, 1000),
+    ),
     "short": tuple(Sequence(1 + 7 * i % 20, 1 + 11 * i % 23) for i in range(40)),
     **{  # up to 80 (kFewSequences), blocks on Hopper list them themselves
         f"{count} of them": tuple(Sequence(1 + 37 * i % 150, 1 + 53 * i % 190) for i in range(count))

@@ -53,6 +53,7 @@ OF_KERNELS = (
     "many_short",
     "more_tiles_than_multiprocessors",
     "rows_that_fit_192",
+    "many_keys_of_grouped_heads",
     "few_queries_of_seven_heads",
     "few_queries_of_64_heads",
     "few_queries_of_100_heads",
@@ -180,7 +181,9 @@ def test_long_sequences(kernel, seqlen, deterministic, dtype):
 
 @dtypes
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
-@pytest.mark.parametrize("shape", ["no_tile_divides", "grouped_heads", "more_queries"])
+@pytest.mark.parametrize(
+    "shape", ["no_tile_divides", "grouped_heads", "more_queries", "many_keys_of_grouped_heads"]
+)
 @pytest.mark.parametrize("missing", ["dout", "dlse"])
 def test_one_result_has_a_gradient(kernel, missing, shape, mask, dtype):
     q, k, v = make_inputs(SHAPES[shape], dtype, kernel.device)
@@ -342,7 +345,7 @@ def test_deterministic_gradients_repeat(kernel, mask, head_dim, heads, dtype):
     inputs = make_inputs(shape, dtype, kernel.device)
     gradients = make_gradients(inputs[0])
     first = kernel.backward(*inputs, *gradients, deterministic=True, **mask.options)
-    for _ in range(10 if kernel.family else 1):
+    for _ in range(200 if kernel.family else 1):
         results = kernel.backward(*inputs, *gradients, deterministic=True, **mask.options)
         assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
 
@@ -355,7 +358,7 @@ def test_deterministic_gradients_of_unequal_lengths_repeat(kernel, head_dim, nam
     tensors = batch.q, batch.k, batch.v, *make_ragged_gradients(batch)
     options = dict(batch.lengths, deterministic=True, causal=True)
     first = kernel.backward(*tensors, **options)
-    for _ in range(10 if kernel.family else 1):
+    for _ in range(200 if kernel.family else 1):
         results = kernel.backward(*tensors, **options)
         assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
 
@@ -390,7 +393,7 @@ def check_ragged(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4
 @both
 @pytest.mark.parametrize(
     "sequences",
-    [pytest.param(x, id=name, marks=[pytest.mark.gpu] * (name == "one long")) for name, x in BATCHES.items()],
+    [pytest.param(x, id=name, marks=[pytest.mark.gpu] * (name in ("one long", "many keys"))) for name, x in BATCHES.items()],
 )
 def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
     check_ragged(kernel, sequences, packed, mask, dtype)
@@ -400,7 +403,9 @@ def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
 @full_and_causal
 @both
 @pytest.mark.parametrize("heads", [(3, 3), (8, 1), (67, 1)], ids=str)
-@pytest.mark.parametrize("name", ["some empty", "used and left padding"])
+@pytest.mark.parametrize(
+    "name", ["some empty", "used and left padding", pytest.param("many keys", marks=pytest.mark.gpu)]
+)
 def test_lengths_and_grouped_heads(kernel, name, heads, packed, mask, deterministic):
     check_ragged(kernel, BATCHES[name], packed, mask, heads=heads, deterministic=deterministic)
 
@@ -439,7 +444,7 @@ def test_self_attention_needs_one_set_of_offsets(kernel):
 @repeats
 @pytest.mark.parametrize("sides", ["qk", "q", "k"])
 @pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
-@pytest.mark.parametrize("hundreds", [1, 7])
+@pytest.mark.parametrize("hundreds", [1, 7, 21])
 def test_wild_offsets_stay_inside(kernel, hundreds, offsets, sides, deterministic):
     """What comes of them has no meaning, but the next call is as good as the one before."""
     rows = 100 * hundreds

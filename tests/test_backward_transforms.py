@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cases import BATCHES, MASKS, SHAPES, Sequence, Shape, make_gradients, make_inputs, make_ragged
@@ -609,6 +611,55 @@ def test_opcheck_of_the_cpu_operator():
     torch.library.opcheck(
         torch.ops.flash_cute._backward_cpu.default, (out, lse, q, k, v, out, lse, 0.2, 7, -1)
     )
+
+
+# CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_training_step_in_a_cuda_graph(kernel, packed, deterministic):
+    """Forward, backward and the optimizer's step, replayed with other inputs; packed, with other offsets."""
+    options = {"causal": True, "deterministic": deterministic, "family": kernel.family}
+    total, heads = 300, 4
+    x = torch.randn(total, heads, 64, dtype=torch.bfloat16, device=kernel.device)
+    offsets = torch.tensor([0, 100, 130, total], dtype=torch.int32, device=kernel.device)
+    weights = torch.ones(3, heads, 64, dtype=torch.bfloat16, device=kernel.device)
+
+    def step(weights, optimizer):
+        q, k, v = (x * weight for weight in weights)
+        if packed:
+            out, lse = flash_cute.forward_varlen(q, k, v, offsets, **options)
+        else:
+            out, lse = flash_cute.forward(*(y[None].transpose(1, 2) for y in (q, k, v)), **options)
+        optimizer.zero_grad(set_to_none=False)
+        (out.float().square().mean() + lse.mean()).backward()
+        optimizer.step()
+
+    def trained():
+        leaf = weights.clone().requires_grad_()
+        leaf.grad = torch.zeros_like(leaf)
+        return leaf, torch.optim.SGD([leaf], lr=0.1)
+
+    captured, eager = trained(), trained()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(*captured)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*captured)
+    with torch.no_grad():
+        captured[0].copy_(weights)
+    for ends in ([0, 100, 130, total], [0, 7, 250, total]):
+        x.normal_()
+        offsets.copy_(torch.tensor(ends, dtype=torch.int32))
+        graph.replay()
+        step(*eager)
+        same = torch.equal if deterministic else partial(torch.allclose, rtol=0.02, atol=0.002)
+        assert same(captured[0], eager[0])
 
 
 # What explain tells

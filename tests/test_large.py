@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import MASKS, Mask
-from tolerance import assert_attention
+from tolerance import assert_attention, assert_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.big_memory(32)]
 
@@ -142,3 +142,38 @@ def test_expanded_over_the_limit(kernel):
     result = kernel.forward(q, *wide)
     last = slice(-3, None)
     assert_attention(part(result, last), q[last], *(tensor[last] for tensor in wide))
+
+
+@pytest.mark.big_memory(64)
+def test_gradients_of_many_heads(kernel):
+    """(3, 2^12 + 1, 1400, 128): gradients of the last batch entry and heads lie beyond 2^31 elements."""
+    size = 3, 2**12 + 1, 1400, HEAD_DIM
+    q, k, v, dout = (random(*size, device=kernel.device) for _ in range(4))
+    out, lse = kernel.forward(q, k, v, causal=True)
+    arguments = dout, None, q, k, v, out, lse, True
+    gradients = torch.ops.flash_cute._backward(*arguments, family=kernel.family)
+    for batch, heads in ((0, slice(2)), (1, slice(2000, 2002)), (2, slice(-2, None))):
+        index = slice(batch, batch + 1), heads
+        tensors = (x[index].clone(memory_format=torch.contiguous_format) for x in (*gradients, q, k, v, dout))
+        dq, dk, dv, *inputs = tensors
+        assert_gradients((dq, dk, dv), *inputs, None, MASKS["causal"])
+
+
+@pytest.mark.big_memory(64)
+def test_gradients_of_many_packed_rows(kernel):
+    """Sequences before, around and beyond 2^31 elements of q, dout and dq."""
+    total = TOO_MANY // HEAD_DIM + 377
+    q, dout = (random(total, 1, HEAD_DIM, device=kernel.device) for _ in range(2))
+    k, v = (random(270, 1, HEAD_DIM, device=kernel.device) for _ in range(2))
+    ends_q, ends_k = [0, 100, total - 300, total], [0, 90, 180, 270]
+    offsets = tuple(torch.tensor(ends, dtype=torch.int32, device=kernel.device) for ends in (ends_q, ends_k))
+    out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    arguments = dout, None, q, k, v, out, lse, *offsets
+    dq, dk, dv = torch.ops.flash_cute._backward_varlen(*arguments, family=kernel.family)
+    for begin, end, entry in ((0, 100, 0), (total - 300, total, 2)):
+        rows, keys = slice(begin, end), slice(ends_k[entry], ends_k[entry + 1])
+        tensors = dq[rows], dk[keys], dv[keys], q[rows], k[keys], v[keys], dout[rows]
+        *found, a, b, c, d = (
+            x[None].transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in tensors
+        )
+        assert_gradients(tuple(found), a, b, c, d, None)

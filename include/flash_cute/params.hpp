@@ -74,11 +74,20 @@ struct BackwardWorkspace {
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
   bool in_turns = false;    // do blocks of keys add to them in one order?
-  int* in_order = nullptr;  // of packed keys: do offsets never go backwards? See check_order
+  // Of sequences that differ in length, see number_keys: do offsets never go backwards? The place of each
+  // one's first block of so many keys, and how many places there are.
+  int *in_order = nullptr, *key_places = nullptr;
+  int key_block = 0;
   int* claimed = nullptr;   // tiles that thread blocks of the Hopper family's kernel have taken so far
   // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
   // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.
   int *taken = nullptr, *finished = nullptr;
+  // Where it also finds lse and delta itself: how many blocks of queries are taken for that, and of each pair
+  // how many are known (see are_stats_known). Else null, and a kernel before it does.
+  int *stats_taken = nullptr, *stats_known = nullptr;
+  // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.
+  void* zeros = nullptr;
+  int64_t zero_chunks = 0;
 };
 
 struct BackwardParams {

@@ -271,6 +271,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   py::class_<BackwardTile>(module, "BackwardTile")
       .def_readonly("block_m", &BackwardTile::block_m)
       .def_readonly("block_n", &BackwardTile::block_n)
+      .def_readonly("cluster", &BackwardTile::cluster)
       .def("smem_bytes", &BackwardTile::smem_bytes);
   module.def("backward_tiles", [](Family family, int head_dim) {
     BackwardTiles const tiles = backward_tiles(family, head_dim);
@@ -284,6 +285,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("in_turns", &BackwardPlan::in_turns)
       .def_readonly("clears_sums", &BackwardPlan::clears_sums)
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
+      .def_readonly("finds_stats", &BackwardPlan::finds_stats)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
@@ -300,6 +302,18 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.device.l2_bytes = 50 << 20;
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
   });
+  // The places of blocks of keys, as a kernel numbers them where sequences differ in length.
+  static auto const key_places = [](BackwardParams const& params, int block_n, bool in_order) {
+    int const batch = params.shape.batch;
+    BlockPlaces const by_offsets{params.lengths.cu_seqlens_k, params.shape.seqlen_k, batch, block_n};
+    std::vector<int> places(batch + 1);
+    for (int b = 0; b < batch; ++b) {
+      places[b + 1] = places[b] + key_blocks(params, b, block_n);
+      if (!in_order) places[b] = by_offsets.first(b);
+    }
+    if (!in_order) places[batch] = by_offsets.count();
+    return places;
+  };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
   module.def("key_tiles", [](int bucket, RaggedBatch const& batch, bool deterministic) {
@@ -310,11 +324,16 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
+    std::vector<int> places = key_places(params, block_n, true);
+    params.workspace.key_places = places.data();
     KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
-    for (int index = 0; index < order.tiles; ++index) {
+    for (int index = 0; index < order.count(params); ++index) {
       KeyTile const tile = order(params, index);
-      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
+        if (params.lengths.given) throw std::runtime_error("a place without keys");
+        continue;
+      }
       std::vector<std::pair<int, int>> steps;
       int const heads = params.shape.heads_q / params.shape.heads_kv;
       for (QuerySteps at(tile, heads, block_m, block_n); at.left > 0; at.advance()) {
@@ -323,6 +342,37 @@ PYBIND11_MODULE(flash_cute_host, module) {
       tiles.push_back({{tile.batch, tile.head_kv, tile.sequence.k_begin + tile.n_begin}, steps});
     }
     return tiles;
+  });
+
+  // Of each pair how many blocks of queries have rows, and how many its tiles wait for.
+  module.def("stats", [](int bucket, RaggedBatch const& batch, bool in_order) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
+    params.lengths = batch.params.lengths;
+    params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
+    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
+    ProblemShape const& shape = params.shape;
+    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
+    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    std::vector<int> known(in_order ? shape.batch * shape.heads_kv : 1);
+    for (int index = 0; index < rows.count(); ++index) {
+      RowsOrder::Block const block = rows(index);
+      int const begin = (block.place - queries.first(block.sequence)) * plan.tile.block_m;
+      bool const exists = has_rows(begin, sequence_for<Family::sm90>(params, block.sequence).used);
+      if (exists || !in_order) ++known.at(in_order ? block.pair : 0);
+    }
+    std::vector<int> places = key_places(params, plan.tile.block_n, in_order);
+    params.workspace.key_places = places.data();
+    KeyOrder const order{plan.order, plan.tiles, plan.tile.block_m, plan.tile.block_n, plan.query_start};
+    std::vector<std::pair<int, int>> waits;
+    for (int index = 0; index < order.count(params); ++index) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      waits.emplace_back(known.at(in_order ? tile.pair : 0),
+                         stats_wanted(shape, tile, plan.tile.block_m, in_order));
+    }
+    return waits;
   });
 
   // Of each block of queries, in the order in which rows of dQ are made: RowsOrder::Block.

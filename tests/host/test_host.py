@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import accumulate, groupby
 
@@ -726,9 +727,17 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     assert plan.makes_rows == sums_dq
     assert plan.tiles == plan.blocks == 4 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    # Of each warpgroup; of blocks that are taken, and of each sequence and head.
-    counters = 2 + (4 * plan.query_blocks * 2 + 1 + 2 * 4) * sums_dq
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters
+    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters(plan, 4, 2 * 4)
+
+
+def counters(plan, heads, pairs):
+    """Integers of a workspace: of tiles, of each warpgroup's part of dQ, of rows of dQ and of statistics, in
+    16 bytes at a time; and whether offsets are in order."""
+    additions = (
+        2 * plan.tile.cluster * heads * plan.query_blocks if plan.sums_dq and not plan.clears_sums else 0
+    )
+    cleared = 1 + additions + (plan.makes_rows + plan.finds_stats) * (1 + pairs)
+    return 4 * math.ceil(cleared / 4) + 1
 
 
 @pytest.mark.parametrize("heads", [4, 100])
@@ -739,7 +748,7 @@ def test_two_thread_blocks_share_a_tile(host, heads):
     assert (plan.key_blocks, plan.tiles) == (2 * 3, 2 * 3 * heads)
     assert plan.blocks == 2 * min(plan.tiles, 132 // 2)
     blocks = heads * plan.query_blocks
-    assert plan.workspace_bytes == 4 * (64 * blocks * (2 + 256) + 2 + 2 * 2 * blocks)
+    assert plan.workspace_bytes == 4 * (64 * blocks * (2 + 256) + counters(plan, heads, 2 * heads))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -776,6 +785,28 @@ def test_who_makes_rows_of_dq(host, head_dim):
     assert makes_rows(512, 512) == makes_rows(500, 4000) == makes_rows(5, 5) == small
     assert not makes_rows(4000, 500)
     assert not makes_rows(512, 512, heads_kv=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "in_order"),
+    [
+        (None, True),
+        (([0, 130, 130, 400], [5, 200, 300, 333], None, None, None), True),
+        (([-3, 130, 390, 900], [5, 200, 300, 333], [500, 3, 2], [1, 0, 20], [0, 0, 19]), True),
+        ((None, None, [400, 0, 7], [333, 5, 0], None), True),
+        (([0, 300, 130, 400], [5, 200, 300, 333], None, None, None), False),
+        (([0, 130, 130, 400], [300, 200, 5, 333], None, None, None), False),
+    ],
+)
+@pytest.mark.parametrize("limits", [CAUSAL, (None, None), (50, 20)], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("heads_kv", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, limits, lengths, in_order):
+    """Fewer would be read before they are written, more would never come."""
+    batch = make_ragged_batch(host, (3, 4, heads_kv, 400, 333, head_dim), limits, lengths or [None] * 5)
+    waits = host.stats(head_dim, batch, in_order)
+    assert waits
+    assert all(known == wanted > 0 for known, wanted in waits)
 
 
 @pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])

@@ -7,6 +7,25 @@
 
 namespace flash_cute {
 
+// The last of some sequences that begins no later than a place, or the first. Searched in so many ways at a
+// time, as loads that wait for each other take longer than those side by side.
+template <class First>
+FLASH_CUTE_HOST_DEVICE int last_beginning_before(int place, int sequences, First&& first) {
+  constexpr int kWays = 4;
+  int found = 0;
+  for (int left = sequences; left > 1;) {
+    int const step = ceil_div(left, kWays);
+    int passed = 0;
+    for (int way = 1; way < kWays; ++way) {
+      bool const begins_before = way * step < left && first(found + way * step) <= place;
+      if (begins_before && passed == (way - 1) * step) passed = way * step;
+    }
+    found += passed;
+    left = smaller(step, left - passed);
+  }
+  return found;
+}
+
 struct BlockPlaces {
   int const* offsets;  // of packed rows, null where each sequence has `rows`
   int rows, batch, block;
@@ -47,23 +66,10 @@ struct BlockPlaces {
   }
 
   // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
-  // to the first, too: see has_rows. Searched in so many ways at a time, as loads that wait for each other
-  // take longer than those side by side.
+  // to the first, too: see has_rows.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
     if (!offsets) return place / ceil_div(rows, block);
-    constexpr int kWays = 4;
-    int found = 0;
-    for (int left = batch; left > 1;) {
-      int const step = ceil_div(left, kWays);
-      int passed = 0;
-      for (int way = 1; way < kWays; ++way) {
-        bool const begins_before = way * step < left && first(found + way * step) <= place;
-        if (begins_before && passed == (way - 1) * step) passed = way * step;
-      }
-      found += passed;
-      left = smaller(step, left - passed);
-    }
-    return found;
+    return last_beginning_before(place, batch, [this](int sequence) { return first(sequence); });
   }
 };
 

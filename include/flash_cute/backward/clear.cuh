@@ -5,7 +5,9 @@
 
 #include <cuda_runtime.h>
 
-#include "flash_cute/backward/key_tile.hpp"
+#include <cub/block/block_scan.cuh>
+
+#include "flash_cute/backward/key_order.hpp"
 
 namespace flash_cute {
 
@@ -44,21 +46,48 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-// Additions have an order, and a sequence's have an end, only if the offsets of keys are in order: else a
-// block of keys of a sequence may be nobody's, and must not be waited for.
+// By the first thread block: the places of blocks of keys, those of one sequence behind those of the other.
+// Additions have an order, and a sequence's have an end, only if offsets are in order: else sequences may
+// have more blocks than there are places, and are numbered as BlockPlaces does; then a block of keys of a
+// sequence may be nobody's, and must not be waited for.
 template <int kThreads>
-__device__ void check_order(BackwardParams const& params) {
-  int const* const offsets = params.lengths.cu_seqlens_k;
-  if (!params.workspace.in_order || !offsets || blockIdx.x > 0) return;
+__device__ void number_keys(BackwardParams const& params) {
+  int const *const cu_seqlens_q = params.lengths.cu_seqlens_q, *const cu_seqlens_k = params.lengths.cu_seqlens_k;
+  BackwardWorkspace const& workspace = params.workspace;
+  if (!workspace.key_places || blockIdx.x > 0) return;
+  int const batch = params.shape.batch;
   bool in_order = true;
-  for (int b = threadIdx.x; b < params.shape.batch; b += kThreads) in_order &= offsets[b] <= offsets[b + 1];
+  for (int b = threadIdx.x; cu_seqlens_k && b < batch; b += kThreads) {
+    in_order &= cu_seqlens_k[b] <= cu_seqlens_k[b + 1] && cu_seqlens_q[b] <= cu_seqlens_q[b + 1];
+  }
   in_order = __syncthreads_and(in_order);
-  if (threadIdx.x == 0) *params.workspace.in_order = in_order;
+  if (threadIdx.x == 0) *workspace.in_order = in_order;
+
+  BlockPlaces const by_offsets{cu_seqlens_k, params.shape.seqlen_k, batch, workspace.key_block};
+  using Sum = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Sum::TempStorage storage;
+  int places = 0;
+  for (int first = 0; first <= batch; first += kThreads) {
+    int const b = first + threadIdx.x;
+    int before = 0, of_all = 0;
+    if (in_order) {
+      __syncthreads();
+      Sum(storage).ExclusiveSum(b < batch ? key_blocks(params, b, workspace.key_block) : 0, before, of_all);
+      before += places;
+      places += of_all;
+    } else if (b <= batch) {
+      before = b < batch ? by_offsets.first(b) : by_offsets.count();
+    }
+    if (b <= batch) workspace.key_places[b] = before;
+  }
 }
 
 template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
-  check_order<kThreads>(params);
+  number_keys<kThreads>(params);
+  auto* const zeros = static_cast<uint4*>(params.workspace.zeros);
+  int64_t const threads = int64_t(gridDim.x) * kThreads, thread = blockIdx.x * kThreads + threadIdx.x;
+  for (int64_t i = thread; i < params.workspace.zero_chunks; i += threads) zeros[i] = {};
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};

@@ -9,6 +9,7 @@
 #include "flash_cute/backward/peer_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
+#include "flash_cute/backward/query_stats_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
 
 namespace flash_cute {
@@ -38,6 +39,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
     for (auto& ring : shared.ring_sums) ring.init(4);
+    shared.stats_come.init(2);
     cutlass::arch::fence_barrier_init();
   }
   if constexpr (Traits::kInCluster) {
@@ -50,6 +52,9 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
+    if constexpr (Traits::kMakesRows) {
+      if (warp == 3 && params.workspace.stats_known) QueryStatsFinder<Traits>{shared, params, maps}.run();
+    }
     if (elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();

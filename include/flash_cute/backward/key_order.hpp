@@ -7,12 +7,17 @@
 namespace flash_cute {
 
 // Of sequences that are alike the blocks of keys go as those of queries do in the forward: longest first, in
-// sections. Else sequence by sequence, as BlockPlaces numbers them.
+// sections. Else head by head, in each sequence by sequence, as number_keys has them.
 struct KeyOrder {
   TileOrder dense;
   int tiles;
   int block_m, block_n;
   QueryStart start;
+
+  FLASH_CUTE_HOST_DEVICE int count(BackwardParams const& params) const {
+    if (!params.lengths.given) return tiles;
+    return params.shape.heads_kv * params.workspace.key_places[params.shape.batch];
+  }
 
   FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
     ProblemShape const& shape = params.shape;
@@ -21,11 +26,12 @@ struct KeyOrder {
     KeyTile tile{};
     int b = 0;
     if (params.lengths.given) {
-      BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
-      auto const [head_kv, place] = keys.of_block(index);
-      b = keys.sequence(place);
-      tile.head_kv = head_kv;
-      tile.n_begin = (place - keys.first(b)) * block_n;
+      int const* const first = params.workspace.key_places;
+      int const places = first[shape.batch];
+      tile.head_kv = index / places;
+      int const place = index - tile.head_kv * places;
+      b = last_beginning_before(place, shape.batch, [&](int sequence) { return first[sequence]; });
+      tile.n_begin = (place - first[b]) * block_n;
     } else {
       TileCoord const found = dense(index);
       b = found.batch;
@@ -45,6 +51,12 @@ struct KeyOrder {
     return tile;
   }
 };
+
+// Of a sequence, those that have a key.
+template <class Params>
+FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) {
+  return ceil_div(sequence_for<Family::sm90>(params, b).mask.seqlen_k, block_n);
+}
 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
 // of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs.
@@ -70,6 +82,14 @@ struct RowsOrder {
             .place = alike ? b * of_sequence + inner : inner};
   }
 };
+
+// How many blocks of queries have to be known before a tile: all those of its sequence and its heads, or, if
+// offsets are out of order, when a place may be another sequence's, all places there are, with rows or not.
+FLASH_CUTE_HOST_DEVICE int stats_wanted(ProblemShape const& shape, KeyTile const& tile, int block_m,
+                                        bool in_order) {
+  if (!in_order) return shape.heads_q * tile.places;
+  return shape.heads_q / shape.heads_kv * ceil_div(tile.sequence.used, block_m);
+}
 
 // The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
 // those that share it.

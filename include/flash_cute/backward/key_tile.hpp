@@ -25,7 +25,7 @@ struct KeyTile {
 };
 static_assert(sizeof(KeyTile) % 16 != 0, "ptxas would read the mask as one vector in each step: 2% (d64)");
 
-// Of packed keys: see check_order.
+// Of packed keys: see number_keys.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
   return !params.lengths.cu_seqlens_k || *params.workspace.in_order;
 }

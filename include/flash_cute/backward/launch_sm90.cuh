@@ -43,15 +43,17 @@ BackwardMaps maps_of(BackwardParams const& params) {
   TensorView const &dout = params.dout.data ? params.dout : params.q,
                    &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
                    &dv = params.dv.data ? params.dv : params.v;
-  return {.q = queries(params.q, Traits::kBlockM),
-          .k = keys(params.k, Traits::kBlockN),
-          .v = keys(params.v, Traits::kBlockN),
-          .dout = queries(dout, Traits::kBlockM),
-          .dq = queries(dq, Traits::kWarpRows),
-          .dk = keys(dk, Traits::kWarpRows),
-          .dv = keys(dv, Traits::kWarpRows),
-          .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(dout),
-                         entry_rows(dq), entry_rows(dk), entry_rows(dv)}};
+  return {
+      .q = queries(params.q, Traits::kBlockM),
+      .k = keys(params.k, Traits::kBlockN),
+      .v = keys(params.v, Traits::kBlockN),
+      .out = queries(params.out, Traits::kBlockM),
+      .dout = queries(dout, Traits::kBlockM),
+      .dq = queries(dq, Traits::kWarpRows),
+      .dk = keys(dk, Traits::kWarpRows),
+      .dv = keys(dv, Traits::kWarpRows),
+      .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
+                     entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv)}};
 }
 
 // Calls visitor(traits) for the kernel that a plan names.
@@ -70,13 +72,15 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  if (params.lengths.given || params.mask.first_seeing_row() > 0) {
+  if (params.lengths.given || params.mask.first_seeing_row() > 0 || plan.finds_stats) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
                                                              0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
-    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
-                                                                               0, stream, params);
+    if (!plan.finds_stats) {
+      launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
+                                                                                 0, stream, params);
+    }
     constexpr bool kStartsEarly = true;
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,

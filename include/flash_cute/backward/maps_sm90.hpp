@@ -11,9 +11,9 @@ namespace flash_cute {
 // Each has five dimensions: columns, heads and rows, and two that say which rows (MapPlace). Rows from one
 // batch entry to the next are 0 where packed.
 struct BackwardMaps {
-  CUtensorMap q, k, v, dout, dq, dk, dv;
+  CUtensorMap q, k, v, out, dout, dq, dk, dv;
   struct {
-    int q, k, v, dout, dq, dk, dv;
+    int q, k, v, out, dout, dq, dk, dv;
   } entry_rows;
 };
 

@@ -3,21 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include "flash_cute/backward/dot.hpp"
 #include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
-
-// 16 bytes of a row of dO and of O, multiplied and added up.
-template <class Element>
-__device__ float dot_of_chunk(uint4 const& a, uint4 const& b) {
-  auto const *x = reinterpret_cast<Element const*>(&a), *y = reinterpret_cast<Element const*>(&b);
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < int(sizeof(uint4) / sizeof(Element)); ++i) sum += float(x[i]) * float(y[i]);
-  return sum;
-}
 
 // One block of threads for each block of queries of a head. A row is read by as many neighbouring lanes as it
 // has chunks of 16 bytes.

@@ -6,6 +6,7 @@
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
+#include "flash_cute/backward/query_stats_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
@@ -26,7 +27,7 @@ struct BackwardProducerSm90 {
   CUTE_DEVICE void run() {
     // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
     // and once the one before is loaded, as others could begin what waits here (3% of 16k causal).
-    for (int index = claim(); index < order.tiles; index = claim()) {
+    for (int index = claim(); index < order.count(params); index = claim()) {
       KeyTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
         count_as_finished(params, Traits::kConsumers);
@@ -96,6 +97,9 @@ struct BackwardProducerSm90 {
                                      slots + at.slot * kBlockM, kBytes);
     };
 
+    if constexpr (Traits::kMakesRows) {
+      while (!are_stats_known(params, tile, kBlockM)) __nanosleep(50);
+    }
     // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in
     // a cluster dV leaves through V's, until this tile has begun.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {

@@ -8,29 +8,64 @@
 
 namespace flash_cute {
 
-// P passes from thread to thread, as both own the same places of a tile: four floats at a time, so that
-// neither way has bank conflicts. As 16 bits it would be rounded once more than elsewhere: the RMS error of
-// dQ and dK in fp16 was 1.2 times as high.
+// P passes from thread to thread, as both own the same places of a tile: 16 bytes at a time, so that neither
+// way has bank conflicts. As 16 bits it is rounded once more than elsewhere, which bf16 does not show if they
+// are those of fp16: of 2^12 P, so that small weights are no subnormals. fp16 does (the RMS error of dQ and
+// dK was 1.2 times as high), and passes floats.
 template <class Traits>
 struct WeightsSlot {
-  float4* fours;  // of this thread
+  using Element = typename Traits::Element;
+  static constexpr bool kHalves = Traits::kInCluster && std::is_same_v<Element, cutlass::bfloat16_t>;
+  static constexpr float kUnit = 1 << 12;
+  uint4* places;  // of this thread
 
   // Each warp has a quarter, as of dQ, where both lie in the same memory.
   CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
-      : fours((Traits::kInCluster ? reinterpret_cast<float4*>(own.shared.dq) : own.shared.p) +
-              own.thread / 32 * (Traits::kFoursP / 4) + own.thread % 32) {}
+      : places(reinterpret_cast<uint4*>(Traits::kInCluster ? reinterpret_cast<float4*>(own.shared.dq)
+                                                           : own.shared.p) +
+               own.thread / 32 * (Traits::kFoursP / 4) + own.thread % 32) {}
 
   template <class Weights>
   CUTE_DEVICE void put(Weights const& weights) const {
-    auto const own = recast<float4 const>(weights);
-    CUTE_UNROLL
-    for (int i = 0; i < size(own); ++i) fours[i * 32] = own(i);
+    if constexpr (kHalves) {
+      auto words = make_tensor<uint32_t>(Int<decltype(size(weights))::value / 2>{});
+      CUTE_UNROLL
+      for (int i = 0; i < size(words); ++i) {
+        words(i) = pack<cutlass::half_t>(kUnit * weights(2 * i), kUnit * weights(2 * i + 1));
+      }
+      copy_out(words);
+    } else {
+      copy_out(weights);
+    }
   }
   template <class Weights>
   CUTE_DEVICE void get(Weights& weights) const {
-    auto own = recast<float4>(weights);
+    if constexpr (kHalves) {
+      auto words = make_tensor<uint32_t>(Int<decltype(size(weights))::value / 2>{});
+      copy_in(words);
+      CUTE_UNROLL
+      for (int i = 0; i < size(words); ++i) {
+        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words(i)));
+        weights(2 * i) = two.x / kUnit;
+        weights(2 * i + 1) = two.y / kUnit;
+      }
+    } else {
+      copy_in(weights);
+    }
+  }
+
+ private:
+  template <class Words>
+  CUTE_DEVICE void copy_out(Words const& words) const {
+    auto const own = recast<uint4 const>(words);
     CUTE_UNROLL
-    for (int i = 0; i < size(own); ++i) own(i) = fours[i * 32];
+    for (int i = 0; i < size(own); ++i) places[i * 32] = own(i);
+  }
+  template <class Words>
+  CUTE_DEVICE void copy_in(Words& words) const {
+    auto own = recast<uint4>(words);
+    CUTE_UNROLL
+    for (int i = 0; i < size(own); ++i) own(i) = places[i * 32];
   }
 };
 

@@ -143,6 +143,7 @@ struct BackwardTraitsSm90 {
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
     FinishedQueries finished;
+    cutlass::arch::ClusterTransactionBarrier stats_come;  // what they are made of
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];

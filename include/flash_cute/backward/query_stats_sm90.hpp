@@ -1,0 +1,130 @@
+// What is known of each query alone, its LSE in base 2 and its delta, found by a warp that has nothing else
+// to do yet, while others compute.
+#pragma once
+
+#include "flash_cute/backward/dot.hpp"
+#include "flash_cute/backward/warpgroup_sm90.hpp"
+#include "flash_cute/core/bulk_add.hpp"
+
+namespace flash_cute {
+
+// May the loading thread load what a tile's queries have?
+CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& tile, int block_m) {
+  int const* const known = params.workspace.stats_known;
+  if (!known) return true;
+  bool const in_order = offsets_in_order(params);
+  bool const are_known =
+      load_acquire(known + (in_order ? tile.pair : 0)) >= stats_wanted(params.shape, tile, block_m, in_order);
+  fence_async_global();
+  return are_known;
+}
+
+// The warp. It takes block after block, in the order in which tiles come to their heads, and waits for
+// nothing but its own loads: so a block that somebody waits for is being worked on, or will be by whoever
+// waits. O and dO come where sums of dQ will later.
+template <class Traits>
+struct QueryStatsFinder {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;  // each has its own rows
+  static constexpr int kFloats = kBlockM * Traits::kSumColumns;
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  BackwardMaps const& maps;
+  uint32_t phase = 0;
+
+  CUTE_DEVICE void run() {
+    ProblemShape const& shape = params.shape;
+    bool const in_order = offsets_in_order(params);
+    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    auto take = [&] {
+      int const taken = read_lane_index() == 0 ? atomicAdd(params.workspace.stats_taken, 1) : 0;
+      return __shfl_sync(0xffffffffu, taken, 0);
+    };
+    for (int index = take(); index < rows.count(); index = take()) {
+      RowsOrder::Block const block = rows(index);
+      Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
+      int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
+      int64_t const place = int64_t(block.head) * queries.count() + block.place;
+      if (!in_order && params.workspace.dq) clear_sums(params.workspace.dq + place * kFloats);
+      bool const exists = has_rows(begin, s.used);
+      if (exists) find(s, block, begin, place * kBlockM);
+      __syncwarp();
+      if ((exists || !in_order) && read_lane_index() == 0) {
+        add_release(params.workspace.stats_known + (in_order ? block.pair : 0));
+      }
+    }
+  }
+
+ private:
+  // Rows are made of them although nobody may come to add.
+  CUTE_DEVICE static void clear_sums(float* sums) {
+    for (int i = read_lane_index(); i < kFloats / 4; i += 32) reinterpret_cast<float4*>(sums)[i] = {};
+    fence_async_global();
+  }
+
+  CUTE_DEVICE Element const* out() const { return reinterpret_cast<Element const*>(shared.sums); }
+  CUTE_DEVICE Element const* dout() const { return out() + Traits::kSlotElements; }
+
+  // place: of the block's first row in the workspace.
+  CUTE_DEVICE void find(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
+    int const lane = read_lane_index(), entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
+    int64_t const first = entry * params.lse_batch_stride + int64_t(block.head) * params.shape.seqlen_q +
+                          s.queries.begin + begin;
+    bool const has_dout = params.dout.data;
+    if (has_dout && lane == 0) load(s, block.head, begin, entry);
+    find_lse(params.lse + first, s.used - begin, params.workspace.lse + place);  // while O and dO come
+    if (has_dout) {
+      shared.stats_come.wait(phase);
+      phase ^= 1;
+    }
+#pragma unroll 1
+    for (int row = lane; row < kBlockM; row += kLanes) {
+      float const of_lse = params.dlse && begin + row < s.used ? params.dlse[first + row] : 0.f;
+      params.workspace.delta[place + row] = of_lse - (has_dout ? multiply(row) : 0.f);
+    }
+  }
+
+  CUTE_DEVICE static void find_lse(float const* lse, int count, float* in_base_2) {
+    int const lane = read_lane_index();
+    float found[kBlockM / kLanes];
+    CUTE_UNROLL
+    for (int i = 0; i < kBlockM / kLanes; ++i) {
+      int const row = lane + kLanes * i;
+      found[i] = row < count ? lse[row] : INFINITY;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kBlockM / kLanes; ++i) {
+      // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
+      in_base_2[lane + kLanes * i] = found[i] == -INFINITY ? NAN : found[i] * float(M_LOG2E);
+    }
+  }
+
+  CUTE_DEVICE void load(Sequence const& s, int head, int begin, int entry) const {
+    auto load_rows = [&](CUtensorMap const& map, Element const* target, int entry_rows) {
+      MapPlace const place = MapPlace::of(params.lengths.given, entry, entry_rows, s.queries.begin, s.used);
+      load_panels<Traits::kHeadDim, Traits::kPanel, kBlockM>(map, shared.stats_come,
+                                                             const_cast<Element*>(target), kBlockM, 0, head,
+                                                             place.shift + begin, place.plane, place.bound);
+    };
+    load_rows(maps.out, out(), maps.entry_rows.out);
+    load_rows(maps.dout, dout(), maps.entry_rows.dout);
+  }
+
+  // The sum of dO O of a row. Swizzled, eight neighbouring rows have a column in all banks.
+  CUTE_DEVICE float multiply(int row) const {
+    constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kPanel / kChunk;
+    constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : kChunks;  // more spill
+    int const first = row / (8 / kChunks) % kChunks;
+    float sum = 0;
+#pragma unroll kAtOnce
+    for (int i = 0; i < Traits::kHeadDim / kChunk; ++i) {
+      int const at = (i / kChunks * kBlockM + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
+      sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(dout() + at),
+                                   *reinterpret_cast<uint4 const*>(out() + at));
+    }
+    return sum;
+  }
+};
+
+}  // namespace flash_cute
