@@ -393,7 +393,10 @@ def check_ragged(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4
 @both
 @pytest.mark.parametrize(
     "sequences",
-    [pytest.param(x, id=name, marks=[pytest.mark.gpu] * (name in ("one long", "many keys"))) for name, x in BATCHES.items()],
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.gpu] * (name in ("one long", "many keys")))
+        for name, x in BATCHES.items()
+    ],
 )
 def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
     check_ragged(kernel, sequences, packed, mask, dtype)

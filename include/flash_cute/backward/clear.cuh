@@ -52,7 +52,8 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
 // sequence may be nobody's, and must not be waited for.
 template <int kThreads>
 __device__ void number_keys(BackwardParams const& params) {
-  int const *const cu_seqlens_q = params.lengths.cu_seqlens_q, *const cu_seqlens_k = params.lengths.cu_seqlens_k;
+  int const* const cu_seqlens_q = params.lengths.cu_seqlens_q;
+  int const* const cu_seqlens_k = params.lengths.cu_seqlens_k;
   BackwardWorkspace const& workspace = params.workspace;
   if (!workspace.key_places || blockIdx.x > 0) return;
   int const batch = params.shape.batch;
