@@ -150,8 +150,11 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
     // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%).
     constexpr int kPaysFrom = 512;
-    plan.finds_stats =
-        plan.tile.has_room_for_sums() && !deterministic && keys_of_a_query(params) >= kPaysFrom;
+    // All of a pair's are found before its first tile: a window's tiles go through all heads side by side,
+    // and a group has many (16k: -8 and -4%).
+    int const keys_seen = keys_of_a_query(params);
+    plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
+                       keys_seen >= kPaysFrom && 2 * int64_t(keys_seen) >= mean_mask(params).seqlen_k;
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
