@@ -168,6 +168,7 @@ SHAPES = {
     "many_short": Shape(32, 8, 8, 33, 47, 64),
     "more_tiles_than_multiprocessors": Shape(3, 55, 55, 130, 70, 64),
     "rows_that_fit_192": Shape(2, 34, 17, 570, 330, 64),
+    "many_keys": Shape(2, 6, 6, 300, 1100, 64),
     "many_keys_of_grouped_heads": Shape(2, 6, 2, 300, 1100, 64),
 }
 
@@ -237,7 +238,7 @@ BATCHES = {
     "no keys": (Sequence(20, 0), Sequence(3, 0)),
     # The short ones four times, as below: their few rows broke the rule once in some hundred runs.
     "one long": (*SHORT_ONES * 2, Sequence(900, 1000), *SHORT_ONES * 2),
-    "many keys": (  # 512 and more in the mean, from which the backward on Hopper has one kernel less
+    "many keys": (  # in the mean 512 and more: see tests/host/test_host.py, test_who_finds_statistics
         Sequence(300, 700),
         Sequence(0, 900),
         Sequence(130, 0),

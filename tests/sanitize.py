@@ -47,11 +47,12 @@ OPTIONS = {"initcheck": ("--check-api-memory-access", "no")}
 # Two tiles of queries, several of keys, none of them full; and rows that see nothing.
 SIZES = {"rows": (150, 201), "blind": (201, 50)}
 # For each type and head dim: more tiles than multiprocessors, so that a block goes from one to the next, and
-# few queries of heads that share K and V; and keys enough for the backward on Hopper to have one kernel less.
+# few queries of heads that share K and V; and keys enough for the backward on Hopper to find delta beside
+# products.
 SHAPES = {
     "many_tiles": Shape(3, 55, 55, 130, 70, 0),
     "few_queries": Shape(2, 14, 2, 19, 201, 0),
-    "many_keys": Shape(1, 2, 1, 130, 600, 0),
+    "many_keys": Shape(1, 2, 2, 130, 600, 0),
 }
 # Of cases.BATCHES: how many heads share K and V, and the mask.
 RAGGED = (
@@ -59,7 +60,7 @@ RAGGED = (
     ("used and left padding", (2, 2), "window_symmetric"),
     ("some empty", (2, 1), "full"),
     ("one query each", (14, 2), "causal"),
-    ("many keys", (2, 1), "full"),
+    ("many keys", (2, 2), "full"),
 )
 # initcheck does not see what TMA stores: out, and sums of dQ; racecheck not what orders the lanes of a warp
 # (docs/sanitizer.md).

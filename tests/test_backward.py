@@ -53,6 +53,7 @@ OF_KERNELS = (
     "many_short",
     "more_tiles_than_multiprocessors",
     "rows_that_fit_192",
+    "many_keys",
     "many_keys_of_grouped_heads",
     "few_queries_of_seven_heads",
     "few_queries_of_64_heads",
@@ -181,9 +182,7 @@ def test_long_sequences(kernel, seqlen, deterministic, dtype):
 
 @dtypes
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
-@pytest.mark.parametrize(
-    "shape", ["no_tile_divides", "grouped_heads", "more_queries", "many_keys_of_grouped_heads"]
-)
+@pytest.mark.parametrize("shape", ["no_tile_divides", "grouped_heads", "more_queries", "many_keys"])
 @pytest.mark.parametrize("missing", ["dout", "dlse"])
 def test_one_result_has_a_gradient(kernel, missing, shape, mask, dtype):
     q, k, v = make_inputs(SHAPES[shape], dtype, kernel.device)
@@ -207,6 +206,22 @@ def test_gradients_that_are_asked_for(kernel, asked, packed):
     found = torch.autograd.grad(results, [leaves[name] for name in asked], (dout, dlse))
     for name, gradient in zip(asked, found, strict=True):
         assert torch.equal(gradient, expected["qkv".index(name)])
+
+
+@pytest.mark.gpu
+@both
+@pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "kv"])
+def test_some_gradients_of_many_keys(kernel, asked, packed):
+    batch = make_ragged(BATCHES["many keys"], (3, 3), 64, torch.bfloat16, kernel.device, packed)
+    tensors = dict(zip("qkv", (batch.q, batch.k, batch.v), strict=True))
+    given = make_ragged_gradients(batch)
+    results = dict(zip("qkv", kernel.backward(*tensors.values(), *given, **batch.lengths), strict=True))
+    leaves = {name: x.detach().requires_grad_(name in asked) for name, x in tensors.items()}
+    function = flash_cute.forward_varlen if packed else flash_cute.forward
+    outputs = function(*leaves.values(), family=kernel.family, **batch.lengths)
+    found = torch.autograd.grad(outputs, [leaves[name] for name in asked], given)
+    results |= dict(zip(asked, found, strict=True))
+    assert_ragged_gradients(results.values(), batch, *given)
 
 
 @pytest.mark.parametrize(("needs_dq", "needs_dkv"), [(True, False), (False, True), (False, False)])
@@ -416,8 +431,13 @@ def test_lengths_and_grouped_heads(kernel, name, heads, packed, mask, determinis
 @kernel_dtypes
 @both
 @pytest.mark.parametrize("head_dim", [*BUCKETS, 8, 40, 100, 33])
-def test_lengths_and_head_dims(kernel, head_dim, packed, dtype):
-    check_ragged(kernel, BATCHES["used and left padding"], packed, MASKS["causal"], dtype, head_dim=head_dim)
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("used and left padding", (4, 2)), pytest.param("many keys", (3, 3), marks=pytest.mark.gpu)],
+)
+def test_lengths_and_head_dims(kernel, name, heads, head_dim, packed, dtype):
+    options = {"heads": heads, "head_dim": head_dim}
+    check_ragged(kernel, BATCHES[name], packed, MASKS["causal"], dtype, **options)
 
 
 @both
@@ -447,23 +467,43 @@ def test_self_attention_needs_one_set_of_offsets(kernel):
 @repeats
 @pytest.mark.parametrize("sides", ["qk", "q", "k"])
 @pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
-@pytest.mark.parametrize("hundreds", [1, 7, 21])
-def test_wild_offsets_stay_inside(kernel, hundreds, offsets, sides, deterministic):
+@pytest.mark.parametrize(("hundreds", "heads_kv", "causal"), [(1, 2, True), (7, 2, True), (21, 4, False)])
+def test_wild_offsets_stay_inside(kernel, hundreds, heads_kv, causal, offsets, sides, deterministic):
     """What comes of them has no meaning, but the next call is as good as the one before."""
     rows = 100 * hundreds
     q, k, v = (
         x[0].transpose(0, 1)
-        for x in make_inputs(Shape(1, 4, 2, rows, rows, 64), torch.bfloat16, kernel.device)
+        for x in make_inputs(Shape(1, 4, heads_kv, rows, rows, 64), torch.bfloat16, kernel.device)
     )
     dout, dlse = torch.randn_like(q), torch.randn(4, rows, device=kernel.device)
     wild_ones = [x * hundreds if abs(x) < 1 << 20 else x for x in offsets]
     good = {f"cu_seqlens_{side}": int32([0, 30, 30, rows], kernel.device) for side in "qk"}
     wild = good | {f"cu_seqlens_{side}": int32(wild_ones, kernel.device) for side in sides}
-    options = {"causal": True, "deterministic": True}
+    options = {"causal": causal, "deterministic": True}
     expected = kernel.backward(q, k, v, dout, dlse, **good, **options)
-    kernel.backward(q, k, v, dout, dlse, **wild, causal=True, deterministic=deterministic)
+    kernel.backward(q, k, v, dout, dlse, **wild, causal=causal, deterministic=deterministic)
     for result, same in zip(kernel.backward(q, k, v, dout, dlse, **good, **options), expected, strict=True):
         assert torch.equal(result, same)
+
+
+@pytest.mark.gpu
+@repeats
+def test_queries_without_keys_of_wild_offsets(kernel, deterministic):
+    """Nothing is added to their gradients, though rows are made of them on Hopper; ten times, as it would be
+    a race."""
+    total = 3072
+    q, k, v = (
+        x[0].transpose(0, 1)
+        for x in make_inputs(Shape(1, 4, 4, total, total, 128), torch.bfloat16, kernel.device)
+    )
+    given = {"cu_seqlens_q": [0, 1024, 2048, total], "cu_seqlens_k": [0, 2000, 0, 1000]}
+    lengths = {
+        name: int32(x, kernel.device) for name, x in (given | {"seqused_k": [0, total, total]}).items()
+    }
+    dout, dlse = torch.randn_like(q), torch.randn(4, total, device=kernel.device)
+    for _ in range(10):
+        dq, *_ = kernel.backward(q, k, v, dout, dlse, **lengths, deterministic=deterministic)
+        assert (dq[:2048] == 0).all()
 
 
 @both

@@ -619,12 +619,13 @@ def test_opcheck_of_the_cpu_operator():
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_training_step_in_a_cuda_graph(kernel, packed, deterministic):
+@pytest.mark.parametrize("total", [300, 3600])
+def test_a_training_step_in_a_cuda_graph(kernel, total, packed, deterministic):
     """Forward, backward and the optimizer's step, replayed with other inputs; packed, with other offsets."""
     options = {"causal": True, "deterministic": deterministic, "family": kernel.family}
-    total, heads = 300, 4
+    heads = 4
     x = torch.randn(total, heads, 64, dtype=torch.bfloat16, device=kernel.device)
-    offsets = torch.tensor([0, 100, 130, total], dtype=torch.int32, device=kernel.device)
+    offsets = torch.tensor([0, total // 3, total // 2, total], dtype=torch.int32, device=kernel.device)
     weights = torch.ones(3, heads, 64, dtype=torch.bfloat16, device=kernel.device)
 
     def step(weights, optimizer):
@@ -653,7 +654,7 @@ def test_a_training_step_in_a_cuda_graph(kernel, packed, deterministic):
         step(*captured)
     with torch.no_grad():
         captured[0].copy_(weights)
-    for ends in ([0, 100, 130, total], [0, 7, 250, total]):
+    for ends in ([0, total // 3, total // 2, total], [0, 7, total - 50, total]):
         x.normal_()
         offsets.copy_(torch.tensor(ends, dtype=torch.int32))
         graph.replay()

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby
 
 import pytest
 import torch
-from cases import Mask
+from cases import BATCHES, SHAPES, Mask
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import assume, given, settings  # noqa: E402
@@ -785,6 +785,52 @@ def test_who_makes_rows_of_dq(host, head_dim):
     assert makes_rows(512, 512) == makes_rows(500, 4000) == makes_rows(5, 5) == small
     assert not makes_rows(4000, 500)
     assert not makes_rows(512, 512, heads_kv=1)
+
+
+FULL = None, None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sizes", "window", "finds"),
+    [
+        *((head_dim, (2, 6, 6, 300, 1100), FULL, True) for head_dim in (64, 96, 128)),
+        *((head_dim, (2, 6, 6, 300, 1100), FULL, False) for head_dim in (192, 256)),  # no room
+        (64, (2, 6, 6, 512, 512), FULL, True),
+        (64, (2, 6, 6, 511, 511), FULL, False),
+        (64, (2, 6, 6, 1024, 1024), CAUSAL, True),
+        (64, (2, 6, 6, 1000, 1000), CAUSAL, False),
+        (64, (2, 6, 3, 300, 1100), FULL, False),  # a group's are all found before its first tile
+        (64, (2, 6, 6, 2048, 2048), (2000, 0), True),
+        (64, (2, 6, 6, 2048, 2048), (1000, 0), False),  # heads go side by side
+    ],
+)
+def test_who_finds_statistics(host, head_dim, sizes, window, finds):
+    """The kernel that needs them, where it has room and they take long enough; not in turns."""
+
+    def finds_stats(deterministic=False):
+        asked_for = (True, True, deterministic)
+        shape = (*sizes, head_dim)
+        return plan_backward(
+            host, head_dim, shape, asked_for=asked_for, family="sm90", window=window
+        ).finds_stats
+
+    assert finds_stats() == finds
+    assert not finds_stats(deterministic=True)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, FULL], ids=["causal", "full"])
+def test_cases_whose_statistics_are_found(host, window):
+    """These names say to GPU tests that the kernel in question finds them itself."""
+    shape = SHAPES["many_keys"]
+    sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, 64)
+    assert plan_backward(host, 64, sizes, family="sm90", window=window).finds_stats
+
+    rows = [[getattr(sequence, name) for sequence in BATCHES["many keys"]] for name in ("rows_q", "rows_k")]
+    offsets = [list(accumulate(x, initial=0)) for x in rows]
+    packed = (len(rows[0]), 3, 3, *map(sum, rows), 64), (*offsets, None, None, None)
+    padded = (len(rows[0]), 3, 3, *map(max, rows), 64), (None, None, *rows, None)
+    for sizes, lengths in (packed, padded):
+        assert plan_backward(host, 64, sizes, lengths=lengths, family="sm90", window=window).finds_stats
 
 
 @pytest.mark.parametrize(

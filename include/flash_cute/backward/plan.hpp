@@ -40,7 +40,7 @@ struct BackwardPlan {
     float* const sums = floats + 2 * rows;
     int* const ints = reinterpret_cast<int*>(sums + rows * dq_columns);
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
-    bool const with_sums = finds_stats && clears_sums;
+    bool const with_sums = clears_sums && counters > 0;
     int64_t const zero_ints = (with_sums ? rows * dq_columns : 0) + counters;
     return {.lse = floats,
             .delta = floats + rows,
@@ -56,7 +56,7 @@ struct BackwardPlan {
             .stats_taken = finds_stats ? of_stats : nullptr,
             .stats_known = finds_stats ? of_stats + 1 : nullptr,
             .zeros = with_sums ? static_cast<void*>(sums) : ints,
-            .zero_chunks = finds_stats ? zero_ints * int64_t(sizeof(int)) / kZeroBytes : 0};
+            .zero_chunks = zero_ints * int64_t(sizeof(int)) / kZeroBytes};
   }
 };
 
@@ -154,7 +154,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     // and a group has many (16k: -8 and -4%).
     int const keys_seen = keys_of_a_query(params);
     plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
-                       keys_seen >= kPaysFrom && 2 * int64_t(keys_seen) >= mean_mask(params).seqlen_k;
+                       !plan.order.side_by_side && keys_seen >= kPaysFrom &&
+                       2 * int64_t(keys_seen) >= mean_mask(params).seqlen_k;
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));

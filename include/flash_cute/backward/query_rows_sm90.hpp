@@ -32,6 +32,8 @@ struct QueryRowsFetcher {
     bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
     RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    // All sums are clear then: tiles, which wait for it too, may have no keys.
+    if (!in_order && workspace.stats_known) wait_for(workspace.stats_known, rows.count());
     auto take = [&] { return atomicAdd(workspace.taken, 1); };
     for (int index = take(); index < rows.count(); index = take()) {
       RowsOrder::Block const block = rows(index);
@@ -39,8 +41,7 @@ struct QueryRowsFetcher {
       int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
       if (!has_rows(begin, s.used)) continue;
       int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kTileN) : order.tiles;
-      int const* const finished = workspace.finished + (in_order ? block.pair : 0);
-      while (load_acquire(finished) < tiles * Traits::kConsumers) __nanosleep(1000);
+      wait_for(workspace.finished + (in_order ? block.pair : 0), tiles * Traits::kConsumers);
       fence_async_global();
       int const entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
       auto const place_dq =
@@ -57,6 +58,9 @@ struct QueryRowsFetcher {
   }
 
  private:
+  CUTE_DEVICE static void wait_for(int const* count, int wanted) {
+    while (load_acquire(count) < wanted) __nanosleep(1000);
+  }
   CUTE_DEVICE void announce(FinishedQueries const& queries) {
     for (auto& ring : shared.ring_sums) ring.acquire(at);
     shared.finished = queries;
