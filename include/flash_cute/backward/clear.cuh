@@ -67,19 +67,23 @@ __device__ void number_keys(BackwardParams const& params) {
   BlockPlaces const by_offsets{cu_seqlens_k, params.shape.seqlen_k, batch, workspace.key_block};
   using Sum = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Sum::TempStorage storage;
+  constexpr int kAtOnce = 4;  // of a thread, as what is known of a sequence takes a while to come
   int places = 0;
-  for (int first = 0; first <= batch; first += kThreads) {
-    int const b = first + threadIdx.x;
-    int before = 0, of_all = 0;
-    if (in_order) {
-      __syncthreads();
-      Sum(storage).ExclusiveSum(b < batch ? key_blocks(params, b, workspace.key_block) : 0, before, of_all);
-      before += places;
-      places += of_all;
-    } else if (b <= batch) {
-      before = b < batch ? by_offsets.first(b) : by_offsets.count();
+  for (int first = 0; first <= batch; first += kThreads * kAtOnce) {
+    int const b = first + threadIdx.x * kAtOnce;
+    int before[kAtOnce] = {}, of_all = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (in_order && b + i < batch) before[i] = key_blocks(params, b + i, workspace.key_block);
     }
-    if (b <= batch) workspace.key_places[b] = before;
+    __syncthreads();
+    Sum(storage).ExclusiveSum(before, before, of_all);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (!in_order) before[i] = b + i < batch ? by_offsets.first(b + i) : by_offsets.count();
+      if (b + i <= batch) workspace.key_places[b + i] = places + before[i];
+    }
+    places += of_all;
   }
 }
 
@@ -88,7 +92,9 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   number_keys<kThreads>(params);
   auto* const zeros = static_cast<uint4*>(params.workspace.zeros);
   int64_t const threads = int64_t(gridDim.x) * kThreads, thread = blockIdx.x * kThreads + threadIdx.x;
-  for (int64_t i = thread; i < params.workspace.zero_chunks; i += threads) zeros[i] = {};
+  for (int64_t i = thread; params.workspace.stats_known && i < params.workspace.zero_chunks; i += threads) {
+    zeros[i] = {};
+  }
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};

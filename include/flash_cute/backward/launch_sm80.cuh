@@ -7,7 +7,7 @@
 #include "flash_cute/backward/kernel_sm80.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/postprocess_sm80.hpp"
-#include "flash_cute/backward/preprocess.cuh"
+#include "flash_cute/backward/preprocess_sm80.hpp"
 #include "flash_cute/backward/query_kernel_sm80.hpp"
 
 namespace flash_cute {
@@ -42,8 +42,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                                              0, stream, params);
   }
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
-    launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
-                                                                               0, stream, params);
+    launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
+        device, queries, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
       launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(
           device, plan.key_blocks * params.shape.heads_kv, Traits::kThreads,

@@ -5,7 +5,7 @@
 #include "flash_cute/backward/kernel_sm90.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/postprocess_sm90.hpp"
-#include "flash_cute/backward/preprocess.cuh"
+#include "flash_cute/backward/preprocess_sm90.hpp"
 
 namespace flash_cute {
 
@@ -77,15 +77,16 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                                              0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
+    BackwardMaps const maps = maps_of<Traits>(params);
     if (!plan.finds_stats) {
-      launch_kernel<backward_preprocess<Instance, Traits::kBlockM, kRowThreads>>(device, queries, kRowThreads,
-                                                                                 0, stream, params);
+      launch_kernel<backward_preprocess_sm90<Traits>>(
+          device, queries, Traits::kBlockM, sizeof(PreprocessStorage<Traits>), stream, params, maps);
     }
     constexpr bool kStartsEarly = true;
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
-                                                              params, order, maps_of<Traits>(params));
+                                                              params, order, maps);
     if (plan.sums_dq && !plan.makes_rows) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);

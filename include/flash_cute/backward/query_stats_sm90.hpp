@@ -1,5 +1,5 @@
-// What is known of each query alone, its LSE in base 2 and its delta, found by a warp that has nothing else
-// to do yet, while others compute.
+// What is known of each query alone, its LSE in base 2 and its delta, and a warp that finds it while others
+// compute.
 #pragma once
 
 #include "flash_cute/backward/dot.hpp"
@@ -19,13 +19,55 @@ CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& ti
   return are_known;
 }
 
+// Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
+CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
+
+// Rows of O and dO of a block of queries, on their way through shared memory.
+template <class Traits>
+struct QueryStatsRows {
+  using Element = typename Traits::Element;
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+  static constexpr int kBlockM = Traits::kBlockM, kArrivals = 2;
+  BackwardParams const& params;
+  BackwardMaps const& maps;
+  Element* out;  // and dO behind it
+  Barrier& come;
+
+  // By one thread. begin: the block's first row in the sequence.
+  CUTE_DEVICE void load(Sequence const& s, int entry, int head, int begin) const {
+    auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
+      MapPlace const place = MapPlace::of(params.lengths.given, entry, entry_rows, s.queries.begin, s.used);
+      load_panels<Traits::kHeadDim, Traits::kPanel, kBlockM>(map, come, target, kBlockM, 0, head,
+                                                             place.shift + begin, place.plane, place.bound);
+    };
+    load_rows(maps.out, out, maps.entry_rows.out);
+    load_rows(maps.dout, out + Traits::kSlotElements, maps.entry_rows.dout);
+  }
+
+  // The sum of dO O of a row, so many chunks at a time. Swizzled, eight neighbouring rows have a column in
+  // all banks.
+  template <int kAtOnce>
+  CUTE_DEVICE float multiply(int row) const {
+    constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kPanel / kChunk;
+    int const first = row / (8 / kChunks) % kChunks;
+    float sum = 0;
+#pragma unroll kAtOnce
+    for (int i = 0; i < Traits::kHeadDim / kChunk; ++i) {
+      int const at = (i / kChunks * kBlockM + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
+      sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(out + Traits::kSlotElements + at),
+                                   *reinterpret_cast<uint4 const*>(out + at));
+    }
+    return sum;
+  }
+};
+
 // The warp. It takes block after block, in the order in which tiles come to their heads, and waits for
 // nothing but its own loads: so a block that somebody waits for is being worked on, or will be by whoever
 // waits. O and dO come where sums of dQ will later.
 template <class Traits>
 struct QueryStatsFinder {
-  using Element = typename Traits::Element;
-  static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;  // each has its own rows
+  static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;                      // each has its own rows
+  static constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : Traits::kPanel / 8;  // more spill
   static constexpr int kFloats = kBlockM * Traits::kSumColumns;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
@@ -63,16 +105,15 @@ struct QueryStatsFinder {
     fence_async_global();
   }
 
-  CUTE_DEVICE Element const* out() const { return reinterpret_cast<Element const*>(shared.sums); }
-  CUTE_DEVICE Element const* dout() const { return out() + Traits::kSlotElements; }
-
   // place: of the block's first row in the workspace.
   CUTE_DEVICE void find(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
     int const lane = read_lane_index(), entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
     int64_t const first = entry * params.lse_batch_stride + int64_t(block.head) * params.shape.seqlen_q +
                           s.queries.begin + begin;
     bool const has_dout = params.dout.data;
-    if (has_dout && lane == 0) load(s, block.head, begin, entry);
+    QueryStatsRows<Traits> const rows{params, maps, reinterpret_cast<typename Traits::Element*>(shared.sums),
+                                      shared.stats_come};
+    if (has_dout && lane == 0) rows.load(s, entry, block.head, begin);
     find_lse(params.lse + first, s.used - begin, params.workspace.lse + place);  // while O and dO come
     if (has_dout) {
       shared.stats_come.wait(phase);
@@ -81,7 +122,7 @@ struct QueryStatsFinder {
 #pragma unroll 1
     for (int row = lane; row < kBlockM; row += kLanes) {
       float const of_lse = params.dlse && begin + row < s.used ? params.dlse[first + row] : 0.f;
-      params.workspace.delta[place + row] = of_lse - (has_dout ? multiply(row) : 0.f);
+      params.workspace.delta[place + row] = of_lse - (has_dout ? rows.template multiply<kAtOnce>(row) : 0.f);
     }
   }
 
@@ -95,35 +136,8 @@ struct QueryStatsFinder {
     }
     CUTE_UNROLL
     for (int i = 0; i < kBlockM / kLanes; ++i) {
-      // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
-      in_base_2[lane + kLanes * i] = found[i] == -INFINITY ? NAN : found[i] * float(M_LOG2E);
+      in_base_2[lane + kLanes * i] = lse_in_base_2(found[i]);
     }
-  }
-
-  CUTE_DEVICE void load(Sequence const& s, int head, int begin, int entry) const {
-    auto load_rows = [&](CUtensorMap const& map, Element const* target, int entry_rows) {
-      MapPlace const place = MapPlace::of(params.lengths.given, entry, entry_rows, s.queries.begin, s.used);
-      load_panels<Traits::kHeadDim, Traits::kPanel, kBlockM>(map, shared.stats_come,
-                                                             const_cast<Element*>(target), kBlockM, 0, head,
-                                                             place.shift + begin, place.plane, place.bound);
-    };
-    load_rows(maps.out, out(), maps.entry_rows.out);
-    load_rows(maps.dout, dout(), maps.entry_rows.dout);
-  }
-
-  // The sum of dO O of a row. Swizzled, eight neighbouring rows have a column in all banks.
-  CUTE_DEVICE float multiply(int row) const {
-    constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kPanel / kChunk;
-    constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : kChunks;  // more spill
-    int const first = row / (8 / kChunks) % kChunks;
-    float sum = 0;
-#pragma unroll kAtOnce
-    for (int i = 0; i < Traits::kHeadDim / kChunk; ++i) {
-      int const at = (i / kChunks * kBlockM + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
-      sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(dout() + at),
-                                   *reinterpret_cast<uint4 const*>(out() + at));
-    }
-    return sum;
   }
 };
 

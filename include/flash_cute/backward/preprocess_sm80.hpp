@@ -1,11 +1,11 @@
-// The kernel before the backward's own: what is known of each query alone, and sums that start at 0.
+// The kernel before the Ampere family's backward: what is known of each query alone, and sums of dQ that
+// start at 0.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
 #include "flash_cute/backward/key_tile.hpp"
-#include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
@@ -14,29 +14,18 @@ namespace flash_cute {
 // has chunks of 16 bytes.
 template <class Instance, int kBlockM, int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    backward_preprocess(__grid_constant__ BackwardParams const params) {
+    backward_preprocess_sm80(__grid_constant__ BackwardParams const params) {
   using Element = typename ElementOf<Instance::element>::type;
   constexpr int kChunk = 16 / sizeof(Element);
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
-  if (params.workspace.claimed && blockIdx.x == 0 && threadIdx.x == 0) *params.workspace.claimed = 0;
-  bool const makes_rows = Instance::family == Family::sm90 && params.workspace.finished;
-  if (makes_rows && threadIdx.x == 0) {
-    if (blockIdx.x == 0) *params.workspace.taken = 0;
-    if (blockIdx.x < shape.batch * shape.heads_kv) params.workspace.finished[blockIdx.x] = 0;
-  }
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
-  Sequence const s = sequence_for<Instance::family>(params, b);
+  Sequence const s = sequence_for<Family::sm80>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
-  // Of every place: where offsets of queries are out of order, steps of another sequence may come to it.
-  constexpr int kParts = sum_parts(backward_tiles(Instance::family, Instance::head_dim).keys[0]);
-  if (params.workspace.additions && threadIdx.x < kParts) {
-    params.workspace.additions[place * kParts + threadIdx.x] = 0;
-  }
   if (!has_rows(m_begin, s.used)) return;
 
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
@@ -66,11 +55,8 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  // Else the first one stores; but where offsets are out of order nobody may come to a block that rows are
-  // made of.
-  bool const are_stored = params.workspace.additions && (!makes_rows || offsets_in_order(params));
-  if (!params.workspace.dq || are_stored) return;
-  constexpr int kFloats = kBlockM * sum_columns(Instance::family, Instance::head_dim);
+  if (!params.workspace.dq) return;
+  constexpr int kFloats = kBlockM * Instance::head_dim;
   auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
   for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
 }
