@@ -8,6 +8,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/core/early_launch.hpp"
 
 namespace flash_cute {
 
@@ -89,6 +90,7 @@ __device__ void number_keys(BackwardParams const& params) {
 
 template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
+  wait_for_grid_before();
   number_keys<kThreads>(params);
   auto* const zeros = static_cast<uint4*>(params.workspace.zeros);
   int64_t const threads = int64_t(gridDim.x) * kThreads, thread = blockIdx.x * kThreads + threadIdx.x;

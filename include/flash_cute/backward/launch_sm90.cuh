@@ -72,17 +72,17 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
+  constexpr bool kStartsEarly = true;
   if (params.lengths.given || params.mask.first_seeing_row() > 0 || plan.finds_stats) {
-    launch_kernel<backward_clear<Family::sm90, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
-                                                             0, stream, params);
+    launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
+                                                                           kRowThreads, 0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params);
     if (!plan.finds_stats) {
-      launch_kernel<backward_preprocess_sm90<Traits>>(
+      launch_kernel<backward_preprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kBlockM, sizeof(PreprocessStorage<Traits>), stream, params, maps);
     }
-    constexpr bool kStartsEarly = true;
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(Traits::kBlockM)
     backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
                              __grid_constant__ BackwardMaps const maps) {
   constexpr int kBlockM = Traits::kBlockM, kFloats = kBlockM * Traits::kSumColumns;
+  cudaGridDependencySynchronize();  // launched early
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<PreprocessStorage<Traits>*>(memory);
   QueryStatsRows<Traits> const rows{params, maps, shared.rows, shared.come};
