@@ -159,6 +159,7 @@ CROWDS = {
     "blind queries": Shape(60, 16, 16, 200, 130, 64),
     "few keys": Shape(24, 16, 16, 1500, 77, 64),
     "many keys": Shape(6, 8, 8, 100, 3000, 64),
+    "of parts of groups": Shape(2, 24, 2, 1100, 1300, 64),
 }
 
 
@@ -420,7 +421,7 @@ def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
 @repeats
 @full_and_causal
 @both
-@pytest.mark.parametrize("heads", [(3, 3), (8, 1), (67, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 3), (8, 1), (67, 1), (24, 2)], ids=str)
 @pytest.mark.parametrize(
     "name", ["some empty", "used and left padding", pytest.param("many keys", marks=pytest.mark.gpu)]
 )

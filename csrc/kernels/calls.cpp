@@ -65,7 +65,8 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     auto const kernel = find(family, problem.element, problem.shape.head_dim);
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
-      for (int const multiprocessors : {1, 1024}) {  // with many, more sums of dQ are counted
+      constexpr int kMost = 144;  // of Hopper; with many, more sums of dQ are counted and groups split
+      for (int const multiprocessors : {1, kMost}) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
         most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
@@ -106,6 +107,7 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   call.launches = !is_empty(call.params.shape);
   call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, needs_dq, needs_dkv,
                               deterministic);
+  call.launch.split_groups(call.params);
   return call;
 }
 

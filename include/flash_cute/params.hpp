@@ -70,6 +70,10 @@ struct BackwardWorkspace {
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;
+  // On Hopper, where parts of a group of query heads have tiles of their own: what these find of dK and dV,
+  // (2, heads_kv, blocks of keys, block_n * head dim of the kernel), as registers lie. Else null.
+  float* dkv = nullptr;
+  int64_t floats_of_dk = 0;
   // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
@@ -92,6 +96,7 @@ struct BackwardWorkspace {
 
 struct BackwardParams {
   ProblemShape shape;
+  int group_parts = 1;                        // shape.heads_kv is as many times the heads that K and V have
   TensorView q, k, v, out, dout, dq, dk, dv;  // dout.data null: no gradient of out
   float const *lse, *dlse;                    // as ForwardParams::lse; dlse null: no gradient of lse
   int64_t lse_batch_stride;
@@ -100,6 +105,8 @@ struct BackwardParams {
   DeviceInfo device;
   LengthParams lengths;
   BackwardWorkspace workspace;
+
+  FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / group_parts; }
 };
 
 }  // namespace flash_cute

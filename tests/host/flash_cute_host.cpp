@@ -286,19 +286,20 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("clears_sums", &BackwardPlan::clears_sums)
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
+      .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
   module.def("plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes,
-                                 bool needs_dq, bool needs_dkv, bool deterministic) {
+                                 bool needs_dq, bool needs_dkv, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
     params.device.smem_bytes = smem_bytes;
-    params.device.multiprocessors = 132;
+    params.device.multiprocessors = multiprocessors;
     params.device.l2_bytes = 50 << 20;
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
   });
@@ -316,13 +317,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
   };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
-  module.def("key_tiles", [](int bucket, RaggedBatch const& batch, bool deterministic) {
+  module.def("key_tiles", [](int bucket, RaggedBatch const& batch, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
-    params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
+    params.device = {
+        .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
+    plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
     std::vector<int> places = key_places(params, block_n, true);
     params.workspace.key_places = places.data();
@@ -345,13 +348,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
 
   // Of each pair how many blocks of queries have rows, and how many its tiles wait for.
-  module.def("stats", [](int bucket, RaggedBatch const& batch, bool in_order) {
+  module.def("stats", [](int bucket, RaggedBatch const& batch, bool in_order, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
-    params.device = {.index = 0, .multiprocessors = 132, .smem_bytes = 232448, .l2_bytes = 50 << 20};
+    params.device = {
+        .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
+    plan.split_groups(params);
     ProblemShape const& shape = params.shape;
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
     RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};

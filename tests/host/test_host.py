@@ -633,6 +633,8 @@ def test_places_of_blocks(host, case, block, of_queries):
 
 # The shared memory of a thread block on GPUs of 9.0, 8.0, and 8.6.
 HOPPER, A100, ADA = 232448, 166912, 101376
+HOPPERS = 132  # multiprocessors
+FEW = 4  # so few that query heads of a group stay together
 KEPT_TILE = 128  # of shared memory, beside what tiles ask for
 
 
@@ -645,9 +647,12 @@ def plan_backward(
     asked_for=(True, True, False),
     family="sm80",
     window=CAUSAL,
+    multiprocessors=HOPPERS,
 ):
     batch = make_ragged_batch(host, sizes, window, lengths or [None] * 5)
-    return host.plan_backward(getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for)
+    return host.plan_backward(
+        getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, multiprocessors
+    )
 
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
@@ -753,24 +758,27 @@ def test_two_thread_blocks_share_a_tile(host, heads):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_some_sums_are_cleared(host, packed):
-    """Where a head's blocks of keys don't run at once, or query heads share K and V; not in turns, where
-    the first one is known."""
+    """Where a head's blocks of keys don't run at once, or tiles have several heads of many queries; not in
+    turns, where the first one is known."""
 
-    def clears(seqlen, deterministic=False, heads_kv=4):
-        sizes, lengths = (2, 4, heads_kv, 100, seqlen, 128), None
+    def clears(seqlen, deterministic=False, heads_kv=4, queries=100):
+        sizes, lengths = (2, 4, heads_kv, queries, seqlen, 128), None
         if packed:
-            sizes = (2, 4, heads_kv, 200, 2 * seqlen, 128)
-            lengths = ([0, 100, 200], [0, seqlen, 2 * seqlen], None, None, None)
+            sizes = (2, 4, heads_kv, 2 * queries, 2 * seqlen, 128)
+            lengths = ([0, queries, 2 * queries], [0, seqlen, 2 * seqlen], None, None, None)
+        options = {} if heads_kv == 4 else {"multiprocessors": FEW}
         asked_for = (True, True, deterministic)
         return plan_backward(
-            host, 128, sizes, lengths=lengths, asked_for=asked_for, family="sm90"
+            host, 128, sizes, lengths=lengths, asked_for=asked_for, family="sm90", **options
         ).clears_sums
 
     assert not clears(130 * 128)
     assert clears(140 * 128)
     assert not clears(140 * 128, deterministic=True)
-    assert clears(128, heads_kv=2)
-    assert not clears(128, deterministic=True, heads_kv=2)
+    assert not clears(256, heads_kv=2)
+    assert clears(256, heads_kv=2, queries=8192)
+    assert not clears(256, heads_kv=4, queries=8192)
+    assert not clears(256, deterministic=True, heads_kv=2, queries=8192)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -784,10 +792,46 @@ def test_who_makes_rows_of_dq(host, head_dim):
     small = head_dim <= 128
     assert makes_rows(512, 512) == makes_rows(500, 4000) == makes_rows(5, 5) == small
     assert not makes_rows(4000, 500)
-    assert not makes_rows(512, 512, heads_kv=1)
+    assert makes_rows(512, 512, heads_kv=1) == small
 
 
 FULL = None, None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sizes", "window", "parts"),
+    [
+        (128, (8, 16, 16, 2048, 2048), CAUSAL, 1),
+        (128, (4, 32, 8, 2048, 2048), CAUSAL, 1),
+        (128, (8, 16, 2, 2048, 2048), CAUSAL, 2),  # to even out
+        (128, (16, 16, 2, 1024, 1024), CAUSAL, 2),
+        (128, (16, 16, 2, 1024, 1024), FULL, 1),
+        (128, (1, 16, 2, 16384, 16384), (1024, 0), 1),
+        (128, (16, 32, 8, 256, 256), CAUSAL, 1),  # too short
+        (128, (1, 16, 2, 8192, 8192), CAUSAL, 4),
+        (128, (1, 16, 2, 8192, 8192), FULL, 1),
+        (128, (1, 32, 1, 4096, 4096), CAUSAL, 16),  # to fill the GPU
+        (128, (1, 32, 1, 4096, 4096), FULL, 4),
+        (64, (1, 14, 2, 64, 64), FULL, 7),
+        (256, (16, 8, 1, 1024, 1024), CAUSAL, 2),
+    ],
+)
+def test_parts_of_groups(host, head_dim, sizes, window, parts):
+    """As few as fill the GPU, or even out the ends of tiles; the workspace has what each of them finds."""
+
+    def planned(asked_for):
+        shape = (*sizes, head_dim)
+        return plan_backward(host, head_dim, shape, asked_for=asked_for, family="sm90", window=window)
+
+    plan, without_keys = planned((True, True, False)), planned((True, False, False))
+    assert plan.group_parts == without_keys.group_parts == parts
+    floats = 2 * plan.tiles * plan.tile.block_n * head_dim if parts > 1 else 0
+    assert plan.workspace_bytes == without_keys.workspace_bytes + 4 * floats
+
+
+def test_groups_are_not_split_on_ampere(host):
+    plan = plan_backward(host, 128, (1, 32, 1, 4096, 4096, 128), family="sm80")
+    assert plan.group_parts == 1
 
 
 @pytest.mark.parametrize(
@@ -799,7 +843,7 @@ FULL = None, None
         (64, (2, 6, 6, 511, 511), FULL, False),
         (64, (2, 6, 6, 1024, 1024), CAUSAL, True),
         (64, (2, 6, 6, 1000, 1000), CAUSAL, False),
-        (64, (2, 6, 3, 300, 1100), FULL, False),  # a group's are all found before its first tile
+        (64, (20, 60, 30, 300, 1100), FULL, False),  # a group's are all found before its first tile
         (64, (2, 6, 6, 2048, 2048), (2000, 0), True),
         (64, (2, 6, 6, 2048, 2048), (1000, 0), False),  # heads go side by side
     ],
@@ -850,7 +894,7 @@ def test_cases_whose_statistics_are_found(host, window):
 def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, limits, lengths, in_order):
     """Fewer would be read before they are written, more would never come."""
     batch = make_ragged_batch(host, (3, 4, heads_kv, 400, 333, head_dim), limits, lengths or [None] * 5)
-    waits = host.stats(head_dim, batch, in_order)
+    waits = host.stats(head_dim, batch, in_order, FEW)
     assert waits
     assert all(known == wanted > 0 for known, wanted in waits)
 
@@ -870,7 +914,7 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
     for pair, sequence, head, place in blocks:
         assert sequence == places.sequence(place)
         assert pair == sequence * heads_kv + head // (4 // heads_kv)
-    listed = host.key_tiles(64, batch, False)
+    listed = host.key_tiles(64, batch, False, FEW)
     first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}
     pairs = [(first_keys.get(k, b) if lengths else b, head) for (b, head, k), _ in listed]
     pairs = [pair for pair in pairs if pair[0] * heads_kv + pair[1] in {block[0] for block in blocks}]
@@ -883,15 +927,29 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
 @pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
 @pytest.mark.parametrize("limits", [CAUSAL, (None, None), (50, 20)], ids=["causal", "full", "window"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads_kv", [2, 4])
-def test_blocks_of_keys_on_hopper(host, heads_kv, deterministic, limits, lengths, head_dim):
-    """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group: from
-    its own on, where the first one stores; in turns the last ones first, where blocks of keys have those in
-    common."""
+@pytest.mark.parametrize(("heads_kv", "multiprocessors"), [(4, HOPPERS), (2, HOPPERS), (1, 12), (2, FEW)])
+def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic, limits, lengths, head_dim):
+    """Each block of keys comes once, with all blocks of queries that see it, of all heads of the group, or of
+    a part of it: from its own on, where the first one stores; in turns the last ones first, where blocks of
+    keys have those in common."""
     sizes = (3, 4, heads_kv, 400, 333, head_dim)
     batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    plan = plan_backward(
+        *(
+            host,
+            head_dim,
+            sizes,
+            HOPPER,
+            lengths,
+            (True, True, deterministic),
+            "sm90",
+            limits,
+            multiprocessors,
+        )
+    )
+    heads_kv *= plan.group_parts
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
-    listed = host.key_tiles(head_dim, batch, deterministic)
+    listed = host.key_tiles(head_dim, batch, deterministic, multiprocessors)
     found = dict(listed)
     assert len(found) == len(listed)
     last_first = deterministic and (lengths or limits != (None, None))
@@ -912,7 +970,7 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, deterministic, limits, lengths
                 blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
                 if last_first:
                     blocks = blocks[::-1]
-                elif not deterministic and heads_kv == 4 and len(blocks) > 0:
+                elif not deterministic and not plan.clears_sums and len(blocks) > 0:
                     own = max(blocks[0], min(blocks[-1], n_begin // tile.block_m)) - blocks[0]
                     blocks = [*blocks[own:], *blocks[:own]]
                 group = 4 // heads_kv

@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {
-        clear_gradient(params.dk, shape.heads_kv, shape.head_dim, entry, rows);
-        clear_gradient(params.dv, shape.heads_kv, shape.head_dim, entry, rows);
+        clear_gradient(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
+        clear_gradient(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
       });
 }
 

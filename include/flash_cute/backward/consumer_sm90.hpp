@@ -127,8 +127,8 @@ struct BackwardConsumerSm90 {
     if (!own.params.dk.data) return;
     sums.await_read();
     rows.finish();
-    own.store(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
-    own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+    own.store(KeyGradient::dv, tile, acc_dv);
+    own.store(KeyGradient::dk, tile, acc_dk);
     rows.start_ready();  // while dK leaves
   }
 };

@@ -15,6 +15,7 @@ struct KeyTile {
   Sequence sequence;
   int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
   int first_place, places;            // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  int64_t slot;                       // of its part of dK and dV, see KeyParts
   bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
   QueryStart start = QueryStart::first;
 

@@ -37,7 +37,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
     return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box_rows);
   };
   auto keys = [&](TensorView const& view, int box_rows) {
-    return encode(view, shape.heads_kv, shape.seqlen_k, 0, box_rows);
+    return encode(view, params.heads_of_keys(), shape.seqlen_k, 0, box_rows);
   };
   // What is not there is never loaded or stored, but a map has to point somewhere.
   TensorView const &dout = params.dout.data ? params.dout : params.q,
@@ -90,6 +90,10 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     if (plan.sums_dq && !plan.makes_rows) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);
+    }
+    if (plan.key_parts() > 0) {
+      launch_kernel<backward_join_sm90<Traits>, kStartsEarly>(device, plan.key_parts(),
+                                                              Traits::kKeyGroups * 128, 0, stream, params);
     }
   });
 }

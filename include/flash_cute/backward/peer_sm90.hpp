@@ -34,7 +34,8 @@ struct PeerExchange {
     MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, maps.entry_rows.k);
     load_panels<Traits::kOwnColumns, Traits::kPanel, Traits::kBlockN>(
         maps.k, shared.ring_peer_k.acquire(at_begun), shared.peer_k, Traits::kBlockN,
-        rank * Traits::kOwnColumns, tile.head_kv, place.shift + first_key, place.plane, place.bound);
+        rank * Traits::kOwnColumns, tile.head_kv / params.group_parts, place.shift + first_key, place.plane,
+        place.bound);
     at_begun.advance();
   }
 

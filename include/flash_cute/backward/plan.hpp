@@ -25,19 +25,30 @@ struct BackwardPlan {
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
   int blocks;                   // of its grid
+  int group_parts;              // of the query heads that share K and V: each has tiles of its own
   TileOrder order;              // of its blocks of keys, on Hopper, where sequences are alike
   QueryStart query_start;       // whatever is asked for, so that each gradient has the same bits
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
   int64_t key_places;           // more of them, which nobody clears (see number_keys), behind in_order
-  int64_t pairs;                // of a sequence and a head of K and V
+  int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
+  int64_t part_floats;          // of the workspace: what tiles of parts of groups find of dK and dV
   int64_t workspace_bytes;
+
+  // As kernels see it: each part of a group has a head of K and V.
+  void split_groups(BackwardParams& params) const {
+    params.group_parts = group_parts;
+    params.shape.heads_kv *= group_parts;
+  }
+
+  // Blocks of dK and of dV that are joined of such parts: by how many thread blocks.
+  int key_parts() const { return part_floats > 0 ? 2 * tile.cluster * (tiles / group_parts) : 0; }
 
   // Where each part of a workspace begins.
   BackwardWorkspace parts(void* workspace) const {
-    auto* const floats = static_cast<float*>(workspace);
-    float* const sums = floats + 2 * rows;
+    auto* const dkv = static_cast<float*>(workspace);
+    float *const floats = dkv + part_floats, *const sums = floats + 2 * rows;
     int* const ints = reinterpret_cast<int*>(sums + rows * dq_columns);
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
     bool const with_sums = clears_sums && counters > 0;
@@ -45,6 +56,8 @@ struct BackwardPlan {
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? sums : nullptr,
+            .dkv = part_floats > 0 ? dkv : nullptr,
+            .floats_of_dk = part_floats / 2,
             .additions = additions > 0 ? ints + 1 : nullptr,
             .in_turns = in_turns,
             .in_order = counters > 0 ? ints + counters : nullptr,
@@ -69,12 +82,18 @@ inline WindowMask mean_mask(BackwardParams const& params) {
   return mask;
 }
 
-// Queries that see a key in its middle.
-inline int queries_of_a_key(BackwardParams const& params) {
-  WindowMask const mask = mean_mask(params);
-  int const key = mask.seqlen_k / 2;
-  return mask.end_row(key) - mask.first_row(key);
-}
+// Queries that see a key: in its middle, and at most.
+struct QueriesOfKeys {
+  int mean, most;
+
+  static QueriesOfKeys of(BackwardParams const& params) {
+    WindowMask const mask = mean_mask(params);
+    auto queries_of = [&](int key) { return mask.end_row(key) - mask.first_row(key); };
+    int const mean = queries_of(mask.seqlen_k / 2);
+    int const of_ends = larger(queries_of(0), queries_of(larger(0, mask.seqlen_k - 1)));
+    return {mean, larger(mean, of_ends)};
+  }
+};
 
 // Keys that a query in its middle sees.
 inline int keys_of_a_query(BackwardParams const& params) {
@@ -87,7 +106,7 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
     return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
-           tile.pays_from <= queries_of_a_key(params);
+           tile.pays_from <= QueriesOfKeys::of(params).mean;
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
   return tiles.keys[index];
@@ -107,7 +126,31 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
                          (in_turns ? 2 : 1) * params.device.multiprocessors / tile.cluster);
 }
 
-inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams const& params, bool needs_dq,
+// Into how many parts a group of query heads is split, each with tiles of its own, whose dK and dV a kernel
+// behind adds up; that costs some 4 steps a tile. As few as fill the GPU, where each key is seen by as many
+// queries; else tiles of the longest keys would be left at the end, and the shorter ones read other heads
+// than these, more than L2 holds: then as many as fill it twice, if they have steps enough (H200; 8 query
+// heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to 0%; full -8% for two).
+inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks,
+                       int at_a_time) {
+  ProblemShape const& shape = params.shape;
+  auto const [mean, most] = QueriesOfKeys::of(params);
+  bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
+  int const group = shape.heads_q / larger(1, shape.heads_kv);
+  int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
+  int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
+  constexpr int kStepsOfPart = 32;
+  auto enough = [&](int parts) {
+    bool const fills = 8 * tiles * parts >= 7 * int64_t(at_a_time);
+    bool const pays = uneven && tiles * parts < 2 * int64_t(at_a_time) && steps >= 2 * kStepsOfPart * parts;
+    return fills && !pays;
+  };
+  int parts = 1;
+  while (parts < group && (group % parts != 0 || !enough(parts))) ++parts;
+  return parts;
+}
+
+inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
                                   bool needs_dkv, bool deterministic) {
   BackwardPlan plan{};
   bool const one_kernel = family == Family::sm90;
@@ -126,10 +169,19 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
   // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once (head dim
-  // 256, causal, 16k) and 7% where 8 query heads share K and V (128, causal, 16k; H200).
+  // 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come to at different times, and
+  // the sums of one are large (1 to 15% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors / plan.tile.cluster;
+  plan.group_parts = one_kernel ? group_parts(params, plan.tile, plan.key_blocks, at_a_time) : 1;
+  if (needs_dkv && plan.group_parts > 1) {
+    plan.part_floats =
+        2 * int64_t(plan.key_blocks) * plan.tile.block_n * bucket * shape.heads_kv * plan.group_parts;
+  }
+  plan.split_groups(params);
   bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * at_a_time;
-  bool const stores_first = one_kernel && at_once && shape.heads_q == shape.heads_kv;
+  constexpr int kLargeSums = 1 << 20;  // floats
+  bool const small = int64_t(QueriesOfKeys::of(params).most) * bucket < kLargeSums;
+  bool const stores_first = one_kernel && at_once && (small || shape.heads_q == shape.heads_kv);
   plan.clears_sums = plan.sums_dq && !deterministic && !stores_first;
   if (one_kernel) {
     plan.query_start = deterministic ? QueryStart::last : stores_first ? QueryStart::own : QueryStart::first;
@@ -143,8 +195,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
   if (one_kernel) {
     bool const is_counted = plan.sums_dq && !plan.clears_sums;
     // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.
-    plan.makes_rows = plan.sums_dq && plan.tile.has_room_for_sums() &&
-                      int64_t(shape.heads_q) * plan.query_blocks <= 2 * int64_t(plan.tiles);
+    plan.makes_rows =
+        plan.sums_dq && plan.tile.has_room_for_sums() && plan.query_blocks <= 2 * int64_t(plan.key_blocks);
     plan.additions = is_counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.pairs = int64_t(shape.batch) * shape.heads_kv;
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
@@ -162,8 +214,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams cons
     plan.key_places = params.lengths.given ? shape.batch + 1 : 0;
   }
   int64_t const integers = one_kernel ? plan.counters + 1 + plan.key_places : 0;
-  plan.workspace_bytes =
-      plan.rows * int64_t(sizeof(float)) * (2 + plan.dq_columns) + integers * int64_t(sizeof(int));
+  plan.workspace_bytes = (plan.part_floats + plan.rows * (2 + plan.dq_columns)) * int64_t(sizeof(float)) +
+                         integers * int64_t(sizeof(int));
   return plan;
 }
 

@@ -154,7 +154,7 @@ struct BackwardWeightsSm90 {
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     auto store = [&] {
       if (!own.params.dv.data) return;
-      own.template store<Traits::kInCluster>(own.maps.dv, own.maps.entry_rows.dv, tile, 1.f, acc_dv);
+      own.template store<Traits::kInCluster>(KeyGradient::dv, tile, acc_dv);
     };
     if constexpr (Traits::kInCluster) {
       shared.ring_p.acquire(at_p);  // who took the last P has read V, through which dV leaves
@@ -251,7 +251,7 @@ struct BackwardGradientsSm90 {
     at_keys.advance();
     if (own.params.dk.data) {
       if constexpr (!Traits::kInCluster) sums.await_read();
-      own.store(own.maps.dk, own.maps.entry_rows.dk, tile, own.params.softmax_scale, acc_dk);
+      own.store(KeyGradient::dk, tile, acc_dk);
     }
   }
 };

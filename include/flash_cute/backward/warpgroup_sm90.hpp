@@ -5,6 +5,7 @@
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/key_parts_sm90.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
@@ -150,10 +151,26 @@ struct BackwardWarpgroup {
     }
   }
 
+  // Of a part of the heads that share the keys: see backward_join_sm90.
+  template <class Accumulator>
+  CUTE_DEVICE void store_part(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
+    using Parts = KeyParts<Traits>;
+    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
+    auto* const fours = Parts::of(params, which, tile.slot, rank) + key_thread();
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc) / 4; ++i) {
+      fours[i * Parts::kThreads] = {acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)};
+    }
+  }
+
   // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
-  CUTE_DEVICE void store(CUtensorMap const& map, int entry_rows, KeyTile const& tile, float scale,
-                         Accumulator const& acc) const {
+  CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
+    if (params.workspace.dkv) return store_part(which, tile, acc);
+    bool const is_dk = which == KeyGradient::dk;
+    CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
+    int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
+    float const scale = is_dk ? params.softmax_scale : 1.f;
     // Read anew, so that no address is kept in registers for the whole loop before.
     int const lane = read_lane_index();
     float* const memory = way_out();
