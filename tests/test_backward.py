@@ -175,9 +175,12 @@ def test_more_heads_than_are_under_way(kernel, shape, head_dim, mask, determinis
 @dtypes
 @pytest.mark.gpu
 @repeats
-@pytest.mark.parametrize("seqlen", [2048, 4000])
-def test_long_sequences(kernel, seqlen, deterministic, dtype):
-    shape = Shape(1, 2, 1, seqlen, seqlen, 128)
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "head_dim"),
+    [(2, 2048, 128), (2, 4000, 128), *((32, 2100, head_dim) for head_dim in BUCKETS)],
+)
+def test_long_sequences(kernel, heads, seqlen, head_dim, deterministic, dtype):
+    shape = Shape(1, heads, 1, seqlen, seqlen, head_dim)
     check(kernel, shape, dtype, MASKS["causal"], deterministic=deterministic)
 
 

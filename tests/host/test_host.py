@@ -502,6 +502,7 @@ def plan(host, family, head_dim, sizes, window=(None, None), lengths=None):
 
 
 CAUSAL = None, 0
+FULL = None, None
 
 
 @pytest.mark.parametrize(
@@ -769,7 +770,7 @@ def test_some_sums_are_cleared(host, packed):
         options = {} if heads_kv == 4 else {"multiprocessors": FEW}
         asked_for = (True, True, deterministic)
         return plan_backward(
-            host, 128, sizes, lengths=lengths, asked_for=asked_for, family="sm90", **options
+            host, 128, sizes, lengths=lengths, asked_for=asked_for, family="sm90", window=FULL, **options
         ).clears_sums
 
     assert not clears(130 * 128)
@@ -795,9 +796,6 @@ def test_who_makes_rows_of_dq(host, head_dim):
     assert makes_rows(512, 512, heads_kv=1) == small
 
 
-FULL = None, None
-
-
 @pytest.mark.parametrize(
     ("head_dim", "sizes", "window", "parts"),
     [
@@ -814,6 +812,13 @@ FULL = None, None
         (128, (1, 32, 1, 4096, 4096), FULL, 4),
         (64, (1, 14, 2, 64, 64), FULL, 7),
         (256, (16, 8, 1, 1024, 1024), CAUSAL, 2),
+        (128, (1, 28, 4, 4096, 4096), CAUSAL, 7),  # 3 would do
+        (128, (1, 28, 4, 8192, 8192), CAUSAL, 1),  # 7 would take 235 MB
+        (64, (1, 71, 1, 2048, 2048), CAUSAL, 71),
+        (64, (1, 71, 1, 16384, 16384), CAUSAL, 1),
+        (128, (1, 127, 1, 8192, 8192), FULL, 1),
+        (128, (1, 130, 1, 2048, 2048), FULL, 10),  # 8 would do
+        (128, (2, 1 << 20, 1, 0, 0), FULL, 1),
     ],
 )
 def test_parts_of_groups(host, head_dim, sizes, window, parts):
@@ -827,6 +832,21 @@ def test_parts_of_groups(host, head_dim, sizes, window, parts):
     assert plan.group_parts == without_keys.group_parts == parts
     floats = 2 * plan.tiles * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.workspace_bytes == without_keys.workspace_bytes + 4 * floats
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [((32, 1, 4096, 4096), 4), ((32, 8, 2048, 2048), 1)])
+def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
+    for batch in (1, 2, 50):
+        for multiprocessors in (FEW, HOPPERS):
+            plan = plan_backward(
+                host,
+                128,
+                (batch, *sizes, 128),
+                asked_for=(True, True, True),
+                family="sm90",
+                multiprocessors=multiprocessors,
+            )
+            assert plan.group_parts == parts
 
 
 def test_groups_are_not_split_on_ampere(host):

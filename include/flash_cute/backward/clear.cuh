@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   number_keys<kThreads>(params);
   auto* const zeros = static_cast<uint4*>(params.workspace.zeros);
   int64_t const threads = int64_t(gridDim.x) * kThreads, thread = blockIdx.x * kThreads + threadIdx.x;
-  for (int64_t i = thread; params.workspace.stats_known && i < params.workspace.zero_chunks; i += threads) {
-    zeros[i] = {};
+  if (params.workspace.stats_known) {  // else a kernel that comes in any case does: backward_preprocess_sm90
+    for (int64_t i = thread; i < params.workspace.zero_chunks; i += threads) zeros[i] = {};
   }
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};

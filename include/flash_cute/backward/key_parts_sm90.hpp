@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(KeyParts<Traits>::kThreads)
   clear(sum);
 #pragma unroll 1
   for (int part = 0; part < params.group_parts; ++part) {
-    int64_t const slot = (head * params.group_parts + part) * keys.count() + place;
+    int64_t const slot = (int64_t(head) * params.group_parts + part) * keys.count() + place;
     auto const* const fours = Parts::of(params, which, slot, rank) + threadIdx.x;
     CUTE_UNROLL
     for (int i = 0; i < size(sum) / 4; ++i) {
@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(KeyParts<Traits>::kThreads)
   TensorView const& view = is_dk ? params.dk : params.dv;
   Tensor target = local_tensor<typename Traits::Element>(
       view, params.lengths.cu_seqlens_k ? 0 : b, head, int64_t(s.k_begin) + begin, typename Traits::TileKV{});
-  store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, shape.head_dim, sum,
-             coords);
+  store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, shape.head_dim, sum, coords);
 }
 
 }  // namespace flash_cute

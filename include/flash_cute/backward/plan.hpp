@@ -126,13 +126,16 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
                          (in_turns ? 2 : 1) * params.device.multiprocessors / tile.cluster);
 }
 
-// Into how many parts a group of query heads is split, each with tiles of its own, whose dK and dV a kernel
-// behind adds up; that costs some 4 steps a tile. As few as fill the GPU, where each key is seen by as many
-// queries; else tiles of the longest keys would be left at the end, and the shorter ones read other heads
-// than these, more than L2 holds: then as many as fill it twice, if they have steps enough (H200; 8 query
-// heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to 0%; full -8% for two).
-inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks,
-                       int at_a_time) {
+// Into how many equal parts a group of query heads is split, each with tiles of its own, whose dK and dV a
+// kernel behind adds up; that costs some 4 steps a tile. As few as fill the GPU, where each key is seen by as
+// many queries; else tiles of the longest keys would be left at the end, and the shorter ones read other
+// heads than these, more than L2 holds: then as many as fill it twice, if they have steps enough (H200; 8
+// query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to 0%; full -8% for two).
+// If no such number divides the group, nor one up to twice as large, the whole group if that is little
+// memory. In deterministic mode so many as keep some more steps: then an entry has the same bits in any
+// batch.
+inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int bucket, int key_blocks,
+                       int at_a_time, bool deterministic) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = QueriesOfKeys::of(params);
   bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
@@ -140,14 +143,26 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
   int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
   constexpr int kStepsOfPart = 32;
+  constexpr int64_t kLittle = 128 << 20;
   auto enough = [&](int parts) {
     bool const fills = 8 * tiles * parts >= 7 * int64_t(at_a_time);
     bool const pays = uneven && tiles * parts < 2 * int64_t(at_a_time) && steps >= 2 * kStepsOfPart * parts;
     return fills && !pays;
   };
-  int parts = 1;
-  while (parts < group && (group % parts != 0 || !enough(parts))) ++parts;
-  return parts;
+  auto divisor_up_to = [&](int64_t most_parts) {
+    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, most_parts)));
+    while (group % parts != 0) --parts;
+    return parts;
+  };
+  if (tiles == 0) return 1;
+  if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
+  int wanted = 1;
+  while (wanted < group && !enough(wanted)) ++wanted;
+  int parts = wanted;
+  while (parts < 2 * wanted && group % parts != 0) ++parts;
+  if (group % parts == 0) return parts;
+  int64_t const bytes_of_heads = 2 * tiles * group * tile.block_n * bucket * int64_t(sizeof(float));
+  return bytes_of_heads <= kLittle ? group : divisor_up_to(wanted);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
@@ -172,7 +187,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come to at different times, and
   // the sums of one are large (1 to 15% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors / plan.tile.cluster;
-  plan.group_parts = one_kernel ? group_parts(params, plan.tile, plan.key_blocks, at_a_time) : 1;
+  plan.group_parts =
+      one_kernel ? group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic) : 1;
   if (needs_dkv && plan.group_parts > 1) {
     plan.part_floats =
         2 * int64_t(plan.key_blocks) * plan.tile.block_n * bucket * shape.heads_kv * plan.group_parts;

@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   };
   clear(workspace.zeros, int64_t(blockIdx.x) * kBlockM + threadIdx.x, workspace.zero_chunks,
         int64_t(gridDim.x) * kBlockM);
-  // Else the first tile stores. But where offsets are out of order rows are made of every place, and nobody
-  // may have come to it.
+  // Out of order, a block of queries may have no tile that stores first, and still rows are made of its sums.
   if (workspace.finished && workspace.additions && !offsets_in_order(params)) {
     clear(workspace.dq + place * kFloats, threadIdx.x, kFloats / 4, kBlockM);
   }
