@@ -48,8 +48,6 @@ struct KeyOrder {
     tile.batch = offsets_q ? 0 : b;
     tile.first_place = queries.first(b);
     tile.places = queries.count();
-    BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
-    tile.slot = tile.head_kv * keys.count() + keys.first(b) + tile.n_begin / block_n;
     return tile;
   }
 };

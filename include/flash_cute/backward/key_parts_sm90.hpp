@@ -5,6 +5,7 @@
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/traits_sm90.hpp"
+#include "flash_cute/core/cluster.hpp"
 
 namespace flash_cute {
 
@@ -15,10 +16,19 @@ struct KeyParts {
   static constexpr int kThreads = Traits::kKeyGroups * 128;  // that have a block's keys
   static constexpr int kFours = Traits::kBlockN * Traits::kHeadDim / 4;
 
-  // slot: of the tile; rank: of the thread block among those that share it.
-  CUTE_DEVICE static float4* of(BackwardParams const& params, KeyGradient which, int64_t slot, int rank) {
+  // slot: of a thread block's keys.
+  CUTE_DEVICE static float4* of(BackwardParams const& params, KeyGradient which, int64_t slot) {
     auto* const gradient = params.workspace.dkv + int64_t(which) * params.workspace.floats_of_dk;
-    return reinterpret_cast<float4*>(gradient) + (slot * Traits::kCluster + rank) * kFours;
+    return reinterpret_cast<float4*>(gradient) + slot * kFours;
+  }
+
+  // Of this thread block's keys of a tile.
+  CUTE_DEVICE static int64_t slot_of(BackwardParams const& params, KeyTile const& tile) {
+    ProblemShape const& shape = params.shape;
+    BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, Traits::kTileN};
+    int const place = keys.first(tile.pair / shape.heads_kv) + tile.n_begin / Traits::kTileN;
+    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
+    return (int64_t(tile.head_kv) * keys.count() + place) * Traits::kCluster + rank;
   }
 };
 
@@ -45,7 +55,7 @@ __global__ void __launch_bounds__(KeyParts<Traits>::kThreads)
 #pragma unroll 1
   for (int part = 0; part < params.group_parts; ++part) {
     int64_t const slot = (int64_t(head) * params.group_parts + part) * keys.count() + place;
-    auto const* const fours = Parts::of(params, which, slot, rank) + threadIdx.x;
+    auto const* const fours = Parts::of(params, which, slot * Traits::kCluster + rank) + threadIdx.x;
     CUTE_UNROLL
     for (int i = 0; i < size(sum) / 4; ++i) {
       float4 const four = fours[i * Parts::kThreads];

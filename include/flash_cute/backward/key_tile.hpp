@@ -15,7 +15,6 @@ struct KeyTile {
   Sequence sequence;
   int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
   int first_place, places;            // of the sequence's blocks of queries, and of all (see BlockPlaces)
-  int64_t slot;                       // of its part of dK and dV, see KeyParts
   bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
   QueryStart start = QueryStart::first;
 
@@ -24,7 +23,7 @@ struct KeyTile {
     return int64_t(head) * places + first_place + block;
   }
 };
-static_assert(sizeof(KeyTile) % 16 != 0, "ptxas would read the mask as one vector in each step: 2% (d64)");
+static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 2% (d64)");
 
 // Of packed keys: see number_keys.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {

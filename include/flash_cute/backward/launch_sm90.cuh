@@ -63,6 +63,7 @@ auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
   }
+  if (plan.group_parts > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
   return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index]>{});
 }
 
@@ -91,9 +92,11 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, params);
     }
-    if (plan.key_parts() > 0) {
-      launch_kernel<backward_join_sm90<Traits>, kStartsEarly>(device, plan.key_parts(),
-                                                              Traits::kKeyGroups * 128, 0, stream, params);
+    if constexpr (Traits::kSplitsGroups) {
+      if (plan.key_parts() > 0) {
+        launch_kernel<backward_join_sm90<Traits>, kStartsEarly>(device, plan.key_parts(),
+                                                                Traits::kKeyGroups * 128, 0, stream, params);
+      }
     }
   });
 }

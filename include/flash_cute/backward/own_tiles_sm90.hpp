@@ -12,6 +12,12 @@ CUTE_DEVICE int first_own_key(KeyTile const& tile) {
   return tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * Traits::kBlockN : 0);
 }
 
+// Of K and V. What counts as one elsewhere may be a part of its query heads.
+template <class Traits>
+CUTE_DEVICE int head_of_keys(BackwardParams const& params, KeyTile const& tile) {
+  return Traits::kSplitsGroups ? tile.head_kv / params.group_parts : tile.head_kv;
+}
+
 // By one thread: the tiles that the loading thread announces, one after the other.
 template <class SharedStorage, class Visit>
 CUTE_DEVICE void for_each_tile(SharedStorage& shared, Visit&& visit) {

@@ -34,7 +34,7 @@ struct PeerExchange {
     MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, maps.entry_rows.k);
     load_panels<Traits::kOwnColumns, Traits::kPanel, Traits::kBlockN>(
         maps.k, shared.ring_peer_k.acquire(at_begun), shared.peer_k, Traits::kBlockN,
-        rank * Traits::kOwnColumns, tile.head_kv / params.group_parts, place.shift + first_key, place.plane,
+        rank * Traits::kOwnColumns, head_of_keys<Traits>(params, tile), place.shift + first_key, place.plane,
         place.bound);
     at_begun.advance();
   }

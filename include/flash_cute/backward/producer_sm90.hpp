@@ -79,7 +79,7 @@ struct BackwardProducerSm90 {
     };
     int const first_key = first_own_key<Traits>(tile);
     auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
-      load_rows(Int<kBlockN>{}, map, arrived, target, tile.head_kv / params.group_parts, first_key,
+      load_rows(Int<kBlockN>{}, map, arrived, target, head_of_keys<Traits>(params, tile), first_key,
                 MapPlace::of_keys(ragged, tile, entry_rows));
     };
     // Q comes with the LSE and delta of its rows.

@@ -18,8 +18,11 @@ struct FinishedQueries {
   int head, row, plane, bound;
 };
 
-template <class Instance_, BackwardTile tile>
+// splits_groups: may a tile have a part of the query heads that share its keys (see KeyParts)? A kernel of
+// its own, as the other one's loop loses 1 to 2% beside what that needs (head dims 64 and 128, H200).
+template <class Instance_, BackwardTile tile, bool splits_groups = false>
 struct BackwardTraitsSm90 {
+  static constexpr bool kSplitsGroups = splits_groups;
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
 

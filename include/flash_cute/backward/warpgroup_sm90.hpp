@@ -155,8 +155,7 @@ struct BackwardWarpgroup {
   template <class Accumulator>
   CUTE_DEVICE void store_part(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
     using Parts = KeyParts<Traits>;
-    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-    auto* const fours = Parts::of(params, which, tile.slot, rank) + key_thread();
+    auto* const fours = Parts::of(params, which, Parts::slot_of(params, tile)) + key_thread();
     CUTE_UNROLL
     for (int i = 0; i < size(acc) / 4; ++i) {
       fours[i * Parts::kThreads] = {acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)};
@@ -166,7 +165,7 @@ struct BackwardWarpgroup {
   // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
-    if (params.workspace.dkv) return store_part(which, tile, acc);
+    if constexpr (Traits::kSplitsGroups) return store_part(which, tile, acc);
     bool const is_dk = which == KeyGradient::dk;
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
