@@ -368,11 +368,9 @@ def shape_labels(cells: list[dict]) -> list[str]:
         lengths = dict.fromkeys((problem["seqlen_q"], problem["seqlen_k"]))
         seqlen = " x ".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths)
         drawn = problem.get("lengths", f"seq {seqlen}").replace(":", "\n", 1)
-        lines = [
-            drawn,
-            f"batch {problem['batch']}",
-            *(heads_of(problem).rstrip(")").split(" (") if several else []),
-        ]
+        lines = [drawn, f"batch {problem['batch']}"]
+        if several:
+            lines.append(heads_of(problem).replace(" (", "\n("))
         labels.append("\n".join(lines))
     return labels
 

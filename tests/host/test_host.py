@@ -954,19 +954,9 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic
     keys have those in common."""
     sizes = (3, 4, heads_kv, 400, 333, head_dim)
     batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
-    plan = plan_backward(
-        *(
-            host,
-            head_dim,
-            sizes,
-            HOPPER,
-            lengths,
-            (True, True, deterministic),
-            "sm90",
-            limits,
-            multiprocessors,
-        )
-    )
+    asked_for = (True, True, deterministic)
+    options = {"family": "sm90", "window": limits, "multiprocessors": multiprocessors}
+    plan = plan_backward(host, head_dim, sizes, lengths=lengths, asked_for=asked_for, **options)
     heads_kv *= plan.group_parts
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
     listed = host.key_tiles(head_dim, batch, deterministic, multiprocessors)

@@ -23,7 +23,7 @@ struct KeyTile {
     return int64_t(head) * places + first_place + block;
   }
 };
-static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 2% (d64)");
+static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
 
 // Of packed keys: see number_keys.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
