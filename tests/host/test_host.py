@@ -712,7 +712,8 @@ def test_kernels_of_the_backward(host, asked_for, runs):
     assert (plan.runs_keys, plan.runs_queries, plan.sums_dq) == runs
     assert (plan.query_blocks, plan.key_blocks) == (2 * 2, 2 * 5)
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * plan.sums_dq)
+    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.group_parts > 1 and plan.runs_keys else 0
+    assert plan.workspace_bytes == 4 * (parts + rows * (2 + 128 * plan.sums_dq))
 
 
 @pytest.mark.parametrize(
@@ -849,9 +850,24 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
             assert plan.group_parts == parts
 
 
-def test_groups_are_not_split_on_ampere(host):
-    plan = plan_backward(host, 128, (1, 32, 1, 4096, 4096, 128), family="sm80")
-    assert plan.group_parts == 1
+@pytest.mark.parametrize(
+    ("head_dim", "sizes", "window", "parts"),
+    [
+        (128, (1, 32, 1, 4096, 4096), FULL, 4),  # to fill the GPU
+        (128, (1, 32, 1, 4096, 4096), CAUSAL, 16),
+        (128, (8, 16, 2, 2048, 2048), CAUSAL, 2),  # to even out
+        (128, (2, 32, 8, 4096, 4096), CAUSAL, 1),
+        (256, (4, 8, 1, 4096, 4096), CAUSAL, 2),
+        (64, (1, 16, 16, 300, 300), CAUSAL, 1),
+    ],
+)
+def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
+    plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm80", window=window)
+    floats = 2 * plan.tiles * plan.tile.block_n * head_dim if parts > 1 else 0
+    assert plan.group_parts == parts
+    assert plan.workspace_bytes == 4 * (floats + plan.rows * (2 + head_dim))
+    grouped = sizes[1] != sizes[2]
+    assert (plan.last_pairs == 0) == grouped
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,12 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, queries, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
-      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(
-          device, plan.key_blocks * params.shape.heads_kv, Traits::kThreads,
-          sizeof(typename Traits::SharedStorage), stream, params);
+      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.tiles, Traits::kThreads,
+                                                             sizeof(typename Traits::SharedStorage), stream,
+                                                             params, plan.order, plan.last_pairs);
+    }
+    if (plan.key_parts() > 0) {
+      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kThreads, 0, stream, params);
     }
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params);

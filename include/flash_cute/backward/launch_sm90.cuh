@@ -94,8 +94,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     }
     if constexpr (Traits::kSplitsGroups) {
       if (plan.key_parts() > 0) {
-        launch_kernel<backward_join_sm90<Traits>, kStartsEarly>(device, plan.key_parts(),
-                                                                Traits::kKeyGroups * 128, 0, stream, params);
+        launch_kernel<backward_join<Traits>, kStartsEarly>(device, plan.key_parts(), Traits::kKeyThreads, 0,
+                                                           stream, params);
       }
     }
   });

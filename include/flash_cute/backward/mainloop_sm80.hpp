@@ -19,7 +19,7 @@ struct BackwardMainloopSm80 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
   using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
-  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileKV = typename Traits::TileKV;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
 
   // P^T and dS^T have keys as rows, so that dV += P^T dO and dK += dS^T Q take them as they are; dS goes
@@ -57,7 +57,7 @@ struct BackwardMainloopSm80 {
                          head, first, tile_shape, interior, target);
     };
     auto load_keys = [&](TensorView const& view, auto&& target) {
-      load(TileKV{}, view, tile.head_kv, int64_t(tile.sequence.k_begin) + tile.n_begin,
+      load(TileKV{}, view, tile.head_kv / params.group_parts, int64_t(tile.sequence.k_begin) + tile.n_begin,
            {0, {mask.seqlen_k - tile.n_begin, shape.head_dim}}, target);
     };
     // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.

@@ -26,7 +26,8 @@ struct BackwardPlan {
   int tiles;                    // of the first kernel
   int blocks;                   // of its grid
   int group_parts;              // of the query heads that share K and V: each has tiles of its own
-  TileOrder order;              // of its blocks of keys, on Hopper, where sequences are alike
+  TileOrder order;              // of its blocks of keys, where sequences are alike
+  int last_pairs;               // of a sequence and a head whose blocks go side by side, on Ampere
   QueryStart query_start;       // whatever is asked for, so that each gradient has the same bits
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
@@ -116,14 +117,15 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 // are half as large as the forward's, of one round of thread blocks: so a head's blocks of keys, which read
 // the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
 // at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
-// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128).
-inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, bool in_turns) {
+// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128). On Ampere so where heads share K and V (up
+// to 20% over head by head); else they go pair by pair, and those of the last two rounds side by side,
+// longest first (causal, 512 to 4k: +2 to +4%; all in sections -2 to +4%).
+inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
                              shape.seqlen_k, shape.seqlen_q, shape.head_dim};
   return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(tile.block_n, 1),
-                         params.device.l2_bytes,
-                         (in_turns ? 2 : 1) * params.device.multiprocessors / tile.cluster);
+                         params.device.l2_bytes, wanted_tiles);
 }
 
 // Into how many equal parts a group of query heads is split, each with tiles of its own, whose dK and dV a
@@ -186,9 +188,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once (head dim
   // 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come to at different times, and
   // the sums of one are large (2 to 24% more where they are not; H200).
-  int const at_a_time = params.device.multiprocessors / plan.tile.cluster;
-  plan.group_parts =
-      one_kernel ? group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic) : 1;
+  int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
+  plan.group_parts = group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic);
   plan.split_groups(params);
   bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
@@ -204,8 +205,15 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.part_floats = 2 * int64_t(plan.tiles) * plan.tile.block_n * bucket;
   }
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
-  if (one_kernel && !params.lengths.given && plan.tiles > 0)
-    plan.order = key_order(params, plan.tile, deterministic);
+  if (!params.lengths.given && plan.tiles > 0) {
+    bool const by_pair = !one_kernel && shape.heads_q == params.heads_of_keys();
+    int const rounds = one_kernel && deterministic ? 2 : 1;
+    plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time);
+    constexpr int kLastRounds = 2;
+    if (by_pair) {
+      plan.last_pairs = smaller(plan.order.sequences, ceil_div(kLastRounds * at_a_time, plan.order.m_blocks));
+    }
+  }
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   if (one_kernel) {
     bool const is_counted = plan.sums_dq && !plan.clears_sums;

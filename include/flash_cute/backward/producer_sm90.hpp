@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/key_parts.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
@@ -62,6 +63,9 @@ struct BackwardProducerSm90 {
   CUTE_DEVICE void announce(KeyTile const& tile) {
     auto& announced = shared.ring_tiles.acquire(at_tiles);
     shared.tiles[at_tiles.slot] = tile;
+    if constexpr (Traits::kSplitsGroups) {
+      shared.part_slots[at_tiles.slot] = KeyParts<Traits>::slot_of(params, tile);
+    }
     announced.arrive();
     at_tiles.advance();
   }

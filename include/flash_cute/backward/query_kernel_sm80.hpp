@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
                loader.partition_S(make_identity_tensor(tile_shape)), interior);
   };
   auto load_keys = [&](int block) {
-    int const begin = block * kBlockN, head_kv = head / (shape.heads_q / shape.heads_kv);
+    int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
     TileInterior const interior{0, {mask.seqlen_k - begin, shape.head_dim}};
     load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, block % kStages));
     load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, block % kStages));

@@ -25,6 +25,9 @@ struct BackwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
+  // A tile's keys are one thread block's, and all of its threads have some of them (see KeyParts).
+  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads;
+  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
 
   // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
   // its registers; where several share them, they do so through shared memory.

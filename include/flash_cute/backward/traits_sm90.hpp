@@ -43,7 +43,7 @@ struct BackwardTraitsSm90 {
   static constexpr bool kSplitsWork = kTile.warps_across > 1;
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
-  static constexpr int kThreads = (1 + kConsumers) * 128;
+  static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
   static constexpr int kProducerRegisters = kInCluster ? 40 : 24;
   static constexpr int kConsumerRegisters = kInCluster ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
@@ -145,6 +145,7 @@ struct BackwardTraitsSm90 {
     TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
+    int part_slots[2];  // of tiles that have a part of a group: see KeyParts
     FinishedQueries finished;
     cutlass::arch::ClusterTransactionBarrier stats_come;  // what they are made of
     // Of a cluster, in which dS and the index of a tile come from the other block.

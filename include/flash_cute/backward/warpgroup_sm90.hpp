@@ -5,7 +5,7 @@
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/key_order.hpp"
-#include "flash_cute/backward/key_parts_sm90.hpp"
+#include "flash_cute/backward/key_parts.hpp"
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
@@ -151,21 +151,17 @@ struct BackwardWarpgroup {
     }
   }
 
-  // Of a part of the heads that share the keys: see backward_join_sm90.
-  template <class Accumulator>
-  CUTE_DEVICE void store_part(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
-    using Parts = KeyParts<Traits>;
-    auto* const fours = Parts::of(params, which, Parts::slot_of(params, tile)) + key_thread();
-    CUTE_UNROLL
-    for (int i = 0; i < size(acc) / 4; ++i) {
-      fours[i * Parts::kThreads] = {acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)};
-    }
-  }
-
   // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
-    if constexpr (Traits::kSplitsGroups) return store_part(which, tile, acc);
+    if constexpr (Traits::kSplitsGroups) {
+      if (params.workspace.dkv) {  // always; where the code after this is left out, the loop has more spills
+        using Parts = KeyParts<Traits>;
+        int const slot = shared.part_slots[&tile - shared.tiles];
+        int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
+        return Parts::store(Parts::of(params, which, slot, rank, key_thread()), acc);
+      }
+    }
     bool const is_dk = which == KeyGradient::dk;
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
