@@ -870,6 +870,16 @@ def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     assert (plan.last_pairs == 0) == grouped
 
 
+def test_last_heads_on_ampere_go_side_by_side_where_the_others_do_not(host):
+    def last_pairs(*sizes, window=CAUSAL):
+        return plan_backward(host, 128, (*sizes, 128), family="sm80", window=window).last_pairs
+
+    assert last_pairs(64, 16, 16, 512, 512) == -(-2 * 2 * HOPPERS // 8)
+    assert last_pairs(2, 2, 2, 512, 512) == 2 * 2
+    assert last_pairs(64, 16, 16, 512, 512, window=(100, 0)) == 0
+    assert last_pairs(60, 16, 16, 200, 130, window=(32, 0)) == 0
+
+
 @pytest.mark.parametrize(
     ("head_dim", "sizes", "window", "finds"),
     [

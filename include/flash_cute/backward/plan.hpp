@@ -210,7 +210,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time);
     constexpr int kLastRounds = 2;
-    if (by_pair) {
+    if (by_pair && plan.order.section.value == 1) {  // behind a window heads are side by side anyway
       plan.last_pairs = smaller(plan.order.sequences, ceil_div(kLastRounds * at_a_time, plan.order.m_blocks));
     }
   }
