@@ -70,7 +70,7 @@ struct BackwardWorkspace {
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;
-  // On Hopper, where parts of a group of query heads have tiles of their own: what these find of dK and dV,
+  // Where parts of a group of query heads have tiles of their own: what these find of dK and dV,
   // (2, heads_kv, blocks of keys, block_n * head dim of the kernel), as registers lie. Else null.
   float* dkv = nullptr;
   int64_t floats_of_dk = 0;
