@@ -349,6 +349,26 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return tiles;
   });
 
+  // Of each block of keys in the Ampere family: batch entry, head of K and V, first key; in the launch order.
+  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
+    params.lengths = batch.params.lengths;
+    params.device = {
+        .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
+    BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
+    plan.split_groups(params);
+    KeyOrderSm80 const order{plan.order, plan.last_pairs, plan.tile.block_m, plan.tile.block_n};
+    std::vector<std::tuple<int, int, int>> tiles;
+    for (int index = 0; index < plan.tiles; ++index) {
+      KeyTile const tile = order(params, index);
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
+      tiles.emplace_back(tile.pair / params.shape.heads_kv, tile.head_kv, tile.n_begin);
+    }
+    return tiles;
+  });
+
   // Of each pair how many blocks of queries have rows, and how many its tiles wait for.
   module.def("stats", [](int bucket, RaggedBatch const& batch, bool in_order, int multiprocessors) {
     BackwardParams params{};

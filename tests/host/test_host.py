@@ -870,6 +870,34 @@ def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     assert (plan.last_pairs == 0) == grouped
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0), (None, 40)])
+@pytest.mark.parametrize("lengths", [None, ([0, 400, 401, 900], [0, 1, 333, 700], None, None, None)])
+@pytest.mark.parametrize(
+    ("heads_kv", "multiprocessors"), [(24, FEW), (24, 2), (24, HOPPERS), (6, FEW), (1, FEW)]
+)
+def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limits, head_dim):
+    """Each block of keys comes once, of each head of K and V or of each part of its group."""
+    sizes = (3, 24, heads_kv, 900 if lengths else 300, 700 if lengths else 520, head_dim)
+    options = {"lengths": lengths, "window": limits, "multiprocessors": multiprocessors}
+    plan = plan_backward(host, head_dim, sizes, **options)
+    batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    block_n = plan.tile.block_n
+    masks = [
+        make_mask(host, seqlen_q, seqlen_k, *limits)
+        for seqlen_q, seqlen_k in (((400, 1), (1, 332), (499, 367)) if lengths else [(300, 520)] * 3)
+    ]
+    counted = [mask.seqlen_k - mask.first_reachable_key() for mask in masks]
+    found = host.key_tiles_sm80(head_dim, batch, multiprocessors)
+    expected = [
+        (b, head, begin)
+        for b in range(3)
+        for head in range(heads_kv * plan.group_parts)
+        for begin in range(0, counted[b], block_n)
+    ]
+    assert sorted(found) == expected
+
+
 def test_last_heads_on_ampere_go_side_by_side_where_the_others_do_not(host):
     def last_pairs(*sizes, window=CAUSAL):
         return plan_backward(host, 128, (*sizes, 128), family="sm80", window=window).last_pairs

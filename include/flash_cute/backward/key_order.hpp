@@ -52,6 +52,43 @@ struct KeyOrder {
   }
 };
 
+// In the Ampere family: head by head where sequences are not alike; else as `alike` has it, but that blocks
+// of keys of the last pairs of a sequence and a head go side by side.
+struct KeyOrderSm80 {
+  TileOrder alike;
+  int last_pairs;  // 0, or sections of `alike` are single pairs
+  int block_m, block_n;
+
+  FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int index) const {
+    ProblemShape const& shape = params.shape;
+    int const behind = index - (alike.sequences - last_pairs) * alike.m_blocks;  // of those others
+    if (params.lengths.given) {
+      BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
+      auto const [head_kv, place] = keys.of_block(index);
+      int const b = keys.sequence(place);
+      return {.m_begin = (place - keys.first(b)) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
+    }
+    if (behind < 0) return alike(index);
+    int const rank = behind / last_pairs, block = alike.descending ? alike.m_blocks - 1 - rank : rank;
+    int const pair = alike.sequences - last_pairs + behind - rank * last_pairs, b = pair / shape.heads_kv;
+    return {.m_begin = block * block_n, .head = 0, .head_kv = pair - b * shape.heads_kv, .batch = b};
+  }
+
+  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
+    ProblemShape const& shape = params.shape;
+    int const* const offsets_q = params.lengths.cu_seqlens_q;
+    BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
+    TileCoord const found = place(params, index);
+    return {.sequence = sequence_for<Family::sm80>(params, found.batch),
+            .pair = found.batch * shape.heads_kv + found.head_kv,
+            .batch = offsets_q ? 0 : found.batch,
+            .head_kv = found.head_kv,
+            .n_begin = found.m_begin,
+            .first_place = queries.first(found.batch),
+            .places = queries.count()};
+  }
+};
+
 // Of a sequence, those that have a key.
 template <class Params>
 FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) {

@@ -117,9 +117,9 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 // are half as large as the forward's, of one round of thread blocks: so a head's blocks of keys, which read
 // the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
 // at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
-// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128). On Ampere so where heads share K and V (up
-// to 20% over head by head); else they go pair by pair, and those of the last two rounds side by side,
-// longest first (causal, 512 to 4k: +2 to +4%; all in sections -2 to +4%).
+// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128). On Ampere so where heads share K and V (-2
+// to +36% beside head by head); else they go pair by pair, and those of the last two rounds side by side,
+// longest first (causal, 512 to 4k: +1 to +5%, 16k -1 to 0%; all in sections -2 to +4%).
 inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,

@@ -155,7 +155,8 @@ struct BackwardWarpgroup {
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kSplitsGroups) {
-      if (params.workspace.dkv) {  // always; where the code after this is left out, the loop has more spills
+      // Always; but where this is known to be so, the loop of head dim 128 has more spills.
+      if (Traits::kSplitsWork || params.workspace.dkv) {
         using Parts = KeyParts<Traits>;
         int const slot = shared.part_slots[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
