@@ -359,10 +359,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
     plan.split_groups(params);
-    KeyOrderSm80 const order{plan.order, plan.last_pairs, plan.tile.block_m, plan.tile.block_n};
+    KeyOrderSm80 const order{plan.order, plan.last_pairs};
     std::vector<std::tuple<int, int, int>> tiles;
     for (int index = 0; index < plan.tiles; ++index) {
-      KeyTile const tile = order(params, index);
+      KeyTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       tiles.emplace_back(tile.pair / params.shape.heads_kv, tile.head_kv, tile.n_begin);
     }

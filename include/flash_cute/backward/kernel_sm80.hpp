@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
-  auto const of_block =
-      tile_of_block<Traits::kTileInSharedMemory>([&] { return order(params, read_block_index()); });
+  auto const of_block = tile_of_block<Traits::kTileInSharedMemory>(
+      [&] { return order(params, Traits::kBlockM, Traits::kBlockN, read_block_index()); });
   KeyTile const& tile = of_block.get();
   if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) return;
 

@@ -57,9 +57,9 @@ struct KeyOrder {
 struct KeyOrderSm80 {
   TileOrder alike;
   int last_pairs;  // 0, or sections of `alike` are single pairs
-  int block_m, block_n;
 
-  FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int index) const {
+  // The block sizes are arguments, as compilers should know them.
+  FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
     ProblemShape const& shape = params.shape;
     int const behind = index - (alike.sequences - last_pairs) * alike.m_blocks;  // of those others
     if (params.lengths.given) {
@@ -74,11 +74,12 @@ struct KeyOrderSm80 {
     return {.m_begin = block * block_n, .head = 0, .head_kv = pair - b * shape.heads_kv, .batch = b};
   }
 
-  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
+  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int block_m, int block_n,
+                                            int index) const {
     ProblemShape const& shape = params.shape;
     int const* const offsets_q = params.lengths.cu_seqlens_q;
     BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
-    TileCoord const found = place(params, index);
+    TileCoord const found = place(params, block_n, index);
     return {.sequence = sequence_for<Family::sm80>(params, found.batch),
             .pair = found.batch * shape.heads_kv + found.head_kv,
             .batch = offsets_q ? 0 : found.batch,

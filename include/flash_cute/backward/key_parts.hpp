@@ -78,7 +78,6 @@ __global__ void __launch_bounds__(Traits::kKeyThreads)
   using TileKV = typename Traits::TileKV;
   typename Traits::MmaKeys const mma;
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
-  Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileKV{}));
   clear(sum);
 #pragma unroll 1
   for (int part = 0; part < params.group_parts; ++part) {
@@ -93,6 +92,7 @@ __global__ void __launch_bounds__(Traits::kKeyThreads)
       sum(4 * i + 3) += four.w;
     }
   }
+  Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
   scale_gradient(params, which, sum);
   TensorView const& view = which == KeyGradient::dk ? params.dk : params.dv;
   Tensor target = local_tensor<typename Traits::Element>(view, params.lengths.cu_seqlens_k ? 0 : b, head,

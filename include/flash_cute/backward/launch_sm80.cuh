@@ -45,7 +45,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, queries, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
-      KeyOrderSm80 const order{plan.order, plan.last_pairs, Traits::kBlockM, Traits::kBlockN};
+      KeyOrderSm80 const order{plan.order, plan.last_pairs};
       launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.tiles, Traits::kThreads,
                                                              sizeof(typename Traits::SharedStorage), stream,
                                                              params, order);

@@ -156,7 +156,7 @@ struct BackwardWarpgroup {
   CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kSplitsGroups) {
       // Always; but where this is known to be so, the loop of head dim 128 has more spills.
-      if (Traits::kSplitsWork || params.workspace.dkv) {
+      if (Traits::kInCluster || params.workspace.dkv) {
         using Parts = KeyParts<Traits>;
         int const slot = shared.part_slots[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
