@@ -6,6 +6,7 @@
 #include "flash_cute/backward/key_order.hpp"
 #include "flash_cute/backward/key_parts.hpp"
 #include "flash_cute/backward/mainloop_sm80.hpp"
+#include "flash_cute/backward/split_mainloop_sm80.hpp"
 
 namespace flash_cute {
 
@@ -24,27 +25,34 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   using TileKV = typename Traits::TileKV;
   typename Traits::MmaKeys const mma;
-  Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
-  Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
-  clear(acc_dk);
-  clear(acc_dv);
-  BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
-
-  Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileKV{}));
-  auto store = [&](KeyGradient which, TensorView const& view, auto& acc) {
+  auto store = [&](KeyGradient which, auto& acc) {
     if (params.workspace.dkv) {
       using Parts = KeyParts<Traits>;
-      return Parts::store(Parts::of(params, which, Parts::slot_of(params, tile), 0, read_thread_index()),
-                          acc);
+      int const own = read_thread_index() % Traits::kKeyThreads;
+      return Parts::store(Parts::of(params, which, Parts::slot_of(params, tile), 0, own), acc);
     }
     scale_gradient(params, which, acc);
+    TensorView const& view = which == KeyGradient::dk ? params.dk : params.dv;
+    Tensor coords = mma.get_slice(thread % Traits::kKeyThreads).partition_C(make_identity_tensor(TileKV{}));
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
                                           int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
     store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
                params.shape.head_dim, acc, coords);
   };
-  store(KeyGradient::dk, params.dk, acc_dk);
-  store(KeyGradient::dv, params.dv, acc_dv);
+  if constexpr (Traits::kSplitsWork) {
+    Tensor acc = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
+    clear(acc);
+    BackwardSplitMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
+    store(thread < Traits::kKeyThreads ? KeyGradient::dv : KeyGradient::dk, acc);
+  } else {
+    Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
+    clear(acc_dk);
+    clear(acc_dv);
+    BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
+    store(KeyGradient::dk, acc_dk);
+    store(KeyGradient::dv, acc_dv);
+  }
 }
 
 }  // namespace flash_cute

@@ -39,9 +39,9 @@ struct BackwardMainloopSm80 {
     int const heads = shape.heads_q / shape.heads_kv, steps = heads * (visited.end - visited.begin);
     bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
 
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);    // (N, D)
-    Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKVt{})(_, _, 0);  // (D, N)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
+    Tensor sKt = columns_of_keys<Traits>(shared.k);                                           // (D, N, PART)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});             // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});           // (D, M, STAGE)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});         // (M, D, STAGE)
@@ -154,47 +154,21 @@ struct BackwardMainloopSm80 {
       if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
       if constexpr (kStages == 1) load_next(0);
       if (sums_dq) {
-        Tensor acc_dq = partition_fragment_C(mma_dq, TileQ{});  // (MMA, MMA_M, MMA_D)
-        clear(acc_dq);
-        multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt, acc_dq);
-        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
-        float* const sums = params.workspace.dq + place * (kBlockM * kHeadDim) + thread;
+        float* sums = params.workspace.dq + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
         CUTE_UNROLL
-        for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
+        for (int part = 0; part < Traits::kDqParts; ++part) {
+          Tensor acc_dq = partition_fragment_C(mma_dq, typename Traits::TileDq{});  // (MMA, MMA_M, MMA_D)
+          clear(acc_dq);
+          multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt(_, _, part), acc_dq);
+          CUTE_UNROLL
+          for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
+          sums += size(acc_dq) * Traits::kThreads;
+        }
       }
       if (++block == visited.end) {
         block = visited.begin;
         ++head;
       }
-    }
-  }
-
- private:
-  // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
-  template <class Scores, class Coords>
-  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
-    auto scores = row_col_view(acc_s);
-    auto const coords = row_col_view(cS);
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      float const lse = lse_of_queries[get<1>(coords(0, col))];
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) {
-        scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
-      }
-    }
-  }
-
-  // Each element becomes the value of its column.
-  template <class Accumulator, class Coords>
-  CUTE_DEVICE static void fill_columns(Accumulator& acc, Coords const& cS, float const* of_columns) {
-    auto elements = row_col_view(acc);
-    auto const coords = row_col_view(cS);
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(elements); ++col) {
-      float const value = of_columns[get<1>(coords(0, col))];
-      CUTE_UNROLL
-      for (int row = 0; row < size<0>(elements); ++row) elements(row, col) = value;
     }
   }
 };

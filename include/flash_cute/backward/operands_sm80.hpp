@@ -1,11 +1,14 @@
-// How the Ampere family's backward brings tiles to shared memory and multiplies what lies there.
+// How the Ampere family's backward brings tiles to shared memory, multiplies what lies there, and makes
+// weights of scores.
 #pragma once
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/gemm.hpp"
+#include "flash_cute/core/layout.hpp"
 
 namespace flash_cute {
 
@@ -23,25 +26,63 @@ CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int th
 }
 
 // acc += A B^T with B from shared memory, and A as it is in registers or brought there by load_a(k).
-template <class Mma, class FragmentA, class LoadA, class CopyB, class SharedB, class Acc>
+template <class Mma, class FragmentA, class LoadA, class CopyB, class SharedB, class Acc,
+          class Beside = Nothing>
 CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const& rA, LoadA load_a,
-                                    CopyB const& copy_b, SharedB const& sB, Acc& acc) {
+                                    CopyB const& copy_b, SharedB const& sB, Acc& acc, Beside beside = {}) {
   Tensor rB = mma.get_slice(thread).partition_fragment_B(plain_like(sB));
   Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
   Tensor tB = copy_b.get_slice(thread).partition_S(sB);
-  gemm_from_shared(mma, acc, rA, rB, load_a,
-                   [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
+  gemm_from_shared(
+      mma, acc, rA, rB, load_a, [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); }, beside);
 }
 
 // acc += A B^T, both from shared memory.
-template <class Mma, class CopyA, class SharedA, class CopyB, class SharedB, class Acc>
+template <class Mma, class CopyA, class SharedA, class CopyB, class SharedB, class Acc,
+          class Beside = Nothing>
 CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a, SharedA const& sA,
-                                 CopyB const& copy_b, SharedB const& sB, Acc& acc) {
+                                 CopyB const& copy_b, SharedB const& sB, Acc& acc, Beside beside = {}) {
   Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));
   Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
   Tensor tA = copy_a.get_slice(thread).partition_S(sA);
   multiply_by_shared(
-      thread, mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc);
+      thread, mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc, beside);
+}
+
+// K as the right operand of dQ, in the parts that dQ is computed by: (D, N, PART).
+template <class Traits>
+CUTE_DEVICE auto columns_of_keys(typename Traits::Element* keys) {
+  Tensor all = make_tensor(make_smem_ptr(keys), typename Traits::LayoutKVt{})(_, _, 0);
+  return local_tile(all, Shape<Int<Traits::kHeadDim / Traits::kDqParts>, Int<Traits::kBlockN>>{},
+                    make_coord(_, 0));
+}
+
+// Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
+template <class Scores, class Coords>
+CUTE_DEVICE void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
+  auto scores = row_col_view(acc_s);
+  auto const coords = row_col_view(cS);
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(scores); ++col) {
+    float const lse = lse_of_queries[get<1>(coords(0, col))];
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(scores); ++row) {
+      scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
+    }
+  }
+}
+
+// Each element becomes the value of its column.
+template <class Accumulator, class Coords>
+CUTE_DEVICE void fill_columns(Accumulator& acc, Coords const& cS, float const* of_columns) {
+  auto elements = row_col_view(acc);
+  auto const coords = row_col_view(cS);
+  CUTE_UNROLL
+  for (int col = 0; col < size<1>(elements); ++col) {
+    float const value = of_columns[get<1>(coords(0, col))];
+    CUTE_UNROLL
+    for (int row = 0; row < size<0>(elements); ++row) elements(row, col) = value;
+  }
 }
 
 }  // namespace flash_cute

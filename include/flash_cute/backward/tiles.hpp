@@ -18,17 +18,23 @@ struct BackwardTile {
   int stages_dout = 0;    // of dO, where fewer than of Q
   bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
   int cluster = 1;        // thread blocks that share a tile: its keys, and its part of dQ by columns
+  // On Ampere, where two halves of a block's warps split the work (see split_mainloop_sm80.hpp): those of a
+  // half along the keys of dV or dK, others along the columns. Both above are then a half's, for S or dP.
+  int split_warps_keys = 0;
 
-  constexpr int warps() const { return warps_keys * warps_across; }
+  constexpr bool splits_work() const { return split_warps_keys > 0; }
+  constexpr int warps() const { return warps_keys * warps_across * (splits_work() ? 2 : 1); }
   // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
   constexpr bool operator==(BackwardTile const&) const = default;
 
-  // K and V; Q, dO and two floats of each query; dS, and P where warps share it.
+  // K and V; Q, dO and two floats of each query; dS, P where warps share it, and as floats where they split
+  // the work.
   constexpr int smem_bytes(int head_dim) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
+    int const floats = 2 * stages * block_m + (splits_work() ? block_m * block_n : 0);
     return kElementBytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
-           2 * stages * block_m * int(sizeof(float));
+           floats * int(sizeof(float));
   }
 };
 
@@ -64,6 +70,16 @@ constexpr int sum_columns(Family family, int head_dim) {
 // each of its blocks.
 constexpr int sum_parts(BackwardTile const& tile) { return 2 * tile.cluster; }
 
+// Of the Ampere family's large head dims.
+constexpr BackwardTile kSplitTile{.block_m = 64,
+                                  .block_n = 64,
+                                  .stages = 2,
+                                  .warps_keys = 2,
+                                  .warps_across = 2,
+                                  .warps_queries = 2,
+                                  .knows_dq = true,
+                                  .split_warps_keys = 1};
+
 constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
@@ -80,12 +96,13 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
       case 128:
         return {.keys = {{64, 64, 2, 2, 2, 2, 2}, {64, 64, 1, 2, 2, 2}}, .queries = {64, 64, 2, 4, 2}};
-      // Four warps along the keys: 2 to 8% less.
-      case 192: return {.keys = {{64, 64, 2, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
-      // One stage loses 6 to 10%, four warps along the keys 12 to 15%; 32 x 64 20%.
+      // All warps at every product: 17 to 20% less. Of these, four along the keys: another 2 to 8%.
+      case 192:
+        return {.keys = {kSplitTile, {64, 64, 2, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
+      // All warps at every product: 8 to 21% less. Of these, one stage loses 6 to 10%, four warps along the
+      // keys 12 to 15%; 32 x 64 20%.
       case 256:
-        return {.keys = {{64, 64, 2, 2, 4, 2, 1, 0, 0, true}, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}},
-                .queries = {64, 32, 1, 4}};
+        return {.keys = {kSplitTile, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 32, 1, 4}};
     }
   }
   if (family == Family::sm90) {

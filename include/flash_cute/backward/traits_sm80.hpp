@@ -25,18 +25,29 @@ struct BackwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
-  // A tile's keys are one thread block's, and all of its threads have some of them (see KeyParts).
-  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads;
+  // A tile's keys are one thread block's, and all of its threads have some of dV and dK, or one half of them
+  // of dV, the other of dK (see KeyParts).
+  static constexpr bool kSplitsWork = kTile.splits_work();
+  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
 
   // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
   // its registers; where several share them, they do so through shared memory.
   using TensorCore = TensorCoreSm80<Element, kHeadDim>;
   static constexpr bool kSharesScores = kTile.warps_across > 1;
-  using MmaKeys = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
+  using MmaScores = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
+  static constexpr int kWarpsKeys = kSplitsWork ? kTile.split_warps_keys : kTile.warps_keys;
+  using MmaKeys = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
   static constexpr int kWarpsQueries = kTile.warps_queries;
   static_assert(kTile.warps() % kWarpsQueries == 0);
   using MmaQueries = typename TensorCore::template TiledMma<kWarpsQueries, kTile.warps() / kWarpsQueries>;
+  // dQ is computed by parts of its columns, whole panels: more than 32 floats of a thread would leave no
+  // registers for operands to be loaded ahead.
+  static constexpr bool kFewSums = kBlockM * kHeadDim <= 32 * kThreads;
+  static constexpr int kDqParts = kFewSums || kHeadDim % 64 != 0 ? 1
+                                  : kHeadDim % 128 == 0          ? 2
+                                                                 : kHeadDim / 64;
+  using TileDq = Shape<Int<kBlockM>, Int<kHeadDim / kDqParts>>;
 
   template <class Layout, int rows, int columns, int stages>
   using Transposed =
@@ -58,6 +69,7 @@ struct BackwardTraitsSm80 {
     alignas(128) Element dout[cosize_v<LayoutQ>];
     alignas(128) Element ds[cosize_v<LayoutS>];
     alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 0];
+    alignas(128) float weights[kSplitsWork ? kBlockN * kBlockM : 0];  // P, from one half to the other
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
   };
@@ -67,9 +79,9 @@ struct BackwardTraitsSm80 {
   static_assert(sizeof(KeyTile) <= kTileBytes);
 
   using LoadAtom = typename TensorCore::LoadAtom;
-  using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;
-  static_assert(kBlockM % size<0>(typename TensorCore::template LoadThreads<kThreads>{}) == 0 &&
-                    kBlockN % size<0>(typename TensorCore::template LoadThreads<kThreads>{}) == 0,
+  using TiledLoad = typename TensorCore::template TiledLoad<kKeyThreads>;
+  static_assert(kBlockM % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0 &&
+                    kBlockN % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0,
                 "every thread loads the same number of rows");
   using FragmentAtom = typename TensorCore::FragmentAtom;
   using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;

@@ -11,7 +11,12 @@ constexpr int kMaxWarpgroups = 3;  // that compute
 enum class BarrierId : int {
   turn = 1,                           // WarpgroupTurns
   warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
-  end = warpgroup + kMaxWarpgroups,
+  // Of the Ampere family's split backward: P, dS, and V, dO and delta are there; and one of each half.
+  weights = warpgroup + kMaxWarpgroups,
+  gradients,
+  loaded,
+  half,
+  end = half + 2,
 };
 static_assert(int(BarrierId::end) <= 16);
 
