@@ -18,8 +18,6 @@ struct BackwardMainloopSm80 {
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
-  using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
-  using TileKV = typename Traits::TileKV;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
 
   // P^T and dS^T have keys as rows, so that dV += P^T dO and dK += dS^T Q take them as they are; dS goes
@@ -28,7 +26,6 @@ struct BackwardMainloopSm80 {
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
-    ProblemShape const& shape = params.shape;
     WindowMask const& mask = tile.sequence.mask;
     MaskOfKeys const mask_of_keys{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
@@ -36,7 +33,8 @@ struct BackwardMainloopSm80 {
                                     ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
                                     : BlockRange{0, 0};
     if (visited.empty()) return;
-    int const heads = shape.heads_q / shape.heads_kv, steps = heads * (visited.end - visited.begin);
+    int const heads = params.shape.heads_q / params.shape.heads_kv,
+              steps = heads * (visited.end - visited.begin);
     bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
@@ -50,37 +48,7 @@ struct BackwardMainloopSm80 {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
 
-    // Global memory to shared memory.
-    auto load = [&](auto tile_shape, TensorView const& view, int head, int64_t first,
-                    TileInterior const& interior, auto&& target) {
-      load_tile<Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, thread, view, tile.batch,
-                         head, first, tile_shape, interior, target);
-    };
-    auto load_keys = [&](TensorView const& view, auto&& target) {
-      load(TileKV{}, view, tile.head_kv / params.group_parts, int64_t(tile.sequence.k_begin) + tile.n_begin,
-           {0, {mask.seqlen_k - tile.n_begin, shape.head_dim}}, target);
-    };
-    // Rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
-    int const first_row = mask.first_seeing_row();
-    auto load_queries = [&](int head, int block, int stage) {
-      int const begin = block * kBlockM;
-      TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
-      int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
-      TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
-      int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
-      load(TileQ{}, params.q, head, first, interior, sQ(_, _, stage));
-      load(TileQ{}, params.dout, head, first, interior_dout, sdO(_, _, stage));
-      constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
-      if (thread < 2 * kChunks) {
-        int const chunk = thread % kChunks * kChunk;
-        float const* const source = thread < kChunks ? params.workspace.lse : params.workspace.delta;
-        float* const target = thread < kChunks ? shared.lse : shared.delta;
-        int64_t const place = int64_t(head) * tile.places + tile.first_place + block;
-        SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
-            *reinterpret_cast<uint128_t const*>(source + place * kBlockM + chunk),
-            *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
-      }
-    };
+    KeyTileLoader<Traits> const loader{params, tile, shared, thread};
 
     // Shared memory to registers.
     typename Traits::MmaKeys const mma;
@@ -107,14 +75,14 @@ struct BackwardMainloopSm80 {
       copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
     };
 
-    load_keys(params.k, sK);
-    load_keys(params.v, sV);
+    loader.load_keys(params.k, shared.k);
+    loader.load_keys(params.v, shared.v);
     // Of this step, and of the next one to be loaded.
     int head = tile.head_kv * heads, block = visited.begin, stage = 0;
     int const end_head = head + heads;
     int next_head = head, next_block = block;
     auto load_next = [&](int next_stage) {
-      if (next_head < end_head) load_queries(next_head, next_block, next_stage);
+      if (next_head < end_head) loader.load_queries(next_head, next_block, next_stage);
       cp_async_fence();
       if (++next_block == visited.end) {
         next_block = visited.begin;

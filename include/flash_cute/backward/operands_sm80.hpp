@@ -6,6 +6,7 @@
 
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/gemm.hpp"
 #include "flash_cute/core/layout.hpp"
@@ -24,6 +25,57 @@ CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int th
   copy_async(atom, loader.partition_S(source), loader.partition_D(target),
              loader.partition_S(make_identity_tensor(tile_shape)), interior);
 }
+
+// What a block of keys loads from global memory to shared memory, by kKeyThreads threads. Of queries
+// the rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
+template <class Traits>
+struct KeyTileLoader {
+  BackwardParams const& params;
+  KeyTile const& tile;
+  typename Traits::SharedStorage& shared;
+  int thread;  // of those that load
+
+  // K or V.
+  CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
+    load(typename Traits::TileKV{}, view, tile.head_kv / params.group_parts,
+         int64_t(tile.sequence.k_begin) + tile.n_begin,
+         {0, {tile.sequence.mask.seqlen_k - tile.n_begin, params.shape.head_dim}},
+         make_tensor(make_smem_ptr(target), typename Traits::LayoutKV{})(_, _, 0));
+  }
+
+  // Q, dO, LSE and delta of a block of queries.
+  CUTE_DEVICE void load_queries(int head, int block, int stage) const {
+    constexpr int kBlockM = Traits::kBlockM;
+    WindowMask const& mask = tile.sequence.mask;
+    int const begin = block * kBlockM, first_row = mask.first_seeing_row() - begin;
+    int const rows = mask.seqlen_q - begin, rows_dout = params.dout.data ? rows : 0;
+    int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
+    auto load_rows = [&](TensorView const& view, int end, typename Traits::Element* target) {
+      load(Shape<Int<kBlockM>, Int<Traits::kHeadDim>>{}, view, head, first,
+           {first_row, {end, params.shape.head_dim}},
+           make_tensor(make_smem_ptr(target), typename Traits::LayoutQ{})(_, _, stage));
+    };
+    load_rows(params.q, rows, shared.q);
+    load_rows(params.dout, rows_dout, shared.dout);
+    constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
+    if (thread < 2 * kChunks) {
+      int const chunk = thread % kChunks * kChunk;
+      float const* const source = thread < kChunks ? params.workspace.lse : params.workspace.delta;
+      float* const target = thread < kChunks ? shared.lse : shared.delta;
+      SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
+          *reinterpret_cast<uint128_t const*>(source + tile.place(head, block) * kBlockM + chunk),
+          *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
+    }
+  }
+
+ private:
+  template <class TileShape, class Target>
+  CUTE_DEVICE void load(TileShape tile_shape, TensorView const& view, int head, int64_t first,
+                        TileInterior const& interior, Target&& target) const {
+    load_tile<typename Traits::Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, thread,
+                                        view, tile.batch, head, first, tile_shape, interior, target);
+  }
+};
 
 // acc += A B^T with B from shared memory, and A as it is in registers or brought there by load_a(k).
 template <class Mma, class FragmentA, class LoadA, class CopyB, class SharedB, class Acc,

@@ -22,14 +22,12 @@ struct BackwardSplitMainloopSm80 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kThreads = Traits::kThreads, kHalf = Traits::kKeyThreads;
   static_assert(Traits::kStages == 2 && dq_sums != DqSums::asked);
-  using TileQ = Shape<Int<kBlockM>, Int<kHeadDim>>;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
 
   // acc: dV of the first half, dK of the second, (MMA, MMA_N, MMA_D).
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc) {
-    ProblemShape const& shape = params.shape;
     WindowMask const& mask = tile.sequence.mask;
     MaskOfKeys const mask_of_keys{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
@@ -52,38 +50,12 @@ struct BackwardSplitMainloopSm80 {
     Tensor sBt = make_tensor(make_smem_ptr(summed_queries), typename Traits::LayoutQt{});     // (D, M, STAGE)
     Tensor sX = make_tensor(make_smem_ptr(own_scores), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
-    Tensor sKt = columns_of_keys<Traits>(shared.k);                                    // (D, N, PART)
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});      // (M, D, STAGE)
-    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});  // (M, D, STAGE)
+    Tensor sKt = columns_of_keys<Traits>(shared.k);  // (D, N, PART)
     auto* const weights = reinterpret_cast<float4*>(shared.weights) + own;
 
-    // Global memory to shared memory: of a step all by the second half, which keeps the two from wanting the
-    // same of the machine at the same time. (Shared by both: 4 to 5% less.) Rows that see nothing are not
-    // read: what they hold would reach dK and dV as 0 x NaN.
-    auto load = [&](auto tile_shape, TensorView const& view, int head, int64_t first,
-                    TileInterior const& interior, auto&& target) {
-      load_tile<Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, own, view, tile.batch,
-                         head, first, tile_shape, interior, target);
-    };
-    int const first_row = mask.first_seeing_row();
-    auto load_queries = [&](int head, int block, int stage) {
-      int const begin = block * kBlockM;
-      TileInterior const interior{first_row - begin, {mask.seqlen_q - begin, shape.head_dim}};
-      int const rows_dout = params.dout.data ? mask.seqlen_q - begin : 0;
-      TileInterior const interior_dout{first_row - begin, {rows_dout, shape.head_dim}};
-      int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
-      load(TileQ{}, params.q, head, first, interior, sQ(_, _, stage));
-      load(TileQ{}, params.dout, head, first, interior_dout, sdO(_, _, stage));
-      constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
-      if (own < 2 * kChunks) {
-        int const chunk = own % kChunks * kChunk;
-        float const* const source = own < kChunks ? params.workspace.lse : params.workspace.delta;
-        float* const target = own < kChunks ? shared.lse : shared.delta;
-        SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
-            *reinterpret_cast<uint128_t const*>(source + tile.place(head, block) * kBlockM + chunk),
-            *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
-      }
-    };
+    // Of a step the second half loads everything, which keeps the two from wanting the same of the machine at
+    // the same time (shared by both: 4 to 5% less).
+    KeyTileLoader<Traits> const loader{params, tile, shared, own};
 
     // Shared memory to registers.
     typename Traits::MmaScores const mma_scores;
@@ -99,12 +71,10 @@ struct BackwardSplitMainloopSm80 {
     auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
     Tensor cS = mma_scores.get_slice(own).partition_C(make_identity_tensor(TileS{}));
 
-    int const heads = shape.heads_q / shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
+    int const heads = params.shape.heads_q / params.shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
     int head = tile.head_kv * heads, block = visited.begin, stage = 0;
-    load(typename Traits::TileKV{}, has_weights ? params.k : params.v, tile.head_kv / params.group_parts,
-         int64_t(tile.sequence.k_begin) + tile.n_begin, {0, {mask.seqlen_k - tile.n_begin, shape.head_dim}},
-         sA);
-    if (!has_weights) load_queries(head, block, stage);
+    loader.load_keys(has_weights ? params.k : params.v, scored_keys);
+    if (!has_weights) loader.load_queries(head, block, stage);
     cp_async_wait<0>();
     __syncthreads();
 
@@ -145,7 +115,7 @@ struct BackwardSplitMainloopSm80 {
         arrive_at(BarrierId::weights, kThreads);
       } else {
         wait_at(BarrierId::weights, kThreads);
-        if (next_head < end_head) load_queries(next_head, next_block, stage ^ 1);
+        if (next_head < end_head) loader.load_queries(next_head, next_block, stage ^ 1);
         CUTE_UNROLL
         for (int i = 0; i < size(scores) / 4; ++i) {
           float4 const p = weights[i * kHalf];
