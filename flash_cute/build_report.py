@@ -74,7 +74,7 @@ def collect(logs: dict[str, str]) -> dict:
 TOLERATED = {
     ("backward_kernel_sm80", "64"): (80, 40),
     ("backward_kernel_sm80", "128"): (120, 64),
-    ("backward_kernel_sm80", "256"): (16, 8),
+    ("backward_kernel_sm80", "256"): (8, 8),
     ("backward_kernel_sm90", "128"): (222, 56),  # 146 and 40 where groups are whole
     ("backward_kernel_sm90", "192"): (16, 8),  # where groups are split
     ("backward_kernel_sm90", "256"): (48, 24),
