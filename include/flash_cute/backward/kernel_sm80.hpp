@@ -25,33 +25,38 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   using TileKV = typename Traits::TileKV;
   typename Traits::MmaKeys const mma;
-  auto store = [&](KeyGradient which, auto& acc) {
+  // Of a half, where two split the work: the first has dV, the second dK.
+  auto own = [](int thread_of_block) {
+    return Traits::kSplitsWork ? thread_of_block % Traits::kKeyThreads : thread_of_block;
+  };
+  auto store = [&](KeyGradient which, TensorView const& view, auto& acc, auto const& coords) {
     if (params.workspace.dkv) {
       using Parts = KeyParts<Traits>;
-      int const own = read_thread_index() % Traits::kKeyThreads;
-      return Parts::store(Parts::of(params, which, Parts::slot_of(params, tile), 0, own), acc);
+      return Parts::store(Parts::of(params, which, Parts::slot_of(params, tile), 0, own(read_thread_index())),
+                          acc);
     }
     scale_gradient(params, which, acc);
-    TensorView const& view = which == KeyGradient::dk ? params.dk : params.dv;
-    Tensor coords = mma.get_slice(thread % Traits::kKeyThreads).partition_C(make_identity_tensor(TileKV{}));
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
                                           int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
     store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
                params.shape.head_dim, acc, coords);
   };
+  auto coords = [&] { return mma.get_slice(own(thread)).partition_C(make_identity_tensor(TileKV{})); };
   if constexpr (Traits::kSplitsWork) {
     Tensor acc = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc);
     BackwardSplitMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
-    store(thread < Traits::kKeyThreads ? KeyGradient::dv : KeyGradient::dk, acc);
+    bool const has_dv = thread < Traits::kKeyThreads;
+    store(has_dv ? KeyGradient::dv : KeyGradient::dk, has_dv ? params.dv : params.dk, acc, coords());
   } else {
     Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
     Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
     clear(acc_dk);
     clear(acc_dv);
     BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
-    store(KeyGradient::dk, acc_dk);
-    store(KeyGradient::dv, acc_dv);
+    Tensor const places = coords();
+    store(KeyGradient::dk, params.dk, acc_dk, places);
+    store(KeyGradient::dv, params.dv, acc_dv, places);
   }
 }
 

@@ -51,7 +51,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                                              params, order);
     }
     if (plan.key_parts() > 0) {
-      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kThreads, 0, stream, params);
+      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, params);
     }
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params);

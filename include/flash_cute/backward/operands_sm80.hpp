@@ -34,6 +34,7 @@ struct KeyTileLoader {
   KeyTile const& tile;
   typename Traits::SharedStorage& shared;
   int thread;  // of those that load
+  int first_row = tile.sequence.mask.first_seeing_row();
 
   // K or V.
   CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
@@ -46,17 +47,17 @@ struct KeyTileLoader {
   // Q, dO, LSE and delta of a block of queries.
   CUTE_DEVICE void load_queries(int head, int block, int stage) const {
     constexpr int kBlockM = Traits::kBlockM;
-    WindowMask const& mask = tile.sequence.mask;
-    int const begin = block * kBlockM, first_row = mask.first_seeing_row() - begin;
-    int const rows = mask.seqlen_q - begin, rows_dout = params.dout.data ? rows : 0;
+    int const begin = block * kBlockM, seqlen_q = tile.sequence.mask.seqlen_q;
+    TileInterior const interior{first_row - begin, {seqlen_q - begin, params.shape.head_dim}};
+    int const rows_dout = params.dout.data ? seqlen_q - begin : 0;
+    TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim}};
     int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
-    auto load_rows = [&](TensorView const& view, int end, typename Traits::Element* target) {
-      load(Shape<Int<kBlockM>, Int<Traits::kHeadDim>>{}, view, head, first,
-           {first_row, {end, params.shape.head_dim}},
+    auto load_rows = [&](TensorView const& view, TileInterior const& rows, typename Traits::Element* target) {
+      load(Shape<Int<kBlockM>, Int<Traits::kHeadDim>>{}, view, head, first, rows,
            make_tensor(make_smem_ptr(target), typename Traits::LayoutQ{})(_, _, stage));
     };
-    load_rows(params.q, rows, shared.q);
-    load_rows(params.dout, rows_dout, shared.dout);
+    load_rows(params.q, interior, shared.q);
+    load_rows(params.dout, interior_dout, shared.dout);
     constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
     if (thread < 2 * kChunks) {
       int const chunk = thread % kChunks * kChunk;
