@@ -94,6 +94,40 @@ def test_shapes_in_every_bucket(kernel, shape, head_dim, mask, deterministic, dt
     check(kernel, with_head_dim(shape, head_dim), dtype, mask, deterministic=deterministic)
 
 
+@pytest.mark.gpu  # where halves of a thread block split the work
+@masks
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize(
+    "shape", ["no_tile_divides", "more_keys", "more_queries", "grouped_heads", "one_kv_head"]
+)
+def test_masks_of_large_head_dims(kernel, shape, head_dim, mask):
+    check(kernel, with_head_dim(SHAPES[shape], head_dim), torch.bfloat16, mask)
+
+
+@pytest.mark.gpu
+@full_and_causal
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_several_heads_in_a_tile(kernel, head_dim, mask):
+    """More tiles than multiprocessors, so that groups stay whole."""
+    check(kernel, Shape(3, 110, 55, 130, 70, head_dim), torch.bfloat16, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+def test_dk_and_dv_repeat(kernel, heads, head_dim):
+    """Each has one order of its sums, whatever that of dQ is."""
+    if kernel.family != "sm80":
+        pytest.skip("of the Ampere family's halves of a thread block")
+    shape = Shape(2, *heads, 333, 444, head_dim)
+    q, k, v = make_inputs(shape, torch.bfloat16, kernel.device)
+    gradients = make_gradients(q)
+    _, *expected = kernel.backward(q, k, v, *gradients, causal=True)
+    for _ in range(100):
+        _, *found = kernel.backward(q, k, v, *gradients, causal=True)
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.gpu  # where two thread blocks share a tile of 128 keys
 @repeats
 @full_and_causal
@@ -196,10 +230,11 @@ def test_one_result_has_a_gradient(kernel, missing, shape, mask, dtype):
 
 
 @both
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "kv"])
-def test_gradients_that_are_asked_for(kernel, asked, packed):
+def test_gradients_that_are_asked_for(kernel, asked, head_dim, packed):
     """They are as if all were; nothing is computed of the others."""
-    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    batch = make_ragged(BATCHES["unequal"], (4, 2), head_dim, torch.bfloat16, kernel.device, packed)
     tensors = dict(zip("qkv", (batch.q, batch.k, batch.v), strict=True))
     dout, dlse = make_ragged_gradients(batch)
     options = dict(batch.lengths, deterministic=True)
