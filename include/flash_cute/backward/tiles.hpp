@@ -96,10 +96,10 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
       // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
       case 128:
         return {.keys = {{64, 64, 2, 2, 2, 2, 2}, {64, 64, 1, 2, 2, 2}}, .queries = {64, 64, 2, 4, 2}};
-      // All warps at every product: 17 to 20% less. Of these, four along the keys: another 2 to 8%.
+      // All warps at every product: 19% less, in another run. Of these, four along the keys: another 2 to 8%.
       case 192:
         return {.keys = {kSplitTile, {64, 64, 2, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
-      // All warps at every product: 8 to 21% less. Of these, one stage loses 6 to 10%, four warps along the
+      // All warps at every product: 7 to 20% less. Of these, one stage loses 6 to 10%, four warps along the
       // keys 12 to 15%; 32 x 64 20%.
       case 256:
         return {.keys = {kSplitTile, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 32, 1, 4}};
