@@ -104,6 +104,16 @@ def test_masks_of_large_head_dims(kernel, shape, head_dim, mask):
     check(kernel, with_head_dim(SHAPES[shape], head_dim), torch.bfloat16, mask)
 
 
+@pytest.mark.gpu  # where heads come one by one, and their LSE and delta are found beside products
+@repeats
+@pytest.mark.parametrize("window", [(700, 0), (600, 100), (0, 650)], ids=str)
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)], ids=str)
+def test_wide_windows(kernel, heads, head_dim, window, deterministic):
+    shape = Shape(2, *heads, 1700, 1900, head_dim)
+    check(kernel, shape, torch.bfloat16, Mask(window=window), deterministic=deterministic)
+
+
 @pytest.mark.gpu
 @full_and_causal
 @pytest.mark.parametrize("head_dim", [192, 256])
@@ -465,6 +475,16 @@ def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
 )
 def test_lengths_and_grouped_heads(kernel, name, heads, packed, mask, deterministic):
     check_ragged(kernel, BATCHES[name], packed, mask, heads=heads, deterministic=deterministic)
+
+
+@pytest.mark.gpu  # as test_wide_windows
+@repeats
+@both
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2)], ids=str)
+def test_wide_windows_of_unequal_lengths(kernel, heads, head_dim, packed, deterministic):
+    options = {"heads": heads, "head_dim": head_dim, "deterministic": deterministic}
+    check_ragged(kernel, BATCHES["many keys"], packed, Mask(window=(600, 100)), **options)
 
 
 @kernel_dtypes

@@ -402,6 +402,30 @@ def launches(compiled, *arguments) -> int:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [
+        ((1, 4096, 4096, 32, 1, 128), {"is_causal": True}),
+        ((1, 20_000, 20_000, 3, 3, 64), {"local_window_size": (1024, 0)}),
+    ],
+    ids=["parts of a group", "window"],
+)
+def test_workspace_is_large_enough(shape, mask):
+    """Gradients in two modes, of which the other one is known to have room."""
+    arrays = inputs(shape)
+
+    def gradients(deterministic):
+        function = partial(attention, deterministic=deterministic, **mask)
+        return jax.jit(jax.grad(lambda *x: jnp.sin(function(*x).astype(jnp.float32)).sum(), (0, 1, 2)))(
+            *arrays
+        )
+
+    for found, expected in zip(gradients(False), gradients(True), strict=True):
+        found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+        assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+@pytest.mark.gpu
 def test_cuda_graphs():
     """Graphs as XLA makes them: with the calls, their workspaces, and other memory between the replays."""
     q, k, v = inputs((3, 200, 200, 4, 2, 64))
@@ -607,16 +631,29 @@ def test_sizes_that_the_handlers_refuse():
 def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
     """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, False, deterministic)
+    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, -1, -1, False, deterministic)
     rows = 4 * 2 * 128  # of all heads, in blocks of 64
     assert bound >= 4 * rows * (2 + 128) + 4 * counters
+
+
+@pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
+def test_workspace_depends_on_the_mask():
+    """Behind a window long sequences need no cleared sums, but what is added to each of two parts is counted;
+    under a causal mask groups are split into more parts (Hopper's, with 132 multiprocessors)."""
+    ask = ours.kernels.library().flash_cute_jax_workspace
+    rows = 3 * 25_600
+    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 1024, 0, False, False) >= 4 * (
+        rows * (2 + 128) + 1 + 2 * rows // 64
+    )
+    rows, parts = 32 * 4096, 2 * 16 * 4096 * 128
+    assert ask(True, False, 1, 32, 1, 4096, 4096, 128, -1, 0, False, False) >= 4 * (rows * (2 + 128) + parts)
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
 def test_workspace_holds_the_list_of_packed_heads():
     """With 132 multiprocessors and a causal mask, 8 heads share a tile of 24 queries: 6 for each sequence."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    assert ask(False, False, 400, 64, 8, 128, 128, 128, True, False) >= 16 + 32 * 6 * 400
+    assert ask(False, False, 400, 64, 8, 128, 128, 128, -1, 0, True, False) >= 16 + 32 * 6 * 400
 
 
 def test_empty_within_shard_map():

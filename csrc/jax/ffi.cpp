@@ -48,11 +48,12 @@ int const* lengths(ffi::AnyBuffer const& buffer) {  // empty: they were not give
   return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
 }
 
+std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
+
 AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, float scale,
                             int64_t left, int64_t right) {
   Sizes const of_q(q), of_k(k);
   ElementType const element = q.element_type() == ffi::DataType::F16 ? ElementType::fp16 : ElementType::bf16;
-  auto limit = [](int64_t value) { return value < 0 ? std::nullopt : std::optional(value); };
   return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
           .element = element,
           .softmax_scale = scale,
@@ -224,14 +225,14 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dpro
 
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
 extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch, int heads_q, int heads_kv,
-                                            int seqlen_q, int seqlen_k, int head_dim, bool has_lengths,
-                                            bool deterministic) {
+                                            int seqlen_q, int seqlen_k, int head_dim, int64_t left,
+                                            int64_t right, bool has_lengths, bool deterministic) {
   using namespace flash_cute;
   AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
                                  .element = fp16 ? ElementType::fp16 : ElementType::bf16,
                                  .softmax_scale = 1.f,
-                                 .window_left = std::nullopt,
-                                 .window_right = std::nullopt,
+                                 .window_left = limit(left),
+                                 .window_right = limit(right),
                                  .family = std::nullopt,
                                  .packed = false,
                                  .ragged = has_lengths};

@@ -65,8 +65,9 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     auto const kernel = find(family, problem.element, problem.shape.head_dim);
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
-      constexpr int kMost = 144;  // of Hopper; with many, more sums of dQ are counted and groups split
-      for (int const multiprocessors : {1, kMost}) {
+      // Each number that a GPU may have: with more, groups are split into more parts, or into fewer.
+      int const largest_gpu = family == Family::sm90 ? 144 : 192;
+      for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
         most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));

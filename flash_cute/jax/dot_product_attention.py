@@ -271,6 +271,8 @@ def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
         seqlen_q,
         seqlen_k,
         head_dim,
+        options.left,
+        options.right,
         any(x is not None for x in lengths),
         options.deterministic,
     )

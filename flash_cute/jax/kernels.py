@@ -25,7 +25,12 @@ def library() -> ctypes.CDLL | None:
     for name in ("forward", "backward", "softmax", "softmax_backward"):
         handler = jax.ffi.pycapsule(getattr(found, f"flash_cute_jax_{name}"))
         jax.ffi.register_ffi_target(f"flash_cute_{name}", handler, platform="CUDA")
-    found.flash_cute_jax_workspace.argtypes = [ctypes.c_bool] * 2 + [ctypes.c_int] * 6 + [ctypes.c_bool] * 2
+    found.flash_cute_jax_workspace.argtypes = [
+        *[ctypes.c_bool] * 2,
+        *[ctypes.c_int] * 6,
+        *[ctypes.c_int64] * 2,
+        *[ctypes.c_bool] * 2,
+    ]
     found.flash_cute_jax_softmax_workspace.argtypes = [
         ctypes.c_bool,
         ctypes.c_int64,

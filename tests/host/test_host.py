@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import pytest
 import torch
@@ -760,18 +760,25 @@ def test_two_thread_blocks_share_a_tile(host, heads):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_some_sums_are_cleared(host, packed):
-    """Where a head's blocks of keys don't run at once, or tiles have several heads of many queries; not in
-    turns, where the first one is known."""
+    """Where the blocks of keys of a query don't run at once, or tiles have several heads of many queries; not
+    in turns, where the first one is known."""
 
-    def clears(seqlen, deterministic=False, heads_kv=4, queries=100):
-        sizes, lengths = (2, 4, heads_kv, queries, seqlen, 128), None
+    def clears(seqlen, deterministic=False, heads_kv=4, queries=100, window=FULL, head_dim=128):
+        sizes, lengths = (2, 4, heads_kv, queries, seqlen, head_dim), None
         if packed:
-            sizes = (2, 4, heads_kv, 2 * queries, 2 * seqlen, 128)
+            sizes = (2, 4, heads_kv, 2 * queries, 2 * seqlen, head_dim)
             lengths = ([0, queries, 2 * queries], [0, seqlen, 2 * seqlen], None, None, None)
         options = {} if heads_kv == 4 else {"multiprocessors": FEW}
         asked_for = (True, True, deterministic)
         return plan_backward(
-            host, 128, sizes, lengths=lengths, asked_for=asked_for, family="sm90", window=FULL, **options
+            host,
+            head_dim,
+            sizes,
+            lengths=lengths,
+            asked_for=asked_for,
+            family="sm90",
+            window=window,
+            **options,
         ).clears_sums
 
     assert not clears(130 * 128)
@@ -781,6 +788,21 @@ def test_some_sums_are_cleared(host, packed):
     assert clears(256, heads_kv=2, queries=8192)
     assert not clears(256, heads_kv=4, queries=8192)
     assert not clears(256, deterministic=True, heads_kv=2, queries=8192)
+    assert not clears(200 * 128, queries=200 * 128, window=(1024, 0))
+    assert clears(200 * 128, queries=200 * 128, window=(140 * 128, 0))
+    assert clears(200 * 128, queries=200 * 128, window=(1024, 0), head_dim=256)  # heads are side by side
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "apart"), [(64, True), (96, True), (128, True), (192, False), (256, False)]
+)
+def test_heads_come_one_by_one_where_rows_are_made_of_their_sums(host, head_dim, apart):
+    """Behind a window, too."""
+    sizes, window = (2, 3, 3, 17_000, 17_000, head_dim), (1000, 0)
+    batch = make_ragged_batch(host, sizes, window, [None] * 5)
+    heads = [(b, head) for (b, head, _), _ in host.key_tiles(head_dim, batch, False, HOPPERS)]
+    changes = sum(before != after for before, after in pairwise(heads))
+    assert (changes == 5) == apart
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -919,7 +941,8 @@ def test_last_heads_on_ampere_go_side_by_side_where_the_others_do_not(host):
         (64, (2, 6, 6, 1000, 1000), CAUSAL, False),
         (64, (20, 60, 30, 300, 1100), FULL, False),  # a group's are all found before its first tile
         (64, (2, 6, 6, 2048, 2048), (2000, 0), True),
-        (64, (2, 6, 6, 2048, 2048), (1000, 0), False),  # heads go side by side
+        (64, (2, 6, 6, 4096, 4096), (1000, 0), True),
+        (64, (2, 6, 6, 4096, 4096), (500, 0), False),
     ],
 )
 def test_who_finds_statistics(host, head_dim, sizes, window, finds):

@@ -48,7 +48,8 @@ struct PlainRows {
 // and no larger than asked for: tiles that read K and V anew should mix with tiles that find them in L2
 // (H100, d128, 16k tokens: sections of 25 MB take turns in being bound by memory and by arithmetic, and lose
 // 20% at seqlen 512 to sections of one head). Behind a window, tiles see few of their head's keys: there all
-// the heads that L2 holds go through their tiles side by side (window of 1024, d128: +1% at 16k, +6% at 4k).
+// the heads that L2 holds go through their tiles side by side, unless the heads are wanted one after the
+// other (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
   static constexpr bool kListed = false;
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
@@ -62,7 +63,7 @@ struct TileOrder {
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
   static TileOrder make(ProblemShape const& shape, WindowMask const& mask, PackedRows const& rows,
-                        int64_t l2_bytes, int wanted_tiles) {
+                        int64_t l2_bytes, int wanted_tiles, bool one_by_one = false) {
     int const queries = rows.tile_queries();
     int const m_blocks = ceil_div(shape.seqlen_q, queries);
     auto length = [&](int m_block) {
@@ -74,7 +75,7 @@ struct TileOrder {
     int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
     int64_t const packs = rows.packs(heads_per_kv);
-    bool const side_by_side = 5 * int64_t(longest) < 3 * int64_t(shape.seqlen_k);
+    bool const side_by_side = !one_by_one && 5 * int64_t(longest) < 3 * int64_t(shape.seqlen_k);
     int64_t const wanted = side_by_side ? in_l2 : wanted_tiles / (m_blocks * packs);
     int64_t const kv_heads = larger<int64_t>(1, smaller(in_l2, wanted));
     int64_t const sequences = int64_t(shape.batch) * shape.heads_kv * packs;

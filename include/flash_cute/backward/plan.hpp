@@ -96,12 +96,18 @@ struct QueriesOfKeys {
   }
 };
 
-// Keys that a query in its middle sees.
-inline int keys_of_a_query(BackwardParams const& params) {
-  WindowMask const mask = mean_mask(params);
-  int const query = mask.seqlen_q / 2;
-  return mask.end_key(query) - mask.first_key(query);
-}
+// Keys that a query sees: in its middle, and at most.
+struct KeysOfQueries {
+  int mean, most;
+
+  static KeysOfQueries of(BackwardParams const& params) {
+    WindowMask const mask = mean_mask(params);
+    auto keys_of = [&](int query) { return mask.end_key(query) - mask.first_key(query); };
+    int const mean = keys_of(mask.seqlen_q / 2);
+    int const of_ends = larger(keys_of(0), keys_of(larger(0, mask.seqlen_q - 1)));
+    return {mean, larger(mean, of_ends)};
+  }
+};
 
 inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
   int index = 0;
@@ -119,13 +125,16 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 // at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
 // to 2k: -10 to -25%, although 512 full wins 8% at head dim 128). On Ampere so where heads share K and V (-2
 // to +36% beside head by head); else they go pair by pair, and those of the last two rounds side by side,
-// longest first (causal, 512 to 4k: +1 to +5%, 16k -1 to 0%; all in sections -2 to +4%).
-inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles) {
+// longest first (causal, 512 to 4k: +1 to +5%, 16k -1 to 0%; all in sections -2 to +4%). Behind a window,
+// too, where rows of dQ are made as soon as a head's tiles are through (window of 1024, d128: +6% at 16k,
+// +12% at 4k; without such rows -1%).
+inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles,
+                           bool one_by_one) {
   ProblemShape const& shape = params.shape;
   ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
                              shape.seqlen_k, shape.seqlen_q, shape.head_dim};
   return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(tile.block_n, 1),
-                         params.device.l2_bytes, wanted_tiles);
+                         params.device.l2_bytes, wanted_tiles, one_by_one);
 }
 
 // Into how many equal parts a group of query heads is split, each with tiles of its own, whose dK and dV a
@@ -185,13 +194,17 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.key_blocks = keys.count();
   plan.query_tiles = plan.runs_queries ? alone.count() : 0;
   plan.query_blocks = queries.count();
-  // Storing first wins 0 to 12%, but loses 6% where a head's blocks of keys don't run all at once (head dim
-  // 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come to at different times, and
-  // the sums of one are large (2 to 24% more where they are not; H200).
+  // Storing first wins 0 to 12%, but loses 6% where the blocks of keys that share a block of queries don't
+  // run all at once (head dim 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come
+  // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
   plan.group_parts = group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic);
   plan.split_groups(params);
-  bool const at_once = plan.key_blocks <= int64_t(larger(1, shape.batch)) * at_a_time;
+  KeysOfQueries const keys_seen = KeysOfQueries::of(params);
+  bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
+  int64_t const of_sequence = ceil_div(plan.key_blocks, larger(1, shape.batch)),
+                of_queries = (int64_t(keys_seen.most) + plan.tile.block_m) / plan.tile.block_n + 2;
+  bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
   bool const small = int64_t(QueriesOfKeys::of(params).most) * bucket < kLargeSums;
   bool const stores_first = one_kernel && at_once && (small || shape.heads_q == shape.heads_kv);
@@ -208,7 +221,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   if (!params.lengths.given && plan.tiles > 0) {
     bool const by_pair = !one_kernel && shape.heads_q == params.heads_of_keys();
     int const rounds = one_kernel && deterministic ? 2 : 1;
-    plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time);
+    plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
     constexpr int kLastRounds = 2;
     if (by_pair && plan.order.section.value == 1) {  // behind a window heads are side by side anyway
       plan.last_pairs = smaller(plan.order.sequences, ceil_div(kLastRounds * at_a_time, plan.order.m_blocks));
@@ -223,14 +236,11 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.additions = is_counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.pairs = int64_t(shape.batch) * shape.heads_kv;
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
-    // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%).
+    // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1 to +2%). All of a pair's
+    // are found before its first tile, and a group has many (16k: -4%).
     constexpr int kPaysFrom = 512;
-    // All of a pair's are found before its first tile: a window's tiles go through all heads side by side,
-    // and a group has many (16k: -8 and -4%).
-    int const keys_seen = keys_of_a_query(params);
     plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
-                       !plan.order.side_by_side && keys_seen >= kPaysFrom &&
-                       2 * int64_t(keys_seen) >= mean_mask(params).seqlen_k;
+                       keys_seen.mean >= kPaysFrom;
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
