@@ -228,6 +228,15 @@ def test_long_sequences(kernel, heads, seqlen, head_dim, deterministic, dtype):
     check(kernel, shape, dtype, MASKS["causal"], deterministic=deterministic)
 
 
+@pytest.mark.gpu
+@repeats
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_window_of_more_keys_than_are_under_way(kernel, head_dim, deterministic):
+    """More tiles than Hopper's multiprocessors, but few for each query."""
+    shape = Shape(1, 1, 1, 17_200, 17_200, head_dim)
+    check(kernel, shape, torch.bfloat16, Mask(window=(1000, 0)), deterministic=deterministic)
+
+
 @dtypes
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
 @pytest.mark.parametrize("shape", ["no_tile_divides", "grouped_heads", "more_queries", "many_keys"])

@@ -959,7 +959,7 @@ def test_who_finds_statistics(host, head_dim, sizes, window, finds):
     assert not finds_stats(deterministic=True)
 
 
-@pytest.mark.parametrize("window", [CAUSAL, FULL], ids=["causal", "full"])
+@pytest.mark.parametrize("window", [CAUSAL, FULL, (600, 100)], ids=["causal", "full", "window"])
 def test_cases_whose_statistics_are_found(host, window):
     """These names say to GPU tests that the kernel in question finds them itself."""
     shape = SHAPES["many_keys"]
