@@ -83,25 +83,11 @@ inline WindowMask mean_mask(BackwardParams const& params) {
   return mask;
 }
 
-// Queries that see a key: in its middle, and at most.
-struct QueriesOfKeys {
+// Keys that a query sees, one in the middle and at most; of the transposed mask, queries that see a key.
+struct KeysSeen {
   int mean, most;
 
-  static QueriesOfKeys of(BackwardParams const& params) {
-    WindowMask const mask = mean_mask(params);
-    auto queries_of = [&](int key) { return mask.end_row(key) - mask.first_row(key); };
-    int const mean = queries_of(mask.seqlen_k / 2);
-    int const of_ends = larger(queries_of(0), queries_of(larger(0, mask.seqlen_k - 1)));
-    return {mean, larger(mean, of_ends)};
-  }
-};
-
-// Keys that a query sees: in its middle, and at most.
-struct KeysOfQueries {
-  int mean, most;
-
-  static KeysOfQueries of(BackwardParams const& params) {
-    WindowMask const mask = mean_mask(params);
+  static KeysSeen by(WindowMask const& mask) {
     auto keys_of = [&](int query) { return mask.end_key(query) - mask.first_key(query); };
     int const mean = keys_of(mask.seqlen_q / 2);
     int const of_ends = larger(keys_of(0), keys_of(larger(0, mask.seqlen_q - 1)));
@@ -109,11 +95,16 @@ struct KeysOfQueries {
   }
 };
 
+inline KeysSeen keys_of_queries(BackwardParams const& params) { return KeysSeen::by(mean_mask(params)); }
+inline KeysSeen queries_of_keys(BackwardParams const& params) {
+  return KeysSeen::by(mean_mask(params).transposed());
+}
+
 inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
     return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
-           tile.pays_from <= QueriesOfKeys::of(params).mean;
+           tile.pays_from <= queries_of_keys(params).mean;
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
   return tiles.keys[index];
@@ -148,7 +139,7 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int bucket, int key_blocks,
                        int at_a_time, bool deterministic) {
   ProblemShape const& shape = params.shape;
-  auto const [mean, most] = QueriesOfKeys::of(params);
+  auto const [mean, most] = queries_of_keys(params);
   bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
   int const group = shape.heads_q / larger(1, shape.heads_kv);
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
@@ -200,13 +191,13 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
   plan.group_parts = group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic);
   plan.split_groups(params);
-  KeysOfQueries const keys_seen = KeysOfQueries::of(params);
+  KeysSeen const keys_seen = keys_of_queries(params);
   bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
   int64_t const of_sequence = ceil_div(plan.key_blocks, larger(1, shape.batch)),
                 of_queries = (int64_t(keys_seen.most) + plan.tile.block_m) / plan.tile.block_n + 2;
   bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
-  bool const small = int64_t(QueriesOfKeys::of(params).most) * bucket < kLargeSums;
+  bool const small = int64_t(queries_of_keys(params).most) * bucket < kLargeSums;
   bool const stores_first = one_kernel && at_once && (small || shape.heads_q == shape.heads_kv);
   plan.clears_sums = plan.sums_dq && !deterministic && !stores_first;
   if (one_kernel) {
