@@ -32,26 +32,28 @@ def problems(causal: Problem, group: int, window: tuple[int | None, int | None])
     }
 
 
-def visited_flops(problem: Problem, inputs) -> int:
+def visited_flops(problem: Problem, inputs, family: str) -> int:
     """Of the blocks that our kernel visits; on the CPU of the visible pairs."""
-    backward = problem.direction == "backward"
-    plan = flash_cute.explain(*inputs[:3], problem.causal, window=problem.window, backward=backward)
+    options = {"window": problem.window, "backward": problem.direction == "backward"}
+    if family != contenders.CPU:
+        options["family"] = family
+    plan = flash_cute.explain(*inputs[:3], problem.causal, **options)
     if plan["family"] == "cpu":
         return problem.flops
     return problem.visited_flops(plan["block_m"] // plan["packed_heads"], plan["block_n"])
 
 
-def measure(cases: dict[str, Problem], device, seconds: float, regime: str) -> dict:
+def measure(cases: dict[str, Problem], device, seconds: float, regime: str, family: str | None) -> dict:
     """For each case its times, its FLOP rates, and the latter's share of the first case's."""
     inputs = {name: problem.inputs(device) for name, problem in cases.items()}
-    ours = contenders.families(device, cases["causal"].direction)[-1]
-    calls = {name: contenders.prepare(ours, cases[name], *inputs[name]) for name in cases}
+    family = family or contenders.families(device, cases["causal"].direction)[-1]
+    calls = {name: contenders.prepare(family, cases[name], *inputs[name]) for name in cases}
     if regime == "burst":
         samples = timing.burst(calls, device, seconds)
     else:
         samples, _ = timing.sustained(calls, device, seconds / len(calls) / TURNS, TURNS)
     first = next(iter(cases))
-    flops = {name: visited_flops(problem, inputs[name]) for name, problem in cases.items()}
+    flops = {name: visited_flops(problem, inputs[name], family) for name, problem in cases.items()}
     found = {}
     for name, problem in cases.items():
         times = timing.summary(samples[name])
@@ -66,14 +68,14 @@ def measure(cases: dict[str, Problem], device, seconds: float, regime: str) -> d
             "visited_tflops": flops[name] / times["median"] / 1e6,
             "share": timing.summary(shares),
         }
-    return {"regime": regime, "rounds": len(samples[first]), "cases": found}
+    return {"regime": regime, "family": family, "rounds": len(samples[first]), "cases": found}
 
 
 def markdown(results: dict) -> str:
     lines = source(results["environment"])
     for measured in results["measured"]:
         problem = next(iter(measured["cases"].values()))["problem"]
-        shape = f"{problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
+        shape = f"{measured['family']}, {problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
         shape += f", head dim {problem['head_dim']}, {problem['dtype']}"
         lines += ["", f"{measured['regime'].capitalize()}, {shape}, rounds: {measured['rounds']}", ""]
         header = [
@@ -104,6 +106,7 @@ def main(arguments: list[str] | None = None) -> Path:
     add_direction(args, "forward", "backward")
     args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="of the causal problem")
     args.add_argument("--group", type=int, help="query heads per K/V head (default: 8, on the CPU 2)")
+    args.add_argument("--family", help="ours (default: the last that runs here)")
     args.add_argument("--window", type=parse_window, default=(1024, 0), metavar="LEFT,RIGHT")
     args.add_argument("--seconds", type=float, default=6.0, help="of measuring per type and regime")
     add_regime(args)
@@ -120,7 +123,7 @@ def main(arguments: list[str] | None = None) -> Path:
         cases = problems(causal, group, options.window)
         for regime in timing.REGIMES:
             if options.regime in (regime, "both"):
-                measured.append(measure(cases, device, options.seconds, regime))
+                measured.append(measure(cases, device, options.seconds, regime, options.family))
     results = {"environment": environment(device), "measured": measured}
     name = options.name or result_name("masks", options.direction)
     return save_and_show(results, markdown(results), name, options.output)

@@ -65,15 +65,19 @@ struct ForwardParams {
 
 // What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see BlockPlaces).
 struct BackwardWorkspace {
-  float* lse = nullptr;    // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing
+  // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing. It and delta may lie where rows of
+  // dQ will.
+  float* lse = nullptr;
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;
-  // Where parts of a group of query heads have tiles of their own: what these find of dK and dV,
-  // (2, heads_kv, blocks of keys, block_n * head dim of the kernel), as registers lie. Else null.
+  // Where parts of a group of query heads have tiles of their own: sums of what these find of dK and dV,
+  // (2, heads_kv / parts_of_sum, blocks of keys, block_n * head dim of the kernel), as registers lie. Else
+  // null.
   float* dkv = nullptr;
   int64_t floats_of_dk = 0;
+  int parts_of_sum = 1;
   // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;

@@ -287,6 +287,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
+      .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
       .def_readonly("last_pairs", &BackwardPlan::last_pairs)
       .def_readonly("rows", &BackwardPlan::rows)
       .def_readonly("tiles", &BackwardPlan::tiles)

@@ -713,7 +713,44 @@ def test_kernels_of_the_backward(host, asked_for, runs):
     assert (plan.query_blocks, plan.key_blocks) == (2 * 2, 2 * 5)
     rows = 4 * plan.query_blocks * plan.tile.block_m
     parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.group_parts > 1 and plan.runs_keys else 0
-    assert plan.workspace_bytes == 4 * (parts + rows * (2 + 128 * plan.sums_dq))
+    if not asked_for[2]:
+        parts //= plan.group_parts  # these add to the same sums
+    assert plan.stats_in_dq == plan.sums_dq
+    assert plan.workspace_bytes == 4 * (parts + rows * (128 if plan.sums_dq else 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "in_dq"),
+    [
+        ((2, 4, 4, 4, 300, 64), None, True),  # 512 bytes a head for 64 queries
+        ((2, 4, 4, 3, 300, 64), None, False),
+        ((2, 4, 4, 128, 300, 64), [0, 64, 128], True),  # a block more for each sequence
+        ((64, 4, 4, 64, 300, 64), list(range(65)), False),
+        ((64, 4, 4, 64, 64, 64), [64] * 64 + [128], False),
+    ],
+)
+def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in_dq):
+    lengths = lengths and [lengths, lengths, None, None, None]
+    plan = plan_backward(host, 64, sizes, lengths=lengths)
+    assert plan.stats_in_dq == in_dq
+    assert plan.workspace_bytes >= 4 * plan.rows * (64 + 2 * (not in_dq))
+    for family, asked_for in (("sm90", (True, True, False)), ("sm80", (True, True, True))):
+        assert not plan_backward(
+            host, 64, sizes, lengths=lengths, family=family, asked_for=asked_for
+        ).stats_in_dq
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (1000, 0)])
+@pytest.mark.parametrize("heads", [(16, 16), (16, 8), (16, 2), (28, 4), (32, 1), (71, 1), (6, 2)])
+@pytest.mark.parametrize("seqlen", [128, 1024, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_workspace_is_no_larger_than_flash_attention_2s(host, head_dim, seqlen, heads, window):
+    """By its source: sums of dQ and a float for each query, and a dK and dV for each query head."""
+    for batch in (1, 4):
+        queries, keys = (batch * seqlen * number for number in (heads[0], heads[0] * (heads[0] != heads[1])))
+        sizes = (batch, *heads, seqlen, seqlen, head_dim)
+        plan = plan_backward(host, head_dim, sizes, window=window)
+        assert plan.workspace_bytes <= queries * 4 * (head_dim + 1) + 2 * keys * 2 * head_dim
 
 
 @pytest.mark.parametrize(
@@ -836,16 +873,16 @@ def test_who_makes_rows_of_dq(host, head_dim):
         (64, (1, 14, 2, 64, 64), FULL, 7),
         (256, (16, 8, 1, 1024, 1024), CAUSAL, 2),
         (128, (1, 28, 4, 4096, 4096), CAUSAL, 7),  # 3 would do
-        (128, (1, 28, 4, 8192, 8192), CAUSAL, 1),  # 7 would take 235 MB
+        (128, (1, 28, 4, 8192, 8192), CAUSAL, 7),
         (64, (1, 71, 1, 2048, 2048), CAUSAL, 71),
-        (64, (1, 71, 1, 16384, 16384), CAUSAL, 1),
-        (128, (1, 127, 1, 8192, 8192), FULL, 1),
+        (64, (1, 71, 1, 16384, 16384), CAUSAL, 71),
+        (128, (1, 127, 1, 8192, 8192), FULL, 127),
         (128, (1, 130, 1, 2048, 2048), FULL, 10),  # 8 would do
         (128, (2, 1 << 20, 1, 0, 0), FULL, 1),
     ],
 )
 def test_parts_of_groups(host, head_dim, sizes, window, parts):
-    """As few as fill the GPU, or even out the ends of tiles; the workspace has what each of them finds."""
+    """As few as fill the GPU, or even out the ends of tiles; they add to the same sums."""
 
     def planned(asked_for):
         shape = (*sizes, head_dim)
@@ -853,7 +890,7 @@ def test_parts_of_groups(host, head_dim, sizes, window, parts):
 
     plan, without_keys = planned((True, True, False)), planned((True, False, False))
     assert plan.group_parts == without_keys.group_parts == parts
-    floats = 2 * plan.tiles * plan.tile.block_n * head_dim if parts > 1 else 0
+    floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.workspace_bytes == without_keys.workspace_bytes + 4 * floats
 
 
@@ -885,9 +922,9 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
 )
 def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm80", window=window)
-    floats = 2 * plan.tiles * plan.tile.block_n * head_dim if parts > 1 else 0
+    floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.group_parts == parts
-    assert plan.workspace_bytes == 4 * (floats + plan.rows * (2 + head_dim))
+    assert plan.workspace_bytes == 4 * (floats + plan.rows * head_dim)
     grouped = sizes[1] != sizes[2]
     assert (plan.last_pairs == 0) == grouped
 

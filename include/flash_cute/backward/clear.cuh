@@ -8,6 +8,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/zeros.hpp"
 #include "flash_cute/core/early_launch.hpp"
 
 namespace flash_cute {
@@ -92,11 +93,8 @@ template <Family family, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
   wait_for_grid_before();
   number_keys<kThreads>(params);
-  auto* const zeros = static_cast<uint4*>(params.workspace.zeros);
-  int64_t const threads = int64_t(gridDim.x) * kThreads, thread = blockIdx.x * kThreads + threadIdx.x;
-  if (params.workspace.stats_known) {  // else a kernel that comes in any case does: backward_preprocess_sm90
-    for (int64_t i = thread; i < params.workspace.zero_chunks; i += threads) zeros[i] = {};
-  }
+  // Else a kernel that comes in any case does: backward_preprocess_sm90.
+  if (params.workspace.stats_known) clear_zeros(params.workspace);
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};

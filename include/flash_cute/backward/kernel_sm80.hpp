@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto store = [&](KeyGradient which, TensorView const& view, auto& acc, auto const& coords) {
     if (params.workspace.dkv) {
       using Parts = KeyParts<Traits>;
-      return Parts::store(Parts::of(params, which, Parts::slot_of(params, tile), 0, own(read_thread_index())),
-                          acc);
+      return Parts::add(Parts::of(params, which, Parts::slot_of(params, tile), 0, own(read_thread_index())),
+                        acc);
     }
     scale_gradient(params, which, acc);
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,

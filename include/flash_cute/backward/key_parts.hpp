@@ -1,5 +1,5 @@
-// dK and dV of keys whose query heads were shared out among several tiles: floats that each leaves as its
-// registers lie, and the kernel that adds them up.
+// dK and dV of keys whose query heads were shared out among several tiles: sums that these add to, as
+// registers lie, and the kernel that makes rows of them.
 #pragma once
 
 #include "flash_cute/attention/store_rows.hpp"
@@ -29,15 +29,15 @@ CUTE_DEVICE void scale_gradient(BackwardParams const& params, KeyGradient which,
 template <class Traits>
 struct KeyParts {
   static constexpr int kThreads = Traits::kKeyThreads;  // that have a block's keys
-  static constexpr int kFours = Traits::kBlockN * Traits::kHeadDim / 4;
+  static constexpr int kFloats = Traits::kBlockN * Traits::kHeadDim;
 
   CUTE_DEVICE static BlockPlaces places(BackwardParams const& params) {
     return {params.lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, Traits::kTileN};
   }
 
-  // Of a block of keys of a head, or of a part of its group.
-  CUTE_DEVICE static int slot_of(BackwardParams const& params, int head_kv, int place) {
-    return head_kv * places(params).count() + place;
+  // The sum that a part of a group adds to, of a block of its keys.
+  CUTE_DEVICE static int slot_of(BackwardParams const& params, int part, int place) {
+    return part / params.workspace.parts_of_sum * places(params).count() + place;
   }
   CUTE_DEVICE static int slot_of(BackwardParams const& params, KeyTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
@@ -45,24 +45,22 @@ struct KeyParts {
   }
 
   // rank: of a thread block among those that share a tile's keys. thread: one of kThreads.
-  CUTE_DEVICE static float4* of(BackwardParams const& params, KeyGradient which, int slot, int rank,
-                                int thread) {
-    auto* const gradient = params.workspace.dkv + int64_t(which) * params.workspace.floats_of_dk;
-    return reinterpret_cast<float4*>(gradient) + (int64_t(slot) * Traits::kCluster + rank) * kFours + thread;
+  CUTE_DEVICE static float* of(BackwardParams const& params, KeyGradient which, int slot, int rank,
+                               int thread) {
+    return params.workspace.dkv + int64_t(which) * params.workspace.floats_of_dk +
+           (int64_t(slot) * Traits::kCluster + rank) * kFloats + thread;
   }
 
   template <class Accumulator>
-  CUTE_DEVICE static void store(float4* fours, Accumulator const& acc) {
+  CUTE_DEVICE static void add(float* sums, Accumulator const& acc) {
     CUTE_UNROLL
-    for (int i = 0; i < size(acc) / 4; ++i) {
-      fours[i * kThreads] = {acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3)};
-    }
+    for (int i = 0; i < size(acc); ++i) atomicAdd(sums + i * kThreads, acc(i));
   }
 };
 
 // A thread block for dK or dV of a block of keys of a head.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kKeyThreads)
+__global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes few registers, and spills
     backward_join(__grid_constant__ BackwardParams const params) {
   wait_for_grid_before();
   using Parts = KeyParts<Traits>;
@@ -80,17 +78,11 @@ __global__ void __launch_bounds__(Traits::kKeyThreads)
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
   clear(sum);
 #pragma unroll 1
-  for (int part = 0; part < params.group_parts; ++part) {
+  for (int part = 0; part < params.group_parts; part += params.workspace.parts_of_sum) {
     int const slot = Parts::slot_of(params, head * params.group_parts + part, place);
-    auto const* const fours = Parts::of(params, which, slot, rank, threadIdx.x);
+    float const* const floats = Parts::of(params, which, slot, rank, threadIdx.x);
     CUTE_UNROLL
-    for (int i = 0; i < size(sum) / 4; ++i) {
-      float4 const four = fours[i * Parts::kThreads];
-      sum(4 * i) += four.x;
-      sum(4 * i + 1) += four.y;
-      sum(4 * i + 2) += four.z;
-      sum(4 * i + 3) += four.w;
-    }
+    for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Parts::kThreads];
   }
   Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
   scale_gradient(params, which, sum);

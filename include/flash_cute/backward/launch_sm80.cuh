@@ -37,10 +37,6 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  if (params.lengths.given) {
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
-                                                             0, stream, params);
-  }
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, queries, kRowThreads, 0, stream, params);
@@ -61,6 +57,10 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.query_tiles * params.shape.heads_q,
                                                      Query::kThreads, sizeof(typename Query::SharedStorage),
                                                      stream, params, plan.tile.block_m);
+  }
+  if (params.lengths.given) {  // last, as LSE and delta may have lain in dQ
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
+                                                             0, stream, params);
   }
 }
 

@@ -34,7 +34,9 @@ struct BackwardPlan {
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
   int64_t key_places;           // more of them, which nobody clears (see number_keys), behind in_order
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
-  int64_t part_floats;          // of the workspace: what tiles of parts of groups find of dK and dV
+  int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
+  int parts_of_sum;             // that add to one of these, 1 if it is to have one order
+  bool stats_in_dq;             // do LSE and delta lie where rows of dQ will, which are written last?
   int64_t workspace_bytes;
 
   // As kernels see it: each part of a group has a head of K and V.
@@ -46,19 +48,20 @@ struct BackwardPlan {
   // Blocks of dK and of dV that are joined of such parts: by how many thread blocks.
   int key_parts() const { return part_floats > 0 ? 2 * tile.cluster * (tiles / group_parts) : 0; }
 
-  // Where each part of a workspace begins.
-  BackwardWorkspace parts(void* workspace) const {
-    auto* const dkv = static_cast<float*>(workspace);
-    float *const floats = dkv + part_floats, *const sums = floats + 2 * rows;
-    int* const ints = reinterpret_cast<int*>(sums + rows * dq_columns);
+  // Where each part of a workspace begins. dq: the memory of dQ.
+  BackwardWorkspace parts(void* workspace, void* dq) const {
+    auto* const begin = static_cast<float*>(workspace);
+    float *const floats = stats_in_dq ? static_cast<float*>(dq) : begin,
+                 *const sums = stats_in_dq ? begin : begin + 2 * rows, *const dkv = sums + rows * dq_columns;
+    int* const ints = reinterpret_cast<int*>(dkv + part_floats);
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
-    bool const with_sums = clears_sums && counters > 0;
-    int64_t const zero_ints = (with_sums ? rows * dq_columns : 0) + counters;
+    float* const zeros = clears_sums ? sums : dkv;
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? sums : nullptr,
             .dkv = part_floats > 0 ? dkv : nullptr,
             .floats_of_dk = part_floats / 2,
+            .parts_of_sum = parts_of_sum,
             .additions = additions > 0 ? ints + 1 : nullptr,
             .in_turns = in_turns,
             .in_order = counters > 0 ? ints + counters : nullptr,
@@ -69,8 +72,9 @@ struct BackwardPlan {
             .finished = makes_rows ? of_rows + 1 : nullptr,
             .stats_taken = finds_stats ? of_stats : nullptr,
             .stats_known = finds_stats ? of_stats + 1 : nullptr,
-            .zeros = with_sums ? static_cast<void*>(sums) : ints,
-            .zero_chunks = zero_ints * int64_t(sizeof(int)) / kZeroBytes};
+            .zeros = zeros,
+            .zero_chunks =
+                (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
   }
 };
 
@@ -128,16 +132,16 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
                          params.device.l2_bytes, wanted_tiles, one_by_one);
 }
 
-// Into how many equal parts a group of query heads is split, each with tiles of its own, whose dK and dV a
-// kernel behind adds up; that costs some 4 steps a tile. As few as fill the GPU, where each key is seen by as
-// many queries; else tiles of the longest keys would be left at the end, and the shorter ones read other
-// heads than these, more than L2 holds: then as many as fill it twice, if they have steps enough (H200; 8
-// query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to 0%; full -8% for two).
-// If no such number divides the group, nor one up to twice as large, the whole group if that is little
-// memory. In deterministic mode so many as keep some more steps: then an entry has the same bits in any
-// batch.
-inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int bucket, int key_blocks,
-                       int at_a_time, bool deterministic) {
+// Into how many equal parts a group of query heads is split, each with tiles of its own, which add their dK
+// and dV to sums that a kernel behind makes rows of; that costs some 4 steps a tile. As few as fill the GPU,
+// where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
+// shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
+// steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
+// 0%; full -8% for two). If no such number divides the group, nor one up to twice as large, into single
+// heads. In deterministic mode so many as keep some more steps, each with sums of its own: then an entry has
+// the same bits in any batch.
+inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
+                       bool deterministic) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = queries_of_keys(params);
   bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
@@ -145,26 +149,22 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
   int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
   constexpr int kStepsOfPart = 32;
-  constexpr int64_t kLittle = 128 << 20;
   auto enough = [&](int parts) {
     bool const fills = 8 * tiles * parts >= 7 * int64_t(at_a_time);
     bool const pays = uneven && tiles * parts < 2 * int64_t(at_a_time) && steps >= 2 * kStepsOfPart * parts;
     return fills && !pays;
   };
-  auto divisor_up_to = [&](int64_t most_parts) {
-    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, most_parts)));
+  if (tiles == 0) return 1;
+  if (deterministic) {
+    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, steps / (8 * kStepsOfPart))));
     while (group % parts != 0) --parts;
     return parts;
-  };
-  if (tiles == 0) return 1;
-  if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
+  }
   int wanted = 1;
   while (wanted < group && !enough(wanted)) ++wanted;
   int parts = wanted;
   while (parts < 2 * wanted && group % parts != 0) ++parts;
-  if (group % parts == 0) return parts;
-  int64_t const bytes_of_heads = 2 * tiles * group * tile.block_n * bucket * int64_t(sizeof(float));
-  return bytes_of_heads <= kLittle ? group : divisor_up_to(wanted);
+  return group % parts == 0 ? parts : group;
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
@@ -189,7 +189,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // run all at once (head dim 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come
   // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
-  plan.group_parts = group_parts(params, plan.tile, bucket, plan.key_blocks, at_a_time, deterministic);
+  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic);
+  plan.parts_of_sum = deterministic ? 1 : plan.group_parts;
   plan.split_groups(params);
   KeysSeen const keys_seen = keys_of_queries(params);
   bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
@@ -206,7 +207,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
   if (needs_dkv && plan.group_parts > 1) {
-    plan.part_floats = 2 * int64_t(plan.tiles) * plan.tile.block_n * bucket;
+    plan.part_floats = 2 * int64_t(plan.tiles / plan.parts_of_sum) * plan.tile.block_n * bucket;
   }
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
   if (!params.lengths.given && plan.tiles > 0) {
@@ -237,8 +238,13 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
     plan.key_places = params.lengths.given ? shape.batch + 1 : 0;
   }
+  int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
+  int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
+                stats = 2 * plan.rows;
+  plan.stats_in_dq = plan.sums_dq && !one_kernel && stats * int64_t(sizeof(float)) <= dq_bytes;
   int64_t const integers = one_kernel ? plan.counters + 1 + plan.key_places : 0;
-  plan.workspace_bytes = (plan.part_floats + plan.rows * (2 + plan.dq_columns)) * int64_t(sizeof(float)) +
+  plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
+                             int64_t(sizeof(float)) +
                          integers * int64_t(sizeof(int));
   return plan;
 }

@@ -1,11 +1,12 @@
-// The kernel before the Ampere family's backward: what is known of each query alone, and sums of dQ that
-// start at 0.
+// The kernel before the Ampere family's backward: what is known of each query alone, and sums that start at
+// 0.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
 #include "flash_cute/backward/key_tile.hpp"
+#include "flash_cute/backward/zeros.hpp"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   Sequence const s = sequence_for<Family::sm80>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
+  clear_zeros(params.workspace);
   if (!has_rows(m_begin, s.used)) return;
 
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
@@ -55,10 +57,6 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (!params.workspace.dq) return;
-  constexpr int kFloats = kBlockM * Instance::head_dim;
-  auto* const sums = reinterpret_cast<float4*>(params.workspace.dq + place * kFloats);
-  for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
 }
 
 }  // namespace flash_cute

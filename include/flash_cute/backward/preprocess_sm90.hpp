@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/backward/query_stats_sm90.hpp"
+#include "flash_cute/backward/zeros.hpp"
 
 namespace flash_cute {
 
@@ -39,14 +40,11 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   }
   __syncthreads();
 
-  auto clear = [](void* target, int64_t first, int64_t count, int64_t step) {
-    for (int64_t i = first; i < count; i += step) static_cast<uint4*>(target)[i] = {};
-  };
-  clear(workspace.zeros, int64_t(blockIdx.x) * kBlockM + threadIdx.x, workspace.zero_chunks,
-        int64_t(gridDim.x) * kBlockM);
+  clear_zeros(workspace);
   // Out of order, a block of queries may have no tile that stores first, and still rows are made of its sums.
   if (workspace.finished && workspace.additions && !offsets_in_order(params)) {
-    clear(workspace.dq + place * kFloats, threadIdx.x, kFloats / 4, kBlockM);
+    auto* const sums = reinterpret_cast<uint4*>(workspace.dq + place * kFloats);
+    for (int i = threadIdx.x; i < kFloats / 4; i += kBlockM) sums[i] = {};
   }
   if (!exists) return;
 

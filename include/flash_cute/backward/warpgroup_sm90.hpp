@@ -160,7 +160,7 @@ struct BackwardWarpgroup {
         using Parts = KeyParts<Traits>;
         int const slot = shared.part_slots[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-        return Parts::store(Parts::of(params, which, slot, rank, key_thread()), acc);
+        return Parts::add(Parts::of(params, which, slot, rank, key_thread()), acc);
       }
     }
     bool const is_dk = which == KeyGradient::dk;
