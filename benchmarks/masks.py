@@ -75,8 +75,8 @@ def markdown(results: dict) -> str:
     lines = source(results["environment"])
     for measured in results["measured"]:
         problem = next(iter(measured["cases"].values()))["problem"]
-        shape = f"{measured['family']}, {problem['batch']} x {problem['heads_q']} heads, {problem['seqlen_q']} tokens"
-        shape += f", head dim {problem['head_dim']}, {problem['dtype']}"
+        shape = f"{measured['family']}, {problem['batch']} x {problem['heads_q']} heads"
+        shape += f", {problem['seqlen_q']} tokens, head dim {problem['head_dim']}, {problem['dtype']}"
         lines += ["", f"{measured['regime'].capitalize()}, {shape}, rounds: {measured['rounds']}", ""]
         header = [
             "",

@@ -645,8 +645,8 @@ def test_workspace_depends_on_the_mask():
     assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 1024, 0, False, False) >= 4 * (
         rows * (2 + 128) + 1 + 2 * rows // 64
     )
-    rows, parts = 32 * 4096, 2 * 4096 * 128
-    assert ask(True, False, 1, 32, 1, 4096, 4096, 128, -1, 0, False, False) >= 4 * (rows * (2 + 128) + parts)
+    rows, parts = 16 * 16 * 1024, 2 * 16 * 2 * 1024 * 128
+    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, -1, 0, False, False) >= 4 * (rows * (2 + 128) + parts)
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
