@@ -157,6 +157,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("unmasked", [](WindowMask const& mask, int m_begin, int block_m,
                           int block_n) { return as_pair(mask.unmasked(m_begin, block_m, block_n)); })
       .def("transposed", &WindowMask::transposed)
+      .def("from_key", &WindowMask::from_key)
       .def("first_row", &WindowMask::first_row)
       .def("end_row", &WindowMask::end_row)
       .def("visited_rows", [](WindowMask const& mask, int n_begin, int block_n,

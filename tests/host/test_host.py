@@ -81,6 +81,16 @@ def test_the_mask_looks_both_ways(host, case):
                 assert transposed.visible(key, row) == mask.visible(row, key) == expected[row, key]
 
 
+@given(masks, blocks)
+def test_keys_counted_from_another_one(host, case, first):
+    mask, expected = make_mask(host, *case), visible_pairs(*case)
+    moved = mask.from_key(first)
+    for row, key in expected[:, first:].nonzero().tolist():
+        assert moved.visible(row, key)
+    seen = sum(moved.visible(row, key) for row in range(mask.seqlen_q) for key in range(mask.seqlen_k))
+    assert seen == expected[:, first:].sum()
+
+
 @given(masks, blocks, blocks)
 def test_block_ranges_of_keys_are_tight(host, case, block_m, block_n):
     mask = make_mask(host, *case)

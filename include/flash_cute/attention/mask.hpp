@@ -58,6 +58,11 @@ struct WindowMask {
   // row j sees key i there.
   FLASH_CUTE_HOST_DEVICE WindowMask transposed() const { return {seqlen_k, seqlen_q, right, left}; }
 
+  // The same with keys counted from this one on.
+  FLASH_CUTE_HOST_DEVICE WindowMask from_key(int key) const {
+    return {seqlen_q, seqlen_k - key, left, right};
+  }
+
   // The queries that see a key are those from first_row to end_row - 1.
   FLASH_CUTE_HOST_DEVICE int first_row(int key) const { return transposed().first_key(key); }
   FLASH_CUTE_HOST_DEVICE int end_row(int key) const { return transposed().end_key(key); }

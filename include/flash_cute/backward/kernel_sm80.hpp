@@ -18,9 +18,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
-  auto const of_block = tile_of_block<Traits::kTileInSharedMemory>(
-      [&] { return order(params, Traits::kBlockM, Traits::kBlockN, read_block_index()); });
-  KeyTile const& tile = of_block.get();
+  auto const of_block = tile_of_block<Traits::kTileInSharedMemory>([&]() -> typename Traits::Tile {
+    return order(params, Traits::kBlockM, Traits::kBlockN, read_block_index());
+  });
+  typename Traits::Tile const& tile = of_block.get();
   if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) return;
 
   using TileKV = typename Traits::TileKV;

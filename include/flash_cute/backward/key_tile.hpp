@@ -25,6 +25,16 @@ struct KeyTile {
 };
 static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
 
+// In the Ampere family where halves of a thread block split the work: kept in shared memory, so that this
+// takes no register.
+struct SplitKeyTile : KeyTile {
+  int first_row;  // that sees a key
+
+  SplitKeyTile() = default;
+  FLASH_CUTE_HOST_DEVICE SplitKeyTile(KeyTile const& tile)
+      : KeyTile(tile), first_row(tile.sequence.mask.first_seeing_row()) {}
+};
+
 // Of packed keys: see number_keys.
 FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
   return !params.lengths.cu_seqlens_k || *params.workspace.in_order;

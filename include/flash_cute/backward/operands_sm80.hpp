@@ -31,10 +31,10 @@ CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int th
 template <class Traits>
 struct KeyTileLoader {
   BackwardParams const& params;
-  KeyTile const& tile;
+  typename Traits::Tile const& tile;
   typename Traits::SharedStorage& shared;
-  int thread;  // of those that load
-  int first_row = tile.sequence.mask.first_seeing_row();
+  int thread;                                                  // of those that load
+  int kept_first_row = tile.sequence.mask.first_seeing_row();  // unless the tile has it
 
   // K or V.
   CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
@@ -48,6 +48,8 @@ struct KeyTileLoader {
   CUTE_DEVICE void load_queries(int head, int block, int stage) const {
     constexpr int kBlockM = Traits::kBlockM;
     int const begin = block * kBlockM, seqlen_q = tile.sequence.mask.seqlen_q;
+    int first_row = kept_first_row;
+    if constexpr (Traits::kSplitsWork) first_row = tile.first_row;
     TileInterior const interior{first_row - begin, {seqlen_q - begin, params.shape.head_dim}};
     int const rows_dout = params.dout.data ? seqlen_q - begin : 0;
     TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim}};

@@ -26,10 +26,9 @@ struct BackwardSplitMainloopSm80 {
 
   // acc: dV of the first half, dK of the second, (MMA, MMA_N, MMA_D).
   template <class Gradient>
-  CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
+  CUTE_DEVICE static void run(BackwardParams const& params, SplitKeyTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc) {
     WindowMask const& mask = tile.sequence.mask;
-    MaskOfKeys const mask_of_keys{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
     BlockRange const unmasked = tile.n_begin + kBlockN <= mask.seqlen_k
                                     ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
@@ -105,7 +104,8 @@ struct BackwardSplitMainloopSm80 {
                       [&](int i, int pieces) { do_share(i, pieces, kSums, add); });
       if (has_weights) {
         if (!unmasked.contains(block)) {
-          hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, scores);
+          MaskOfKeys const from_block{mask.transposed().from_key(block * kBlockM)};
+          hide_invisible<PlacedKeys>(from_block, PlainRows{}, tile.n_begin, 0, cS, scores);
         }
         weigh(scores, cS, own_stats + stage * kBlockM, params.softmax_scale * float(M_LOG2E));
         CUTE_UNROLL

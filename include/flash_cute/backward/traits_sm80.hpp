@@ -30,6 +30,7 @@ struct BackwardTraitsSm80 {
   static constexpr bool kSplitsWork = kTile.splits_work();
   static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using Tile = std::conditional_t<kSplitsWork, SplitKeyTile, KeyTile>;
 
   // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
   // its registers; where several share them, they do so through shared memory.
@@ -76,7 +77,7 @@ struct BackwardTraitsSm80 {
   static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
   // Two blocks of head dim 128 leave no room for it.
   static constexpr bool kTileInSharedMemory = kHeadDim != 128;
-  static_assert(sizeof(KeyTile) <= kTileBytes);
+  static_assert(sizeof(Tile) <= kTileBytes);
 
   using LoadAtom = typename TensorCore::LoadAtom;
   using TiledLoad = typename TensorCore::template TiledLoad<kKeyThreads>;
