@@ -886,6 +886,9 @@ def test_who_makes_rows_of_dq(host, head_dim):
         (128, (1, 28, 4, 8192, 8192), CAUSAL, 7),
         (64, (1, 71, 1, 2048, 2048), CAUSAL, 71),
         (64, (1, 71, 1, 16384, 16384), CAUSAL, 71),
+        (64, (64, 71, 1, 128, 128), CAUSAL, 1),  # a head has a single step
+        (128, (1, 127, 1, 64, 8192), FULL, 1),
+        (64, (1, 4194319, 1, 1, 33600), FULL, 1),
         (128, (1, 127, 1, 8192, 8192), FULL, 127),
         (128, (1, 130, 1, 2048, 2048), FULL, 10),  # 8 would do
         (128, (2, 1 << 20, 1, 0, 0), FULL, 1),
@@ -917,6 +920,9 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
                 multiprocessors=multiprocessors,
             )
             assert plan.group_parts == parts
+            sums = 2 * plan.tiles * plan.tile.block_n * 128 if parts > 1 else 0  # of each part
+            of_queries = plan.rows * (2 + 128)
+            assert 0 <= plan.workspace_bytes // 4 - sums - of_queries < of_queries // 64
 
 
 @pytest.mark.parametrize(

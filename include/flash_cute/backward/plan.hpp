@@ -28,7 +28,7 @@ struct BackwardPlan {
   int group_parts;              // of the query heads that share K and V: each has tiles of its own
   TileOrder order;              // of its blocks of keys, where sequences are alike
   int last_pairs;               // of a sequence and a head whose blocks go side by side, on Ampere
-  QueryStart query_start;       // whatever is asked for, so that each gradient has the same bits
+  QueryStart query_start;       // whatever is asked for
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
@@ -137,9 +137,9 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
-// 0%; full -8% for two). If no such number divides the group, nor one up to twice as large, into single
-// heads. In deterministic mode so many as keep some more steps, each with sums of its own: then an entry has
-// the same bits in any batch.
+// 0%; full -8% for two). If no such number divides the group, nor one up to twice as large, into single heads
+// that have some steps. In deterministic mode so many as keep some more steps, each with sums of its own:
+// then an entry has the same bits in any batch.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
                        bool deterministic) {
   ProblemShape const& shape = params.shape;
@@ -148,23 +148,26 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   int const group = shape.heads_q / larger(1, shape.heads_kv);
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
   int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
-  constexpr int kStepsOfPart = 32;
+  constexpr int kStepsOfPart = 32, kStepsOfHead = 8;
   auto enough = [&](int parts) {
     bool const fills = 8 * tiles * parts >= 7 * int64_t(at_a_time);
     bool const pays = uneven && tiles * parts < 2 * int64_t(at_a_time) && steps >= 2 * kStepsOfPart * parts;
     return fills && !pays;
   };
   if (tiles == 0) return 1;
-  if (deterministic) {
-    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, steps / (8 * kStepsOfPart))));
+  auto divisor_up_to = [&](int64_t most_parts) {
+    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, most_parts)));
     while (group % parts != 0) --parts;
     return parts;
-  }
+  };
+  if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
   int wanted = 1;
   while (wanted < group && !enough(wanted)) ++wanted;
   int parts = wanted;
   while (parts < 2 * wanted && group % parts != 0) ++parts;
-  return group % parts == 0 ? parts : group;
+  if (group % parts == 0) return parts;
+  bool const single_heads = steps >= int64_t(kStepsOfHead) * group && tiles * group <= 1 << 30;
+  return single_heads ? group : divisor_up_to(wanted);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
