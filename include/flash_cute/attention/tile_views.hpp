@@ -31,7 +31,7 @@ struct ComparedKeys {
 
   CUTE_DEVICE ComparedKeys(int first_, int end_, int) : first(first_), end(end_) {}
 
-  CUTE_DEVICE bool contains(int, int key, int) const { return first <= key && key < end; }
+  CUTE_DEVICE bool contains(int, int key) const { return first <= key && key < end; }
 };
 
 // The same, compared with the place of a key behind the first column that a lane owns, which is known when
@@ -42,7 +42,7 @@ struct PlacedKeys {
   CUTE_DEVICE PlacedKeys(int first_, int end_, int lane_begin)
       : first(first_ - lane_begin), end(end_ - lane_begin) {}
 
-  CUTE_DEVICE bool contains(int, int, int place) const { return first <= place && place < end; }
+  CUTE_DEVICE bool contains(int place) const { return first <= place && place < end; }
 };
 
 // The same, asked for by the place of a key among the columns that a lane owns in a row, two neighbours of
@@ -54,7 +54,7 @@ struct KeyBits {
   CUTE_DEVICE KeyBits(int first, int end, int lane_begin)
       : bits(below(end - lane_begin) & ~below(first - lane_begin)) {}
 
-  CUTE_DEVICE bool contains(int col, int, int) const { return bits & (1u << col); }
+  CUTE_DEVICE bool contains(int col, int) const { return bits & (1u << col); }
 
  private:
   CUTE_DEVICE static uint32_t below(int limit) {
@@ -78,8 +78,11 @@ CUTE_DEVICE void hide_invisible(Mask const& mask, Rows const& rows, int m_begin,
                        get<1>(coords(row, 0)));
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
-      int const place = get<1>(coords.layout()(row, col));
-      if (!visible.contains(col, get<1>(coords(row, col)), place)) scores(row, col) = -INFINITY;
+      if constexpr (requires { visible.contains(0); }) {
+        if (!visible.contains(get<1>(coords.layout()(row, col)))) scores(row, col) = -INFINITY;
+      } else {
+        if (!visible.contains(col, get<1>(coords(row, col)))) scores(row, col) = -INFINITY;
+      }
     }
   }
 }
