@@ -34,10 +34,13 @@ def problems(causal: Problem, group: int, window: tuple[int | None, int | None])
 
 def visited_flops(problem: Problem, inputs, family: str) -> int:
     """Of the blocks that our kernel visits; on the CPU of the visible pairs."""
-    options = {"window": problem.window, "backward": problem.direction == "backward"}
-    if family != contenders.CPU:
-        options["family"] = family
-    plan = flash_cute.explain(*inputs[:3], problem.causal, **options)
+    plan = flash_cute.explain(
+        *inputs[:3],
+        problem.causal,
+        window=problem.window,
+        backward=problem.direction == "backward",
+        family=None if family == contenders.CPU else family,
+    )
     if plan["family"] == "cpu":
         return problem.flops
     return problem.visited_flops(plan["block_m"] // plan["packed_heads"], plan["block_n"])
