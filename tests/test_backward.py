@@ -436,6 +436,18 @@ def test_deterministic_gradients_of_unequal_lengths_repeat(kernel, head_dim, nam
         assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", BUCKETS)
+def test_deterministic_gradients_of_many_parts_of_a_group_repeat(kernel, head_dim):
+    """Each part has sums of its own, which are added in one order."""
+    inputs = make_inputs(Shape(1, 32, 1, 4096, 4096, head_dim), torch.bfloat16, kernel.device)
+    gradients = make_gradients(inputs[0])
+    first = kernel.backward(*inputs, *gradients, deterministic=True)
+    for _ in range(20):
+        results = kernel.backward(*inputs, *gradients, deterministic=True)
+        assert all(torch.equal(*pair) for pair in zip(results, first, strict=True))
+
+
 @pytest.mark.parametrize("layout", ["mixed", "rows_not_16_bytes", "columns_of_rows"])
 def test_inputs_are_left_alone(kernel, layout):
     inputs = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, kernel.device, layout)
@@ -459,6 +471,17 @@ def check_ragged(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4
         deterministic=deterministic,
     )
     assert_ragged_gradients(results, batch, *gradients, mask)
+
+
+@pytest.mark.gpu
+@full_and_causal
+@repeats
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", BUCKETS)
+def test_packed_sequences_with_equally_many_blocks(kernel, head_dim, heads, mask, deterministic):
+    """Their lengths differ, and there are more than are under way at one time."""
+    sequences = tuple(Sequence(100 + i % 20, 129 + i % 60) for i in range(120))
+    check_ragged(kernel, sequences, True, mask, heads=heads, head_dim=head_dim, deterministic=deterministic)
 
 
 @kernel_dtypes

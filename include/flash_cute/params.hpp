@@ -82,10 +82,11 @@ struct BackwardWorkspace {
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
   bool in_turns = false;  // do blocks of keys add to them in one order?
-  // Of sequences that differ in length, see number_keys: do offsets never go backwards? The place of each
-  // one's first block of so many keys, and how many places there are.
-  int *in_order = nullptr, *key_places = nullptr;
-  int key_block = 0;
+  // Of sequences that differ in length, see number_keys: do offsets never go backwards? Have all as many
+  // blocks of keys as expected? The place of each one's first block of so many keys, and how many places
+  // there are. Null where places follow from the shape.
+  int *in_order = nullptr, *alike = nullptr, *key_places = nullptr;
+  int key_block = 0, expected_key_blocks = 0;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
   // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
   // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.

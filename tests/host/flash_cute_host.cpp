@@ -293,9 +293,39 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("rows", &BackwardPlan::rows)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
+      .def_readonly("first_blocks", &BackwardPlan::first_blocks)
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
+  // Of each part of a workspace of the backward: name, whether it is in dQ's memory, its first byte, its
+  // bytes. The last one is what is cleared at once.
+  module.def("workspace_parts", [](BackwardPlan const& plan, int batch) {
+    constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
+    BackwardWorkspace const parts =
+        plan.parts(reinterpret_cast<void*>(kWorkspace), reinterpret_cast<void*>(kDq));
+    std::vector<std::tuple<std::string, bool, int64_t, int64_t>> found;
+    auto add = [&](char const* name, void const* begin, int64_t bytes) {
+      auto const address = reinterpret_cast<uintptr_t>(begin);
+      bool const in_dq = address >= kDq;
+      if (begin) found.emplace_back(name, in_dq, int64_t(address - (in_dq ? kDq : kWorkspace)), bytes);
+    };
+    int64_t const of_row = sizeof(float), of_int = sizeof(int);
+    add("lse", parts.lse, of_row * plan.rows);
+    add("delta", parts.delta, of_row * plan.rows);
+    add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
+    add("dkv", parts.dkv, of_row * 2 * parts.floats_of_dk);
+    add("claimed", parts.claimed, of_int);
+    add("additions", parts.additions, of_int * plan.additions);
+    add("taken", parts.taken, of_int);
+    add("finished", parts.finished, of_int * plan.pairs);
+    add("stats_taken", parts.stats_taken, of_int);
+    add("stats_known", parts.stats_known, of_int * plan.pairs);
+    add("in_order", parts.in_order, of_int);
+    add("alike", parts.alike, of_int);
+    add("key_places", parts.key_places, of_int * (batch + 1));
+    add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
+    return found;
+  });
   module.def("plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes,
                                  bool needs_dq, bool needs_dkv, bool deterministic, int multiprocessors) {
     BackwardParams params{};
@@ -308,12 +338,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
   });
   // The places of blocks of keys, as a kernel numbers them where sequences differ in length.
-  static auto const key_places = [](BackwardParams const& params, int block_n, bool in_order) {
+  static auto const key_places = [](BackwardParams const& params, Family family, int block_n, bool in_order) {
     int const batch = params.shape.batch;
     BlockPlaces const by_offsets{params.lengths.cu_seqlens_k, params.shape.seqlen_k, batch, block_n};
     std::vector<int> places(batch + 1);
     for (int b = 0; b < batch; ++b) {
-      places[b + 1] = places[b] + key_blocks(params, b, block_n);
+      places[b + 1] = places[b] + (family == Family::sm80 ? key_blocks<Family::sm80>(params, b, block_n)
+                                                          : key_blocks<Family::sm90>(params, b, block_n));
       if (!in_order) places[b] = by_offsets.first(b);
     }
     if (!in_order) places[batch] = by_offsets.count();
@@ -331,7 +362,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    std::vector<int> places = key_places(params, block_n, true);
+    std::vector<int> places = key_places(params, Family::sm90, block_n, true);
     params.workspace.key_places = places.data();
     KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
@@ -361,9 +392,17 @@ PYBIND11_MODULE(flash_cute_host, module) {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
     plan.split_groups(params);
+    std::vector<int> places;
+    int alike = 1;
+    if (plan.key_numbers > 0) {
+      places = key_places(params, Family::sm80, plan.tile.block_n, true);
+      for (int b = 0; b < params.shape.batch; ++b) alike &= places[b + 1] - places[b] == plan.order.m_blocks;
+      params.workspace.key_places = places.data();
+      params.workspace.alike = &alike;
+    }
     KeyOrderSm80 const order{plan.order, plan.last_pairs};
     std::vector<std::tuple<int, int, int>> tiles;
-    for (int index = 0; index < plan.tiles; ++index) {
+    for (int index = 0; index < plan.blocks; ++index) {
       KeyTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       tiles.emplace_back(tile.pair / params.shape.heads_kv, tile.head_kv, tile.n_begin);
@@ -391,7 +430,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       bool const exists = has_rows(begin, sequence_for<Family::sm90>(params, block.sequence).used);
       if (exists || !in_order) ++known.at(in_order ? block.pair : 0);
     }
-    std::vector<int> places = key_places(params, plan.tile.block_n, in_order);
+    std::vector<int> places = key_places(params, Family::sm90, plan.tile.block_n, in_order);
     params.workspace.key_places = places.data();
     KeyOrder const order{plan.order, plan.tiles, plan.tile.block_m, plan.tile.block_n, plan.query_start};
     std::vector<std::pair<int, int>> waits;

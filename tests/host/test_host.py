@@ -750,6 +750,34 @@ def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in
         ).stats_in_dq
 
 
+@pytest.mark.parametrize("asked_for", [(True, True, False), (True, True, True), (True, False, False)])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (32, 2)])
+@pytest.mark.parametrize("lengths", [None, [0, 5, 900, 3000], "used"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths, heads, asked_for):
+    total = 1000 if lengths == "used" else 3000
+    sizes = (3, *heads, total, total, head_dim)
+    lengths = lengths and (
+        [None, None, [5, 0, 1000], [1000] * 3, None] if lengths == "used" else [lengths] * 2 + [None] * 3
+    )
+    plan = plan_backward(host, head_dim, sizes, lengths=lengths, family=family, asked_for=asked_for)
+    parts = host.workspace_parts(plan, 3)
+    ends = {False: 0, True: 0}
+    *own, (_, _, first_zero, zeros) = parts
+    for name, in_dq, begin, size in own:
+        assert begin == ends[in_dq] or (name in {"claimed", "in_order"} and 0 <= begin - ends[in_dq] < 16)
+        assert begin % (16 if name in {"dq", "dkv"} else 4) == 0
+        ends[in_dq] = begin + size
+        is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
+        counts = name in {"claimed", "additions", "taken", "finished", "stats_taken", "stats_known"}
+        adds = name == "dkv" or (name == "dq" and family == "sm90" and plan.clears_sums)
+        assert is_cleared == (counts or adds) or in_dq
+    assert ends[False] <= plan.workspace_bytes < ends[False] + 16
+    assert ends[True] <= (3 if lengths is None or lengths[2] else 1) * heads[0] * total * head_dim * 2
+    assert first_zero % 16 == zeros % 16 == 0
+
+
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (1000, 0)])
 @pytest.mark.parametrize("heads", [(16, 16), (16, 8), (16, 2), (28, 4), (32, 1), (71, 1), (6, 2)])
 @pytest.mark.parametrize("seqlen", [128, 1024, 4096, 16384])
@@ -786,12 +814,12 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
 
 def counters(plan, heads, pairs):
     """Integers of a workspace: of tiles, of each warpgroup's part of dQ, of rows of dQ and of statistics, in
-    16 bytes at a time; and whether offsets are in order."""
+    16 bytes at a time."""
     additions = (
         2 * plan.tile.cluster * heads * plan.query_blocks if plan.sums_dq and not plan.clears_sums else 0
     )
     cleared = 1 + additions + (plan.makes_rows + plan.finds_stats) * (1 + pairs)
-    return 4 * math.ceil(cleared / 4) + 1
+    return 4 * math.ceil(cleared / 4)
 
 
 @pytest.mark.parametrize("heads", [4, 100])
@@ -907,6 +935,20 @@ def test_parts_of_groups(host, head_dim, sizes, window, parts):
     assert plan.workspace_bytes == without_keys.workspace_bytes + 4 * floats
 
 
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_many_blocks_clear_sums_of_many_keys(host, family):
+    """Else those of few queries would, one after the other."""
+
+    def blocks(*sizes):
+        return plan_backward(host, 128, (*sizes, 128), family=family, window=FULL)
+
+    few = blocks(1, 8, 1, 64, 8192)
+    assert few.group_parts > 1
+    assert few.query_blocks * 8 < HOPPERS <= few.first_blocks
+    for plan in (blocks(1, 8, 8, 64, 100_000), blocks(4, 8, 1, 4096, 4096)):
+        assert plan.first_blocks == plan.query_blocks * 8
+
+
 @pytest.mark.parametrize(("sizes", "parts"), [((32, 1, 4096, 4096), 4), ((32, 8, 2048, 2048), 1)])
 def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
     for batch in (1, 2, 50):
@@ -971,6 +1013,68 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
         for begin in range(0, counted[b], block_n)
     ]
     assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0), (None, 40)])
+@pytest.mark.parametrize("heads_kv", [6, 1])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (None, None, [400, 0, 7], [333, 5, 0], None),
+        (None, None, [30, 40, 50], [520, 20, 400], [0, 3, 390]),
+        ([0, 130, 130, 400], [5, 205, 205, 520], None, None, None),
+        ([9, 9, 9, 9], [0, 100, 300, 520], None, None, None),
+        ([0, 400, 400, 400], [0, 0, 0, 520], None, None, None),
+        ([0, 1, 2, 3], [0, 0, 1, 1], None, None, None),
+    ],
+)
+def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, limits, head_dim):
+    sizes = (3, 6, heads_kv, 400, 520, head_dim)
+    batch = make_ragged_batch(host, sizes, limits, lengths)
+    plan = plan_backward(host, head_dim, sizes, lengths=lengths, window=limits)
+    expected = []
+    for b in range(3):
+        offsets_q, offsets_k, used_q, used_k, leftpad = lengths
+        rows_q = offsets_q[b + 1] - offsets_q[b] if offsets_q else used_q[b]
+        rows_k = offsets_k[b + 1] - offsets_k[b] if offsets_k else used_k[b] - (leftpad or [0] * 3)[b]
+        mask = make_mask(host, rows_q, rows_k, *limits)
+        count = rows_k - mask.first_reachable_key()
+        begins = range(0, count, plan.tile.block_n)
+        expected += [(b, head, begin) for head in range(heads_kv * plan.group_parts) for begin in begins]
+    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS)) == expected
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("empty", range(5))
+def test_empty_problems_have_a_plan(host, empty, packed, family):
+    sizes = [3, 4, 4, 50, 60]
+    for dimension in ((0,), (1, 2), (3,), (4,), (3, 4))[empty]:
+        sizes[dimension] = 0
+    ends = [[size * i // 3 for i in range(sizes[0] + 1)] for size in sizes[3:]]
+    lengths = (*ends, None, None, None) if packed else None
+    plan = plan_backward(host, 64, (*sizes, 64), lengths=lengths, family=family)
+    assert plan.tiles == plan.key_blocks * sizes[2]
+
+
+@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
+@pytest.mark.parametrize("heads_kv", [12, 4])
+@pytest.mark.parametrize("length", [512, 500])
+def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, length, heads_kv, limits):
+    batch, head_dim, mean = 8, 128, 512
+    rows = [length] * (batch - 1) + [length + batch * (mean - length)]
+    offsets = list(accumulate(rows, initial=0))
+    total = offsets[-1]
+
+    def tiles(sizes, lengths=(None,) * 5):
+        return host.key_tiles_sm80(
+            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
+        )
+
+    dense = tiles((batch, 12, heads_kv, mean, mean))
+    packed = tiles((batch, 12, heads_kv, total, total), (offsets, offsets, None, None, None))
+    assert (packed == dense) == (length == mean)
 
 
 def test_last_heads_on_ampere_go_side_by_side_where_the_others_do_not(host):

@@ -5,9 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include <cub/block/block_scan.cuh>
-
-#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/backward/number_keys.cuh"
 #include "flash_cute/backward/zeros.hpp"
 #include "flash_cute/core/early_launch.hpp"
 
@@ -28,11 +26,12 @@ __device__ inline void clear_gradient(TensorView const& view, int heads, int hea
   }
 }
 
-// Calls clear(entry, rows) for this thread block's share of what surrounds the rows that are written:
+// Calls clear(entry, rows) for part `part` of `parts` of what surrounds the rows that are written:
 // written(sequence) of those that places.owned(sequence) has.
 template <class Written, class Clear>
-__device__ void clear_around(BlockPlaces const& places, Written&& written, Clear&& clear) {
-  int const parts = gridDim.x, part = blockIdx.x, shares = larger(1, parts / larger(1, places.batch));
+__device__ void clear_around(BlockPlaces const& places, int part, int parts, Written&& written,
+                             Clear&& clear) {
+  int const shares = larger(1, parts / larger(1, places.batch));
   auto clear_share = [&](int entry, Rows const& rows, int share, int of) {
     int const size = ceil_div(larger(0, rows.end - rows.begin), of), begin = rows.begin + share * size;
     clear(entry, Rows{begin, smaller(rows.end, begin + size)});
@@ -48,58 +47,14 @@ __device__ void clear_around(BlockPlaces const& places, Written&& written, Clear
   clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
 }
 
-// By the first thread block: the places of blocks of keys, those of one sequence behind those of the other.
-// Additions have an order, and a sequence's have an end, only if offsets are in order: else sequences may
-// have more blocks than there are places, and are numbered as BlockPlaces does; then a block of keys of a
-// sequence may be nobody's, and must not be waited for.
-template <int kThreads>
-__device__ void number_keys(BackwardParams const& params) {
-  int const* const cu_seqlens_q = params.lengths.cu_seqlens_q;
-  int const* const cu_seqlens_k = params.lengths.cu_seqlens_k;
-  BackwardWorkspace const& workspace = params.workspace;
-  if (!workspace.key_places || blockIdx.x > 0) return;
-  int const batch = params.shape.batch;
-  bool in_order = true;
-  for (int b = threadIdx.x; cu_seqlens_k && b < batch; b += kThreads) {
-    in_order &= cu_seqlens_k[b] <= cu_seqlens_k[b + 1] && cu_seqlens_q[b] <= cu_seqlens_q[b + 1];
-  }
-  in_order = __syncthreads_and(in_order);
-  if (threadIdx.x == 0) *workspace.in_order = in_order;
-
-  BlockPlaces const by_offsets{cu_seqlens_k, params.shape.seqlen_k, batch, workspace.key_block};
-  using Sum = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
-  __shared__ typename Sum::TempStorage storage;
-  constexpr int kAtOnce = 4;  // of a thread, as what is known of a sequence takes a while to come
-  int places = 0;
-  for (int first = 0; first <= batch; first += kThreads * kAtOnce) {
-    int const b = first + threadIdx.x * kAtOnce;
-    int before[kAtOnce] = {}, of_all = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (in_order && b + i < batch) before[i] = key_blocks(params, b + i, workspace.key_block);
-    }
-    __syncthreads();
-    Sum(storage).ExclusiveSum(before, before, of_all);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (!in_order) before[i] = b + i < batch ? by_offsets.first(b + i) : by_offsets.count();
-      if (b + i <= batch) workspace.key_places[b + i] = places + before[i];
-    }
-    places += of_all;
-  }
-}
-
-template <Family family, int kThreads>
-__global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
-  wait_for_grid_before();
-  number_keys<kThreads>(params);
-  // Else a kernel that comes in any case does: backward_preprocess_sm90.
-  if (params.workspace.stats_known) clear_zeros(params.workspace);
+// Part `part` of `parts`, each by a thread block.
+template <Family family>
+__device__ void clear_unwritten(BackwardParams const& params, int part, int parts) {
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};
   clear_around(
-      queries,
+      queries, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, b);
         return Rows{s.queries.begin, s.queries.begin + s.used};
@@ -108,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
         clear_gradient(params.dq, shape.heads_q, shape.head_dim, entry, rows);
       });
   clear_around(
-      keys,
+      keys, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, b);
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
@@ -117,6 +72,17 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
         clear_gradient(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
         clear_gradient(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
       });
+}
+
+template <Family family, int kThreads>
+__global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
+  wait_for_grid_before();
+  if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
+    number_keys<family, kThreads>(params);
+    // Else a kernel that comes in any case does: backward_preprocess_sm90.
+    if (params.workspace.stats_known) clear_zeros(params.workspace);
+  }
+  clear_unwritten<family>(params, blockIdx.x, gridDim.x);
 }
 
 }  // namespace flash_cute

@@ -6,8 +6,17 @@
 
 namespace flash_cute {
 
+// Of sequences that differ in length blocks of keys go head by head, in each sequence by sequence.
+FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int block_n, int index) {
+  int const* const first = params.workspace.key_places;
+  int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
+  int const place = index - head_kv * places;
+  int const b = last_beginning_before(place, batch, [&](int sequence) { return first[sequence]; });
+  return {.m_begin = (place - first[b]) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
+}
+
 // Of sequences that are alike the blocks of keys go as those of queries do in the forward: longest first, in
-// sections. Else head by head, in each sequence by sequence, as number_keys has them.
+// sections.
 struct KeyOrder {
   TileOrder dense;
   int tiles;
@@ -52,8 +61,8 @@ struct KeyOrder {
   }
 };
 
-// In the Ampere family: head by head where sequences are not alike; else as `alike` has it, but that blocks
-// of keys of the last pairs of a sequence and a head go side by side.
+// In the Ampere family, where sequences have equally many blocks of keys: as `alike` has it, but that those
+// of the last pairs of a sequence and a head go side by side. There may be fewer tiles than thread blocks.
 struct KeyOrderSm80 {
   TileOrder alike;
   int last_pairs;  // 0, or sections of `alike` are single pairs
@@ -61,13 +70,14 @@ struct KeyOrderSm80 {
   // The block sizes are arguments, as compilers should know them.
   FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
     ProblemShape const& shape = params.shape;
-    int const behind = index - (alike.sequences - last_pairs) * alike.m_blocks;  // of those others
-    if (params.lengths.given) {
-      BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, block_n};
-      auto const [head_kv, place] = keys.of_block(index);
-      int const b = keys.sequence(place);
-      return {.m_begin = (place - keys.first(b)) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
+    BackwardWorkspace const& workspace = params.workspace;
+    if (workspace.key_places) {
+      bool const is_alike = *workspace.alike;
+      int const tiles = is_alike ? alike.tiles() : shape.heads_kv * workspace.key_places[shape.batch];
+      if (index >= tiles) return {.m_begin = kThrough, .head = 0, .head_kv = 0, .batch = 0};
+      if (!is_alike) return numbered_keys(params, block_n, index);
     }
+    int const behind = index - (alike.sequences - last_pairs) * alike.m_blocks;  // of those others
     if (behind < 0) return alike(index);
     int const rank = behind / last_pairs, block = alike.descending ? alike.m_blocks - 1 - rank : rank;
     int const pair = alike.sequences - last_pairs + behind - rank * last_pairs, b = pair / shape.heads_kv;
@@ -91,9 +101,9 @@ struct KeyOrderSm80 {
 };
 
 // Of a sequence, those that have a key.
-template <class Params>
+template <Family family, class Params>
 FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) {
-  return ceil_div(sequence_for<Family::sm90>(params, b).mask.seqlen_k, block_n);
+  return ceil_div(sequence_for<family>(params, b).mask.seqlen_k, block_n);
 }
 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "flash_cute/backward/clear.cuh"
 #include "flash_cute/backward/kernel_sm80.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/postprocess_sm80.hpp"
@@ -39,10 +38,10 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   constexpr int kRowThreads = 256;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
-        device, queries, kRowThreads, 0, stream, params);
+        device, plan.first_blocks, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
       KeyOrderSm80 const order{plan.order, plan.last_pairs};
-      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.tiles, Traits::kThreads,
+      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
                                                              sizeof(typename Traits::SharedStorage), stream,
                                                              params, order);
     }
@@ -58,7 +57,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                                      Query::kThreads, sizeof(typename Query::SharedStorage),
                                                      stream, params, plan.tile.block_m);
   }
-  if (params.lengths.given) {  // last, as LSE and delta may have lain in dQ
+  if (params.lengths.given && !plan.sums_dq) {  // else backward_postprocess_sm80 does
     launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
                                                              0, stream, params);
   }

@@ -82,7 +82,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     BackwardMaps const maps = maps_of<Traits>(params);
     if (!plan.finds_stats) {
       launch_kernel<backward_preprocess_sm90<Traits>, kStartsEarly>(
-          device, queries, Traits::kBlockM, sizeof(PreprocessStorage<Traits>), stream, params, maps);
+          device, plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>), stream, params,
+          maps);
     }
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,

@@ -19,12 +19,14 @@ struct BackwardPlan {
   bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
   bool in_turns;      // and each of them in one order
   bool clears_sums;   // which are 0 before, else the first one is stored
+  bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
   bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
   int blocks;                   // of its grid
+  int first_blocks;             // of the kernel before it that looks at queries
   int group_parts;              // of the query heads that share K and V: each has tiles of its own
   TileOrder order;              // of its blocks of keys, where sequences are alike
   int last_pairs;               // of a sequence and a head whose blocks go side by side, on Ampere
@@ -32,7 +34,7 @@ struct BackwardPlan {
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
-  int64_t key_places;           // more of them, which nobody clears (see number_keys), behind in_order
+  int64_t key_numbers;          // more of them, which nobody clears (see number_keys), behind counters
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
   int parts_of_sum;             // that add to one of these, 1 if it is to have one order
@@ -55,7 +57,8 @@ struct BackwardPlan {
                  *const sums = stats_in_dq ? begin : begin + 2 * rows, *const dkv = sums + rows * dq_columns;
     int* const ints = reinterpret_cast<int*>(dkv + part_floats);
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
-    float* const zeros = clears_sums ? sums : dkv;
+    int* const numbers = key_numbers > 0 ? ints + counters : nullptr;
+    float* const zeros = clears_all ? sums : dkv;
     return {.lse = floats,
             .delta = floats + rows,
             .dq = sums_dq ? sums : nullptr,
@@ -64,9 +67,11 @@ struct BackwardPlan {
             .parts_of_sum = parts_of_sum,
             .additions = additions > 0 ? ints + 1 : nullptr,
             .in_turns = in_turns,
-            .in_order = counters > 0 ? ints + counters : nullptr,
-            .key_places = key_places > 0 ? ints + counters + 1 : nullptr,
+            .in_order = numbers,
+            .alike = numbers ? numbers + 1 : nullptr,
+            .key_places = numbers ? numbers + 2 : nullptr,
             .key_block = tile.block_n,
+            .expected_key_blocks = order.m_blocks,
             .claimed = counters > 0 ? ints : nullptr,
             .taken = makes_rows ? of_rows : nullptr,
             .finished = makes_rows ? of_rows + 1 : nullptr,
@@ -126,10 +131,11 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
 inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles,
                            bool one_by_one) {
   ProblemShape const& shape = params.shape;
-  ProblemShape const of_keys{shape.batch,    shape.heads_kv, shape.heads_kv,
-                             shape.seqlen_k, shape.seqlen_q, shape.head_dim};
-  return TileOrder::make(of_keys, params.mask.transposed(), PackedRows(tile.block_n, 1),
-                         params.device.l2_bytes, wanted_tiles, one_by_one);
+  WindowMask const mask = mean_mask(params);
+  ProblemShape const of_keys{shape.batch,   shape.heads_kv, shape.heads_kv,
+                             mask.seqlen_k, mask.seqlen_q,  shape.head_dim};
+  return TileOrder::make(of_keys, mask.transposed(), PackedRows(tile.block_n, 1), params.device.l2_bytes,
+                         wanted_tiles, one_by_one);
 }
 
 // Into how many equal parts a group of query heads is split, each with tiles of its own, which add their dK
@@ -204,6 +210,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   bool const small = int64_t(queries_of_keys(params).most) * bucket < kLargeSums;
   bool const stores_first = one_kernel && at_once && (small || shape.heads_q == shape.heads_kv);
   plan.clears_sums = plan.sums_dq && !deterministic && !stores_first;
+  plan.clears_all = plan.clears_sums && one_kernel;
   if (one_kernel) {
     plan.query_start = deterministic ? QueryStart::last : stores_first ? QueryStart::own : QueryStart::first;
   }
@@ -213,7 +220,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.part_floats = 2 * int64_t(plan.tiles / plan.parts_of_sum) * plan.tile.block_n * bucket;
   }
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
-  if (!params.lengths.given && plan.tiles > 0) {
+  // One for each block of queries of a head; more where these are few and there is more to clear.
+  constexpr int64_t kFloatsToClear = 4096;  // by a block
+  plan.first_blocks = int(larger<int64_t>(int64_t(plan.query_blocks) * shape.heads_q,
+                                          smaller<int64_t>(at_a_time, plan.part_floats / kFloatsToClear)));
+  // Of unequal lengths the mean one's, which serves in the Ampere family where they turn out to be alike.
+  bool const lengths_differ = params.lengths.given && (one_kernel || params.lengths.cu_seqlens_k);
+  bool const has_order = !(one_kernel && lengths_differ) && shape.batch > 0 && mean_mask(params).seqlen_k > 0;
+  if (has_order && plan.tiles > 0) {
     bool const by_pair = !one_kernel && shape.heads_q == params.heads_of_keys();
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
@@ -221,6 +235,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     if (by_pair && plan.order.section.value == 1) {  // behind a window heads are side by side anyway
       plan.last_pairs = smaller(plan.order.sequences, ceil_div(kLastRounds * at_a_time, plan.order.m_blocks));
     }
+    if (!one_kernel && !lengths_differ) plan.blocks = plan.order.tiles();  // no padding that nobody sees
   }
   plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
   if (one_kernel) {
@@ -239,13 +254,15 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
-    plan.key_places = params.lengths.given ? shape.batch + 1 : 0;
+  }
+  if (lengths_differ && plan.runs_keys) {
+    plan.key_numbers = 2 + shape.batch + 1;
   }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
                 stats = 2 * plan.rows;
   plan.stats_in_dq = plan.sums_dq && !one_kernel && stats * int64_t(sizeof(float)) <= dq_bytes;
-  int64_t const integers = one_kernel ? plan.counters + 1 + plan.key_places : 0;
+  int64_t const integers = plan.counters + plan.key_numbers;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
                          integers * int64_t(sizeof(int));

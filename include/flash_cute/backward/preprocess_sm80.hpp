@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
-#include "flash_cute/backward/key_tile.hpp"
+#include "flash_cute/backward/number_keys.cuh"
 #include "flash_cute/backward/zeros.hpp"
 #include "flash_cute/core/element.hpp"
 
@@ -22,12 +22,14 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  if (int(blockIdx.x) >= shape.heads_q * queries.count()) return clear_zeros(params.workspace);
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Family::sm80>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
   clear_zeros(params.workspace);
+  number_keys<Family::sm80, kThreads>(params);
   if (!has_rows(m_begin, s.used)) return;
 
   int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
@@ -56,6 +58,12 @@ __global__ void __launch_bounds__(kThreads)
     // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
+  }
+  if (params.workspace.dq) {
+    constexpr int kFloats = kBlockM * Instance::head_dim;
+    auto* const sums = reinterpret_cast<uint4*>(params.workspace.dq + place * kFloats);
+#pragma unroll
+    for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
   }
 }
 

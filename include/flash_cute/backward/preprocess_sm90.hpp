@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   ProblemShape const& shape = params.shape;
   BackwardWorkspace const& workspace = params.workspace;
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  if (int(blockIdx.x) >= shape.heads_q * queries.count()) return clear_zeros(workspace);
   auto const [head, of_head] =
       queries.of_block(blockIdx.x, shape.heads_q, params.out.head_stride < params.out.row_stride);
   int const b = queries.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;

@@ -1,0 +1,57 @@
+// Numbers the blocks of keys of sequences that differ in length.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cub/block/block_scan.cuh>
+
+#include "flash_cute/backward/key_order.hpp"
+
+namespace flash_cute {
+
+// By the first thread block: the places of blocks of keys, those of one sequence behind those of the other.
+// Additions have an order, and a sequence's have an end, only if offsets are in order: else sequences may
+// have more blocks than there are places, and are numbered as BlockPlaces does; then a block of keys of a
+// sequence may be nobody's, and must not be waited for.
+template <Family family, int kThreads>
+__device__ void number_keys(BackwardParams const& params) {
+  int const* const cu_seqlens_q = params.lengths.cu_seqlens_q;
+  int const* const cu_seqlens_k = params.lengths.cu_seqlens_k;
+  BackwardWorkspace const& workspace = params.workspace;
+  if (!workspace.key_places || blockIdx.x > 0) return;
+  int const batch = params.shape.batch;
+  bool in_order = true;
+  for (int b = threadIdx.x; cu_seqlens_k && b < batch; b += kThreads) {
+    in_order &= cu_seqlens_k[b] <= cu_seqlens_k[b + 1] && cu_seqlens_q[b] <= cu_seqlens_q[b + 1];
+  }
+  in_order = __syncthreads_and(in_order);
+  if (threadIdx.x == 0) *workspace.in_order = in_order;
+
+  BlockPlaces const by_offsets{cu_seqlens_k, params.shape.seqlen_k, batch, workspace.key_block};
+  using Sum = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ typename Sum::TempStorage storage;
+  constexpr int kAtOnce = 4;  // of a thread, as what is known of a sequence takes a while to come
+  int places = 0;
+  bool alike = in_order;
+  for (int first = 0; first <= batch; first += kThreads * kAtOnce) {
+    int const b = first + threadIdx.x * kAtOnce;
+    int before[kAtOnce] = {}, of_all = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (in_order && b + i < batch) before[i] = key_blocks<family>(params, b + i, workspace.key_block);
+      alike &= b + i >= batch || before[i] == workspace.expected_key_blocks;
+    }
+    __syncthreads();
+    Sum(storage).ExclusiveSum(before, before, of_all);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (!in_order) before[i] = b + i < batch ? by_offsets.first(b + i) : by_offsets.count();
+      if (b + i <= batch) workspace.key_places[b + i] = places + before[i];
+    }
+    places += of_all;
+  }
+  alike = __syncthreads_and(alike);
+  if (threadIdx.x == 0) *workspace.alike = alike;
+}
+
+}  // namespace flash_cute
