@@ -476,12 +476,14 @@ def check_ragged(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4
 @pytest.mark.gpu
 @full_and_causal
 @repeats
+@both
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", BUCKETS)
-def test_packed_sequences_with_equally_many_blocks(kernel, head_dim, heads, mask, deterministic):
+def test_sequences_with_equally_many_blocks(kernel, head_dim, heads, packed, mask, deterministic):
     """Their lengths differ, and there are more than are under way at one time."""
-    sequences = tuple(Sequence(100 + i % 20, 129 + i % 60) for i in range(120))
-    check_ragged(kernel, sequences, True, mask, heads=heads, head_dim=head_dim, deterministic=deterministic)
+    options = {"heads": heads, "head_dim": head_dim, "deterministic": deterministic}
+    sequences = tuple(Sequence(130, 189, 100 + i % 20, 129 + i % 60, 0) for i in range(120))
+    check_ragged(kernel, sequences, packed, mask, **options)
 
 
 @kernel_dtypes

@@ -36,6 +36,10 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
+  // Last, as LSE and delta may have lain in dQ: what no kernel writes is cleared by the first of these
+  // blocks.
+  int const enough = 2 * device.multiprocessors;
+  bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, plan.first_blocks, kRowThreads, 0, stream, params);
@@ -49,7 +53,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
       launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, params);
     }
     if (plan.sums_dq) {
-      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params);
+      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params,
+                                                       clears_beside ? enough : 0);
     }
   });
   if (plan.runs_queries) {
@@ -57,9 +62,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                                      Query::kThreads, sizeof(typename Query::SharedStorage),
                                                      stream, params, plan.tile.block_m);
   }
-  if (params.lengths.given && !plan.sums_dq) {  // else backward_postprocess_sm80 does
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, 2 * device.multiprocessors, kRowThreads,
-                                                             0, stream, params);
+  if (params.lengths.given && !clears_beside) {
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream, params);
   }
 }
 

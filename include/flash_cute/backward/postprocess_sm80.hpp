@@ -10,9 +10,10 @@
 
 namespace flash_cute {
 
+// clearing: so many blocks first clear what no kernel writes, each its part.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
-    backward_postprocess_sm80(__grid_constant__ BackwardParams const params) {
+    backward_postprocess_sm80(__grid_constant__ BackwardParams const params, int clearing) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
@@ -22,11 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
       queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params, b);
-  // As many blocks as are under way: each has to look where there is something to clear.
-  int const clearing = smaller(int(gridDim.x), 4 * params.device.multiprocessors);
-  if (params.lengths.given && int(blockIdx.x) < clearing) {
-    clear_unwritten<Family::sm80>(params, blockIdx.x, clearing);
-  }
+  if (int(blockIdx.x) < clearing) clear_unwritten<Family::sm80>(params, blockIdx.x, clearing);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
