@@ -383,7 +383,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
 
   // Of each block of keys in the Ampere family: batch entry, head of K and V, first key; in the launch order.
-  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors) {
+  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors, bool in_order) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
@@ -395,8 +395,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
     std::vector<int> places;
     int alike = 1;
     if (plan.key_numbers > 0) {
-      places = key_places(params, Family::sm80, plan.tile.block_n, true);
-      for (int b = 0; b < params.shape.batch; ++b) alike &= places[b + 1] - places[b] == plan.order.m_blocks;
+      places = key_places(params, Family::sm80, plan.tile.block_n, in_order);
+      for (int b = 0; b < params.shape.batch; ++b) {
+        alike &= in_order && places[b + 1] - places[b] == plan.order.m_blocks;
+      }
       params.workspace.key_places = places.data();
       params.workspace.alike = &alike;
     }

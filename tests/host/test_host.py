@@ -1005,7 +1005,7 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
         for seqlen_q, seqlen_k in (((400, 1), (1, 332), (499, 367)) if lengths else [(300, 520)] * 3)
     ]
     counted = [mask.seqlen_k - mask.first_reachable_key() for mask in masks]
-    found = host.key_tiles_sm80(head_dim, batch, multiprocessors)
+    found = host.key_tiles_sm80(head_dim, batch, multiprocessors, True)
     expected = [
         (b, head, begin)
         for b in range(3)
@@ -1042,7 +1042,24 @@ def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, li
         count = rows_k - mask.first_reachable_key()
         begins = range(0, count, plan.tile.block_n)
         expected += [(b, head, begin) for head in range(heads_kv * plan.group_parts) for begin in begins]
-    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS)) == expected
+    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS, True)) == expected
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 300, 130, 520], [520, 0, 90, 400], [300, 200, 100, 0], [-9, 700, 5, 800]]
+)
+@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
+@pytest.mark.parametrize("heads_kv", [6, 2])
+def test_blocks_of_keys_of_offsets_out_of_order_on_ampere(host, heads_kv, limits, offsets):
+    """None comes twice, and none is outside of its sequence; a sequence may lack some."""
+    sizes = (3, 6, heads_kv, 520, 520, 128)
+    lengths = [offsets, offsets, None, None, None]
+    parts = plan_backward(host, 128, sizes, lengths=lengths, window=limits).group_parts
+    found = host.key_tiles_sm80(128, make_ragged_batch(host, sizes, limits, lengths), HOPPERS, False)
+    assert len(set(found)) == len(found)
+    for b, head, begin in found:
+        assert head in range(heads_kv * parts)
+        assert begin in range(len(rows_of_sequence(sizes, lengths, b)[2]))
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
@@ -1069,7 +1086,7 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
 
     def tiles(sizes, lengths=(None,) * 5):
         return host.key_tiles_sm80(
-            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
+            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW, True
         )
 
     dense = tiles((batch, 12, heads_kv, mean, mean))
