@@ -6,7 +6,9 @@
 
 namespace flash_cute {
 
-// Of sequences that differ in length blocks of keys go head by head, in each sequence by sequence.
+// Of sequences that differ in length blocks of keys go head by head, in each sequence by sequence, as
+// number_keys has them. KeyOrder does the same in place: by this call Hopper's kernels of head dims 192 and
+// 256 spilled 24 bytes more.
 FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int block_n, int index) {
   int const* const first = params.workspace.key_places;
   int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
@@ -16,7 +18,7 @@ FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int
 }
 
 // Of sequences that are alike the blocks of keys go as those of queries do in the forward: longest first, in
-// sections.
+// sections. Else as in numbered_keys.
 struct KeyOrder {
   TileOrder dense;
   int tiles;

@@ -36,8 +36,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   DeviceInfo const& device = params.device;
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  // Last, as LSE and delta may have lain in dQ: what no kernel writes is cleared by the first of these
-  // blocks.
+  // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
+  // kernel for rows of dQ, if it has enough.
   int const enough = 2 * device.multiprocessors;
   bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {

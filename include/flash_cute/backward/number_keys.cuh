@@ -12,7 +12,7 @@ namespace flash_cute {
 // By the first thread block: the places of blocks of keys, those of one sequence behind those of the other.
 // Additions have an order, and a sequence's have an end, only if offsets are in order: else sequences may
 // have more blocks than there are places, and are numbered as BlockPlaces does; then a block of keys of a
-// sequence may be nobody's, and must not be waited for.
+// sequence may be nobody's, and must not be waited for. And whether all sequences have as many as expected.
 template <Family family, int kThreads>
 __device__ void number_keys(BackwardParams const& params) {
   int const* const cu_seqlens_q = params.lengths.cu_seqlens_q;

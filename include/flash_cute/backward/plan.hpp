@@ -226,8 +226,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
                                           smaller<int64_t>(at_a_time, plan.part_floats / kFloatsToClear)));
   // Of unequal lengths the mean one's, which serves in the Ampere family where they turn out to be alike.
   bool const lengths_differ = params.lengths.given && (one_kernel || params.lengths.cu_seqlens_k);
-  bool const has_order = !(one_kernel && lengths_differ) && shape.batch > 0 && mean_mask(params).seqlen_k > 0;
-  if (has_order && plan.tiles > 0) {
+  bool const has_keys = plan.tiles > 0 && shape.batch > 0 && mean_mask(params).seqlen_k > 0;
+  if (has_keys && !(one_kernel && lengths_differ)) {
     bool const by_pair = !one_kernel && shape.heads_q == params.heads_of_keys();
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
@@ -255,9 +255,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
   }
-  if (lengths_differ && plan.runs_keys) {
-    plan.key_numbers = 2 + shape.batch + 1;
-  }
+  if (lengths_differ && plan.runs_keys) plan.key_numbers = 2 + shape.batch + 1;
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
                 stats = 2 * plan.rows;
