@@ -439,7 +439,7 @@ def test_deterministic_gradients_of_unequal_lengths_repeat(kernel, head_dim, nam
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", BUCKETS)
 def test_deterministic_gradients_of_many_parts_of_a_group_repeat(kernel, head_dim):
-    """Each part has sums of its own, which are added in one order."""
+    """Each part has sums of its own, or they add to one in turns."""
     inputs = make_inputs(Shape(1, 32, 1, 4096, 4096, head_dim), torch.bfloat16, kernel.device)
     gradients = make_gradients(inputs[0])
     first = kernel.backward(*inputs, *gradients, deterministic=True)

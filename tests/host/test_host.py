@@ -770,7 +770,15 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
         assert begin % (16 if name in {"dq", "dkv"} else 4) == 0
         ends[in_dq] = begin + size
         is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
-        counts = name in {"claimed", "additions", "taken", "finished", "stats_taken", "stats_known"}
+        counts = name in {
+            "part_turns",
+            "claimed",
+            "additions",
+            "taken",
+            "finished",
+            "stats_taken",
+            "stats_known",
+        }
         adds = name == "dkv" or (name == "dq" and family == "sm90" and plan.clears_sums)
         assert in_dq or is_cleared == (counts or adds)
     assert ends[False] <= plan.workspace_bytes < ends[False] + 16
@@ -962,7 +970,7 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
                 multiprocessors=multiprocessors,
             )
             assert plan.group_parts == parts
-            sums = 2 * plan.tiles * plan.tile.block_n * 128 if parts > 1 else 0  # of each part
+            sums = 2 * plan.tiles // parts * plan.tile.block_n * 128 if parts > 1 else 0
             of_queries = plan.rows * (2 + 128)
             assert 0 <= plan.workspace_bytes // 4 - sums - of_queries < of_queries // 64
 
@@ -1239,6 +1247,10 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic
                 steps = [(head, block) for head in heads for block in blocks]
                 expected[0 if lengths else b, head_kv, begin_k + cut + n_begin] = steps
     assert found == expected
+    places = {(b, begin, head): index for index, (b, head, begin) in enumerate(found)}
+    # In deterministic mode parts of a group, which are heads here, add in this order and wait for each other.
+    for one, next_one in pairwise(sorted(places)):
+        assert one[:2] != next_one[:2] or places[one] < places[next_one]
 
 
 @given(

@@ -5,6 +5,7 @@
 #include "flash_cute/attention/scheduler.hpp"
 #include "flash_cute/attention/softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/key_parts.hpp"
 #include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/backward/operands_sm80.hpp"
 #include "flash_cute/backward/traits_sm80.hpp"
@@ -26,6 +27,9 @@ struct BackwardMainloopSm80 {
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
+    if constexpr (Traits::kSparesRegisters) {  // addresses then take fewer registers
+      __builtin_assume(0 <= thread && thread < Traits::kThreads);
+    }
     WindowMask const& mask = tile.sequence.mask;
     MaskOfKeys const mask_of_keys{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
@@ -99,7 +103,14 @@ struct BackwardMainloopSm80 {
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
       if (!unmasked.contains(block)) {
-        hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
+        if constexpr (Traits::kSparesRegisters) {  // places and limits are found here, not kept for the loop
+          MaskOfKeys const from_block{mask_of_keys.transposed.from_key(block * kBlockM)};
+          auto const own_mma = mma.get_slice(read_thread_index());
+          hide_invisible<ComparedKeys>(from_block, PlainRows{}, tile.n_begin, 0,
+                                       own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
+        } else {
+          hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
+        }
       }
       auto const of_stage = [&](float const* of_queries) { return of_queries + stage * kBlockM; };
       weigh(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));

@@ -15,15 +15,28 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Issues the loads of the tile of this shape that begins at row `first` of a head.
-template <class Element, class TiledLoad, class Atom, class TileShape, class Target>
+// Issues the loads of the tile of this shape that begins at row `first` of a head. forgets_place: the
+// thread's row and column are unknown to the compiler at each call, which else keeps their sums with where
+// the entry begins, 64 bits of each view, in registers for the loop around.
+template <class Element, bool forgets_place, class TiledLoad, class Atom, class TileShape, class Target>
 CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int thread, TensorView const& view,
                            int entry, int head, int64_t first, TileShape tile_shape,
                            TileInterior const& interior, Target&& target) {
   auto const loader = tiled_load.get_slice(thread);
   Tensor source = local_tensor<Element>(view, entry, head, first, tile_shape);
-  copy_async(atom, loader.partition_S(source), loader.partition_D(target),
-             loader.partition_S(make_identity_tensor(tile_shape)), interior);
+  Tensor own = loader.partition_S(source);
+  Tensor places = loader.partition_S(make_identity_tensor(tile_shape));
+  if constexpr (forgets_place) {
+    int row = get<0>(places(0)), column = get<1>(places(0));
+    asm volatile("" : "+r"(column));
+    asm volatile("" : "+r"(row));
+    int64_t const offset = uint32_t(row) * view.row_stride + uint32_t(column);
+    copy_async(atom, make_tensor(source.data() + offset, own.layout()), loader.partition_D(target),
+               make_tensor(make_inttuple_iter(make_arithmetic_tuple(row, column)), places.layout()),
+               interior);
+  } else {
+    copy_async(atom, own, loader.partition_D(target), places, interior);
+  }
 }
 
 // What a block of keys loads from global memory to shared memory, by kKeyThreads threads. Of queries
@@ -75,8 +88,9 @@ struct KeyTileLoader {
   template <class TileShape, class Target>
   CUTE_DEVICE void load(TileShape tile_shape, TensorView const& view, int head, int64_t first,
                         TileInterior const& interior, Target&& target) const {
-    load_tile<typename Traits::Element>(typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, thread,
-                                        view, tile.batch, head, first, tile_shape, interior, target);
+    load_tile<typename Traits::Element, Traits::kSparesRegisters>(
+        typename Traits::TiledLoad{}, typename Traits::LoadAtom{}, thread, view, tile.batch, head, first,
+        tile_shape, interior, target);
   }
 };
 

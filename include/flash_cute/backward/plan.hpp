@@ -17,7 +17,7 @@ struct BackwardPlan {
   bool runs_keys;     // the kernel for dK and dV
   bool runs_queries;  // the kernel for dQ alone
   bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
-  bool in_turns;      // and each of them in one order
+  bool in_turns;      // in one order, and on Hopper parts of a group add to theirs of dK and dV so, too
   bool clears_sums;   // which are 0 before, else the first one is stored
   bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
@@ -37,7 +37,8 @@ struct BackwardPlan {
   int64_t key_numbers;          // more of them, which nobody clears (see number_keys), behind counters
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
-  int parts_of_sum;             // that add to one of these, 1 if it is to have one order
+  int parts_of_sum;             // that add to one of these, 1 if it is to have one order without turns
+  int64_t part_turns;           // integers behind them: how many have added (see BackwardWarpgroup::turn)
   bool stats_in_dq;             // do LSE and delta lie where rows of dQ will, which are written last?
   int64_t workspace_bytes;
 
@@ -55,7 +56,7 @@ struct BackwardPlan {
     auto* const begin = static_cast<float*>(workspace);
     float *const floats = stats_in_dq ? static_cast<float*>(dq) : begin,
                  *const sums = stats_in_dq ? begin : begin + 2 * rows, *const dkv = sums + rows * dq_columns;
-    int* const ints = reinterpret_cast<int*>(dkv + part_floats);
+    int* const ints = reinterpret_cast<int*>(dkv + part_floats) + part_turns;
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
     int* const numbers = key_numbers > 0 ? ints + counters : nullptr;
     float* const zeros = clears_all ? sums : dkv;
@@ -144,8 +145,8 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
 // 0%; full -8% for two). If no such number divides the group, nor one up to twice as large, into single heads
-// that have some steps. In deterministic mode so many as keep some more steps, each with sums of its own:
-// then an entry has the same bits in any batch.
+// that have some steps. In deterministic mode so many as keep some more steps, whatever the batch: then an
+// entry has the same bits in any.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
                        bool deterministic) {
   ProblemShape const& shape = params.shape;
@@ -186,7 +187,6 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   ProblemShape const& shape = params.shape;
   plan.runs_keys = needs_dkv || one_kernel;
   plan.sums_dq = needs_dq && (one_kernel || (needs_dkv && !deterministic));
-  plan.in_turns = plan.sums_dq && deterministic;
   plan.runs_queries = needs_dq && !plan.sums_dq;
   BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tile.block_n};
   BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
@@ -199,7 +199,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
   plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic);
-  plan.parts_of_sum = deterministic ? 1 : plan.group_parts;
+  plan.parts_of_sum = deterministic && !one_kernel ? 1 : plan.group_parts;
   plan.split_groups(params);
   KeysSeen const keys_seen = keys_of_queries(params);
   bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
@@ -218,7 +218,10 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
   if (needs_dkv && plan.group_parts > 1) {
     plan.part_floats = 2 * int64_t(plan.tiles / plan.parts_of_sum) * plan.tile.block_n * bucket;
+    // One for a warpgroup's 64 rows of each sum, up to a chunk of zeros.
+    if (one_kernel && deterministic) plan.part_turns = ceil_div(plan.part_floats, int64_t(256) * bucket) * 4;
   }
+  plan.in_turns = deterministic && (plan.sums_dq || plan.part_turns > 0);
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
   // One for each block of queries of a head; more where these are few and there is more to clear.
   constexpr int64_t kFloatsToClear = 4096;  // by a block
@@ -263,7 +266,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   int64_t const integers = plan.counters + plan.key_numbers;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
-                         integers * int64_t(sizeof(int));
+                         (plan.part_turns + integers) * int64_t(sizeof(int));
   return plan;
 }
 

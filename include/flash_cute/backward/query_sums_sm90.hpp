@@ -139,7 +139,8 @@ struct QuerySumsWriter {
     // 20 us until rows are made of them, where this kernel makes them (1% at head dims 128 and 256).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
-    bool const in_order = offsets_in_order(params), in_turns = params.workspace.in_turns && in_order;
+    bool const in_order = offsets_in_order(params),
+               in_turns = additions && params.workspace.in_turns && in_order;
     auto look = [&](QuerySteps const& step) { return load_acquire(additions + part_of(step)); };
     int seen = additions && steps.left > 0 ? look(steps) : kStored;
     while (steps.left > 0) {
