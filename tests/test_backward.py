@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cases import (
@@ -226,6 +228,36 @@ def test_more_heads_than_are_under_way(kernel, shape, head_dim, mask, determinis
 def test_long_sequences(kernel, heads, seqlen, head_dim, deterministic, dtype):
     shape = Shape(1, heads, 1, seqlen, seqlen, head_dim)
     check(kernel, shape, dtype, MASKS["causal"], deterministic=deterministic)
+
+
+def sums_over_rows(q, k, v, dout, out, lse) -> tuple[torch.Tensor, torch.Tensor]:
+    """dK and dV of keys that all heads share, in float64, of results of the forward among more keys."""
+    scale = q.shape[-1] ** -0.5
+    dk, dv = (torch.zeros_like(tensor, dtype=torch.float64) for tensor in (k, v))
+    for head in zip(*(tensor.flatten(0, 1) for tensor in (q, dout, out, lse)), strict=True):
+        queries, of_out, rows, normalizer = (tensor.double() for tensor in head)
+        weights = torch.exp(scale * queries @ k.double().T - normalizer[:, None])
+        dv += weights.T @ of_out
+        delta = (of_out * rows).sum(-1, keepdim=True)
+        dk += scale * (weights * (of_out @ v.double().T - delta)).T @ queries
+    return dk, dv
+
+
+@pytest.mark.gpu
+@pytest.mark.big_memory(16)
+def test_sums_over_very_many_rows(kernel):
+    """2^22 rows see each key: what tensor cores cut off when they add (docs/numerics.md) stays below half a
+    unit of float16."""
+    heads, queries, keys, some = 64, 2**16, 16896, 64
+    make = partial(torch.randn, dtype=torch.float16, device=kernel.device)
+    q, dout = make(1, heads, queries, 64), make(1, heads, queries, 64)
+    k, v = make(1, 1, keys, 64), make(1, 1, keys, 64)
+    out, lse = kernel.forward(q, k, v)
+    _, *found = torch.ops.flash_cute._backward(dout, None, q, k, v, out, lse, family=kernel.family)
+    oracles = sums_over_rows(q, k[0, 0, :some], v[0, 0, :some], dout, out, lse)
+    for gradient, oracle in zip(found, oracles, strict=True):
+        share = (gradient[0, 0, :some].double() * oracle).sum() / oracle.square().sum()
+        assert abs(share - 1) < 2**-11
 
 
 @pytest.mark.gpu

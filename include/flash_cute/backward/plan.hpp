@@ -144,9 +144,11 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
-// 0%; full -8% for two). If no such number divides the group, nor one up to twice as large, into single heads
-// that have some steps. In deterministic mode so many as keep some more steps, whatever the batch: then an
-// entry has the same bits in any.
+// 0%; full -8% for two). But no fewer than keep sums accurate: tensor cores cut off what they add to a sum,
+// and each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a
+// unit of fp16). If no such number divides the group, nor one up to twice as large, into single heads that
+// have some steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry
+// has the same bits in any.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
                        bool deterministic) {
   ProblemShape const& shape = params.shape;
@@ -168,7 +170,8 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
     return parts;
   };
   if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
-  int wanted = 1;
+  constexpr int64_t kRowsOfSum = 1 << 18;
+  int wanted = int(smaller<int64_t>(group, ceil_div(larger<int64_t>(1, int64_t(group) * most), kRowsOfSum)));
   while (wanted < group && !enough(wanted)) ++wanted;
   int parts = wanted;
   while (parts < 2 * wanted && group % parts != 0) ++parts;
