@@ -144,7 +144,7 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
-// 0%; full -8% for two). But no fewer than keep sums accurate: tensor cores cut off what they add to a sum,
+// 0%; full -8% for two). But no fewer than keep sums accurate: tensor cores seem to cut off what they add,
 // and each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a
 // unit of fp16). If no such number divides the group, nor one up to twice as large, into single heads that
 // have some steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry
