@@ -5,7 +5,9 @@
 "host" is the time a call takes to return while the device is faster than the host, so that no queue fills.
 "latency" is a call and the wait for its result. "in a graph" is one call's share of replaying many of them.
 Only the first says anything of a CPU, of functions under torch.compile, which run without gradients, and of
-training steps, which are a forward and its gradients by autograd.
+training steps, which are a forward and its gradients by autograd. Those of a GPU come from a thread of
+autograd's own; to wake it and to be woken takes longer than most calls, by host more or less: "one
+thread" is a step without.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,12 @@ GRAPH_CALLS = 50
 PEERS = ("flash", "cudnn", "efficient")
 ALLOCATION = "empty_like"  # has no kernel, so no graph
 only_flash = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+
+
+@contextmanager
+def one_thread():
+    with only_flash(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def host_us(function: Callable, calls: int, device: torch.device) -> float:
@@ -130,6 +138,10 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     eager, inference, training = (find(problem, device) for find in (functions, compiled, training_steps))
     contexts = dict.fromkeys(inference, torch.no_grad)
     contexts |= dict.fromkeys(training, only_flash)
+    if device.type == "cuda":  # a CPU's gradients come from the calling thread
+        alone = {f"{name}, one thread": step for name, step in training.items() if "compile" not in name}
+        contexts |= dict.fromkeys(alone, one_thread)
+        training |= alone
     found: dict[str, dict[str, dict]] = {name: {} for name in eager | inference | training}
     measures = {"host": (host_us, eager | inference | training)}
     if device.type == "cuda":

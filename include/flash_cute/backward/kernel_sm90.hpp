@@ -27,8 +27,8 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;
     shared.ring_k.init(kWarps);
     shared.ring_v.init(kWarpsDS);
-    shared.ring_q.init(kWarps);
-    shared.ring_dout.init(kWarps);
+    shared.ring_q.init(kWarps * Traits::kCluster);
+    shared.ring_dout.init(kWarps * Traits::kCluster);
     // In a cluster, where dQ takes the memory of dS, those who add it give it back, of both blocks.
     shared.ring_ds.init(Traits::kInCluster ? Traits::kCluster : kWarps, kWarpsDS);
     shared.ring_p.init(kWarpsDS, kWarpsDS);

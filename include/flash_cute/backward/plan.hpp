@@ -243,7 +243,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     }
     if (!one_kernel && !lengths_differ) plan.blocks = plan.order.tiles();  // no padding that nobody sees
   }
-  plan.dq_columns = plan.sums_dq ? sum_columns(family, bucket) : 0;
+  plan.dq_columns = plan.sums_dq ? bucket : 0;
   if (one_kernel) {
     bool const is_counted = plan.sums_dq && !plan.clears_sums;
     // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.

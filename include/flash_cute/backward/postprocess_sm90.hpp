@@ -26,17 +26,16 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   typename Traits::MmaQueries const mma;
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   Tensor coords = mma.get_slice(threadIdx.x).partition_C(make_identity_tensor(TileQ{}));
-  constexpr int kFloats = Traits::kBlockM * Traits::kSumColumns;
-  int64_t const part = (int64_t(head) * queries.count() + of_head) * Traits::kConsumers + warp / 4;
+  int64_t const place = int64_t(head) * queries.count() + of_head;
+  constexpr int kFloats = Traits::kFloats * Traits::kCluster;  // of a warpgroup of both blocks
   int const* const additions = params.workspace.additions;
-  bool const added = !additions || additions[part * Traits::kCluster] != 0;  // else no key is seen
-  auto const* const sums =
-      reinterpret_cast<float4 const*>(params.workspace.dq + kFloats / Traits::kConsumers * part);
-  constexpr int kFours = Traits::kWarpFloats / 4 / 32;  // of a lane, in a round
+  bool const added = !additions || additions[(place * Traits::kConsumers + warp / 4) * Traits::kCluster] != 0;
+  auto const* const sums = reinterpret_cast<float4 const*>(
+      params.workspace.dq + place * Traits::kBlockFloats + warp / 4 * kFloats + warp % 4 * Traits::kWarpPart);
+  int const fours = Traits::floats_of(warp / 4) * Traits::kCluster / (4 * 128);  // of a thread
   CUTE_UNROLL
   for (int i = 0; i < size(dq) / 4; ++i) {
-    float4 const four =
-        added ? sums[((i / kFours * 4 + warp % 4) * kFours + i % kFours) * 32 + lane] : float4{};
+    float4 const four = added && i < fours ? sums[Traits::place_of_four(i) + lane] : float4{};
     dq(4 * i) = params.softmax_scale * four.x;
     dq(4 * i + 1) = params.softmax_scale * four.y;
     dq(4 * i + 2) = params.softmax_scale * four.z;

@@ -18,7 +18,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kBlockM)
     backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
                              __grid_constant__ BackwardMaps const maps) {
-  constexpr int kBlockM = Traits::kBlockM, kFloats = kBlockM * Traits::kSumColumns;
+  constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kBlockFloats;
   cudaGridDependencySynchronize();  // launched early
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<PreprocessStorage<Traits>*>(memory);

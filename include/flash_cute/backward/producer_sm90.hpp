@@ -54,7 +54,7 @@ struct BackwardProducerSm90 {
       arrived.arrive_and_expect_tx(sizeof(int));
       arrived.wait(at_index.phase);
       index = *static_cast<int volatile*>(&shared.index);
-      arrive_at_peer(shared.ring_index.empty[0]);
+      if (index >= 0) arrive_at_peer(shared.ring_index.empty[0]);  // always: once it has been read
     }
     at_index.advance();
     return index;
@@ -91,7 +91,13 @@ struct BackwardProducerSm90 {
     MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
     auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* slot, MapPlace const& place) {
-      load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, steps.block * kBlockM, place);
+      int const row = steps.block * kBlockM;
+      if constexpr (Traits::kInCluster) {
+        load_panels_of_both<Traits::kHeadDim, Traits::kPanel, kBlockM>(
+            map, arrived, slot, steps.head, place.shift + row, place.plane, place.bound);
+      } else {
+        load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, row, place);
+      }
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
       constexpr int kBytes = kBlockM * sizeof(float);

@@ -49,8 +49,8 @@ struct QueryRowsFetcher {
       announce({false, block.head, place_dq.shift + begin, place_dq.plane, place_dq.bound});
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       for (int part = 0; part < Traits::kConsumers; ++part) {
-        bulk_load(shared.sums + part * kFloats, workspace.dq + (place * Traits::kConsumers + part) * kFloats,
-                  kFloats * sizeof(float), shared.ring_sums[part].full[0]);
+        bulk_load(shared.sums + part * kFloats, workspace.dq + place * Traits::kBlockFloats + part * kFloats,
+                  Traits::floats_of(part) * sizeof(float), shared.ring_sums[part].full[0]);
       }
     }
     announce({.through = true});
@@ -111,12 +111,12 @@ struct QueryRowsConverter {
     int thread;  // read anew, so that no address is kept in registers for the loop over steps
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int const lane = thread % 32, warp = thread / 32 - 4;
-    float* const sums = own.shared.sums + warp * Traits::kWarpFloats;
+    float* const sums = own.shared.sums + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart;
     Tensor dq = partition_fragment_C(typename Traits::MmaQueries{}, typename Traits::TileQ{});
     static_assert(32 * decltype(size(dq))::value == Traits::kWarpFloats);
     CUTE_UNROLL
     for (int i = 0; i < size(dq) / 4; ++i) {
-      float4 const four = reinterpret_cast<float4 const*>(sums)[32 * i + lane];
+      float4 const four = reinterpret_cast<float4 const*>(sums)[Traits::place_of_four(i) + lane];
       dq(4 * i) = four.x;
       dq(4 * i + 1) = four.y;
       dq(4 * i + 2) = four.z;

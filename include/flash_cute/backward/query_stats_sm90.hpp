@@ -68,7 +68,7 @@ template <class Traits>
 struct QueryStatsFinder {
   static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;                      // each has its own rows
   static constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : Traits::kPanel / 8;  // more spill
-  static constexpr int kFloats = kBlockM * Traits::kSumColumns;
+  static constexpr int kFloats = Traits::kBlockFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;

@@ -77,14 +77,15 @@ struct QuerySums {
     }
     int const lane = thread % 32;
     // Both ways are the same place, but ptxas makes 2% more of the one at head dim 64, of the other at 128.
-    float* const rows = Traits::kHeadDim == 64 ? shared.dq + (4 * warpgroup + thread / 32) * kWarpFloats
+    float* const rows = Traits::kHeadDim == 64 ? shared.dq + (4 * warpgroup + thread / 32) * Traits::kWarpPart
                                                : handed_over_dq<Traits>(shared, warpgroup, at_ds.slot) +
-                                                     thread / 32 * kWarpFloats;
+                                                     thread / 32 * Traits::kWarpPart;
     auto* const staged = reinterpret_cast<float4*>(rows) + lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
     for (int i = 0; i < size(acc_dq) / 4; ++i) {
-      staged[i * 32] = make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
+      staged[Traits::place_of_four(i)] =
+          make_float4(acc_dq(4 * i), acc_dq(4 * i + 1), acc_dq(4 * i + 2), acc_dq(4 * i + 3));
     }
     __syncwarp();
     if (lane == 0) full.arrive();
@@ -114,7 +115,8 @@ struct QuerySums {
 // with his sums at hand: so the others wait for nothing but a store.
 template <class Traits>
 struct QuerySumsWriter {
-  static constexpr int kBlockM = Traits::kBlockM, kTileN = Traits::kTileN, kFloats = Traits::kFloats;
+  static constexpr int kBlockM = Traits::kBlockM, kTileN = Traits::kTileN,
+                       kParts = Traits::kConsumers * Traits::kCluster;
   enum { kUntouched, kBegun, kStored };  // of `additions` without turns
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
@@ -131,20 +133,19 @@ struct QuerySumsWriter {
  private:
   CUTE_DEVICE void add(KeyTile const& tile) {
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
-    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-    auto part_of = [&](QuerySteps const& step) {
-      return (tile.place(step.head, step.block) * Traits::kConsumers + warpgroup) * Traits::kCluster + rank;
-    };
+    int const own = warpgroup * Traits::kCluster + (Traits::kInCluster ? read_cluster_rank() : 0);
     int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
     // 20 us until rows are made of them, where this kernel makes them (1% at head dims 128 and 256).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
     bool const in_order = offsets_in_order(params),
                in_turns = additions && params.workspace.in_turns && in_order;
-    auto look = [&](QuerySteps const& step) { return load_acquire(additions + part_of(step)); };
+    auto look = [&](QuerySteps const& step) {
+      return load_acquire(additions + tile.place(step.head, step.block) * kParts + own);
+    };
     int seen = additions && steps.left > 0 ? look(steps) : kStored;
     while (steps.left > 0) {
-      int64_t const part = part_of(steps);
+      int64_t const place = tile.place(steps.head, steps.block), part = place * kParts + own;
       int const wanted = in_turns ? blocks_before(tile, steps.block) : kStored;
       if (!in_turns && seen != kStored) {
         shared.ring_dq[warpgroup].wait(at);
@@ -161,11 +162,12 @@ struct QuerySumsWriter {
       cutlass::arch::fence_view_async_shared();
       float const* const handed_over = handed_over_dq<Traits>(shared, warpgroup, at_ds.slot);
       if (params.workspace.dq) {
-        float* const sums = params.workspace.dq + part * kFloats;
+        float* const sums = params.workspace.dq + place * Traits::kBlockFloats + own * Traits::kFloats;
+        int const bytes = Traits::floats_of(warpgroup) * sizeof(float);
         if (first) {
-          bulk_store(sums, handed_over, kFloats * sizeof(float), hint);
+          bulk_store(sums, handed_over, bytes, hint);
         } else {
-          bulk_add(sums, handed_over, kFloats * sizeof(float), hint);
+          bulk_add(sums, handed_over, bytes, hint);
         }
       }
       cute::tma_store_arrive();

@@ -123,7 +123,7 @@ struct BackwardWeightsSm90 {
       float const* const lse = shared.lse + at.slot * kBlockM;
       own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
       __syncwarp();  // all lanes have read the LSE
-      own.release(shared.ring_q, at);
+      own.release_queries(shared.ring_q, at);
       if constexpr (Traits::kInCluster) sums.await_read();  // where P comes now
       auto& full = shared.ring_p.acquire(at_p);
       WeightsSlot<Traits>(own).put(acc_s);
@@ -134,7 +134,7 @@ struct BackwardWeightsSm90 {
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
       auto finish_dv = [&] {
         wait_products<kFirst ? 0 : Traits::kCluster>(acc_dv);
-        own.release(shared.ring_dout, at_dout);
+        own.release_queries(shared.ring_dout, at_dout);
       };
       if constexpr (kFirst) {
         finish_dv();
@@ -216,7 +216,7 @@ struct BackwardGradientsSm90 {
       __syncwarp();
       own.release(shared.ring_p, at_p);
       at_p.advance();
-      own.release(shared.ring_dout, at_dout);
+      own.release_queries(shared.ring_dout, at_dout);
       at_dout.advance();
       own.differentiate(acc_ds, weights, cS, shared.delta + at.slot * kBlockM);
       Tensor rdS = convert<Element>(acc_ds);
@@ -227,7 +227,7 @@ struct BackwardGradientsSm90 {
       own.announce(full);
       auto finish_dk = [&] {
         wait_products<kFirst ? 0 : Traits::kCluster>(acc_dk);
-        own.release(shared.ring_q, at);
+        own.release_queries(shared.ring_q, at);
       };
       if constexpr (kFirst) {
         finish_dk();

@@ -61,11 +61,6 @@ struct BackwardTiles {
   }
 };
 
-// Columns of the sums of dQ: on Hopper each of two warpgroups computes half of them, in panels of 32 or 64.
-constexpr int sum_columns(Family family, int head_dim) {
-  return family == Family::sm90 && head_dim == 96 ? 128 : head_dim;
-}
-
 // In which the sums of a block of queries are added on Hopper: by each of two warpgroups, and in a cluster by
 // each of its blocks.
 constexpr int sum_parts(BackwardTile const& tile) { return 2 * tile.cluster; }

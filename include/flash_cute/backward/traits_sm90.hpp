@@ -66,8 +66,8 @@ struct BackwardTraitsSm90 {
                 "CuTe makes do with narrow products where it has none of this width");
   // Of a tile's part of dQ each thread block of a cluster has half of the columns, made of all of the tile's
   // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns.
-  static constexpr int kSumColumns = sum_columns(Family::sm90, kHeadDim),
-                       kOwnColumns = kSumColumns / kCluster;
+  // At head dim 96 there are more columns than are summed up, as no panel divides half of these.
+  static constexpr int kSumColumns = kHeadDim == 96 ? 128 : kHeadDim, kOwnColumns = kSumColumns / kCluster;
   static constexpr int kRowsQ = kBlockM / 64, kColumnsQ = kOwnColumns * kRowsQ / kConsumers;
   using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
   using OwnQ = Shape<Int<kBlockM>, Int<kOwnColumns>>;
@@ -109,6 +109,19 @@ struct BackwardTraitsSm90 {
   // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
   static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
   static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup
+  // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long.
+  static constexpr int kBlockFloats = kBlockM * kHeadDim, kLeftOver = kBlockM * kSumColumns - kBlockFloats;
+  static constexpr int floats_of(int warpgroup) {
+    return warpgroup == kConsumers - 1 ? kFloats - kLeftOver : kFloats;
+  }
+  // Sums lie in the order of registers: a warp's fours of neighbours one after the other, those of a lane 32
+  // apart. At head dim 96 what is summed up of all warps comes first.
+  static constexpr int kHalves = kLeftOver > 0 ? 2 : 1, kWarpPart = kWarpFloats / kHalves;
+  static_assert(kLeftOver == 0 || kHalves * kLeftOver == kFloats);
+  static constexpr int place_of_four(int i) {
+    constexpr int kFours = kWarpPart / 4 / 32;
+    return i / kFours * kWarpPart + i % kFours * 32;
+  }
   static constexpr int kStoreColumns = kHeadDim / kCluster;
   using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
   using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));

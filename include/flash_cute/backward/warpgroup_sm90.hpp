@@ -76,6 +76,14 @@ struct BackwardWarpgroup {
   CUTE_DEVICE static void release(Ring& ring, Position const& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
   }
+  // Of Q or dO, which in a cluster come for both blocks at once (head dim 256, from 1k on: up to 2%).
+  template <class Ring, class Position>
+  CUTE_DEVICE static void release_queries(Ring& ring, Position const& at) {
+    release(ring, at);
+    if constexpr (Traits::kInCluster) {
+      if (threadIdx.x % 32 == 0) arrive_at_peer(ring.empty[at.slot]);
+    }
+  }
   CUTE_DEVICE static void announce(auto& full) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) full.arrive();
