@@ -928,6 +928,7 @@ def test_who_makes_rows_of_dq(host, head_dim):
         (128, (1, 127, 1, 8192, 8192), FULL, 127),
         (128, (1, 130, 1, 2048, 2048), FULL, 10),  # 8 would do
         (128, (2, 1 << 20, 1, 0, 0), FULL, 1),
+        (64, (2, 0, 2, 10, 20), FULL, 1),
         (64, (1, 64, 1, 65536, 16896), FULL, 16),  # 2^18 rows each
         (64, (1, 64, 1, 65536, 32768), CAUSAL, 8),  # half of the queries see nothing
         (128, (8, 64, 8, 32768, 32768), FULL, 1),

@@ -171,7 +171,8 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   };
   if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
   constexpr int64_t kRowsOfSum = 1 << 18;
-  int wanted = int(smaller<int64_t>(group, ceil_div(larger<int64_t>(1, int64_t(group) * most), kRowsOfSum)));
+  int64_t const keeping_accurate = ceil_div(int64_t(group) * most, kRowsOfSum);
+  int wanted = int(larger<int64_t>(1, smaller<int64_t>(group, keeping_accurate)));
   while (wanted < group && !enough(wanted)) ++wanted;
   int parts = wanted;
   while (parts < 2 * wanted && group % parts != 0) ++parts;
