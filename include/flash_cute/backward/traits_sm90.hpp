@@ -66,8 +66,8 @@ struct BackwardTraitsSm90 {
                 "CuTe makes do with narrow products where it has none of this width");
   // Of a tile's part of dQ each thread block of a cluster has half of the columns, made of all of the tile's
   // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns.
-  // At head dim 96 there are more columns than are summed up, as no panel divides half of these.
-  static constexpr int kSumColumns = kHeadDim == 96 ? 128 : kHeadDim, kOwnColumns = kSumColumns / kCluster;
+  // They come in panels of 32 or 64, so at head dim 96 more are computed than there are.
+  static constexpr int kSumColumns = ceil_div(kHeadDim, 64) * 64, kOwnColumns = kSumColumns / kCluster;
   static constexpr int kRowsQ = kBlockM / 64, kColumnsQ = kOwnColumns * kRowsQ / kConsumers;
   using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
   using OwnQ = Shape<Int<kBlockM>, Int<kOwnColumns>>;
