@@ -117,7 +117,7 @@ struct BackwardTraitsSm90 {
   // Sums lie in the order of registers: a warp's fours of neighbours one after the other, those of a lane 32
   // apart. At head dim 96 what is summed up of all warps comes first.
   static constexpr int kHalves = kLeftOver > 0 ? 2 : 1, kWarpPart = kWarpFloats / kHalves;
-  static_assert(kLeftOver == 0 || kHalves * kLeftOver == kFloats);
+  static_assert(kLeftOver == 0 || (kHalves * kLeftOver == kFloats && kRowsQ == 1));
   static constexpr int place_of_four(int i) {
     constexpr int kFours = kWarpPart / 4 / 32;
     return i / kFours * kWarpPart + i % kFours * 32;

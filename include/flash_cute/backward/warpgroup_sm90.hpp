@@ -57,7 +57,11 @@ struct BackwardWarpgroup {
   // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
   CUTE_DEVICE void await_stored() const {
     if (thread % 32 == 0) cute::tma_store_wait<0>();
-    __syncwarp();
+    if constexpr (Traits::kHalves > 1) {
+      sync_warpgroup(warpgroup);  // a warp's sums come where other warps' rows were
+    } else {
+      __syncwarp();
+    }
   }
 
   CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
