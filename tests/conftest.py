@@ -116,6 +116,14 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     return pytestconfig.stash[DEVICE]
 
 
+@pytest.fixture(autouse=True)
+def leave_little_memory_behind():
+    """What PyTorch keeps for later is nobody else's, and workers of pytest-xdist share a GPU."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     device = config.stash[DEVICE]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {os.cpu_count()} cores"

@@ -14,12 +14,6 @@ DTYPE = torch.bfloat16
 HEAD_DIM = 128
 
 
-@pytest.fixture(autouse=True)
-def leave_no_memory_behind():
-    yield
-    torch.cuda.empty_cache()
-
-
 def random(*size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=DTYPE, device=device).normal_()
 
