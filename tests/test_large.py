@@ -171,3 +171,18 @@ def test_gradients_of_many_packed_rows(kernel):
             x[None].transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in tensors
         )
         assert_gradients(tuple(found), a, b, c, d, None)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_long_groups(kernel, head_dim):
+    """Heads so long that on Hopper each of a group has tiles of its own, although there are tiles enough."""
+    heads_kv, group, seqlen = 6, 3, 8320
+    q, dout = (random(1, heads_kv * group, seqlen, head_dim, device=kernel.device) for _ in range(2))
+    k, v = (random(1, heads_kv, seqlen, head_dim, device=kernel.device) for _ in range(2))
+    out, lse = kernel.forward(q, k, v, causal=True)
+    dq, dk, dv = torch.ops.flash_cute._backward(dout, None, q, k, v, out, lse, True, family=kernel.family)
+    for head in (0, heads_kv - 1):
+        heads, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        gradients = dq[:, heads], dk[:, keys], dv[:, keys]
+        tensors = q[:, heads], k[:, keys], v[:, keys], dout[:, heads]
+        assert_gradients(gradients, *tensors, None, MASKS["causal"])

@@ -868,9 +868,11 @@ def test_some_sums_are_cleared(host, packed):
     assert clears(140 * 128)
     assert not clears(140 * 128, deterministic=True)
     assert not clears(256, heads_kv=2)
-    assert clears(256, heads_kv=2, queries=8192)
-    assert not clears(256, heads_kv=4, queries=8192)
-    assert not clears(256, deterministic=True, heads_kv=2, queries=8192)
+    many = {"queries": 4096, "head_dim": 256}
+    assert clears(256, heads_kv=2, **many)
+    assert not clears(256, heads_kv=4, **many)
+    assert not clears(256, deterministic=True, heads_kv=2, **many)
+    assert not clears(256, heads_kv=2, queries=8192)  # single heads
     assert not clears(200 * 128, queries=200 * 128, window=(1024, 0))
     assert clears(200 * 128, queries=200 * 128, window=(140 * 128, 0))
     assert clears(200 * 128, queries=200 * 128, window=(1024, 0), head_dim=256)  # heads are side by side
@@ -912,8 +914,12 @@ def test_who_makes_rows_of_dq(host, head_dim):
         (128, (16, 16, 2, 1024, 1024), FULL, 1),
         (128, (1, 16, 2, 16384, 16384), (1024, 0), 1),
         (128, (16, 32, 8, 256, 256), CAUSAL, 1),  # too short
-        (128, (1, 16, 2, 8192, 8192), CAUSAL, 4),
-        (128, (1, 16, 2, 8192, 8192), FULL, 1),
+        (128, (1, 16, 2, 8192, 8192), CAUSAL, 8),  # long heads
+        (128, (1, 16, 2, 8192, 8192), FULL, 8),
+        (128, (1, 16, 2, 8000, 8192), FULL, 1),
+        (128, (1, 16, 2, 8000, 8000), CAUSAL, 4),
+        (64, (1, 32, 4, 16384, 16384), CAUSAL, 8),
+        (256, (4, 8, 1, 8192, 8192), CAUSAL, 1),  # whose LSE and delta a kernel before finds
         (128, (1, 32, 1, 4096, 4096), CAUSAL, 16),  # to fill the GPU
         (128, (1, 32, 1, 4096, 4096), FULL, 4),
         (64, (1, 14, 2, 64, 64), FULL, 7),
@@ -929,14 +935,15 @@ def test_who_makes_rows_of_dq(host, head_dim):
         (128, (1, 130, 1, 2048, 2048), FULL, 10),  # 8 would do
         (128, (2, 1 << 20, 1, 0, 0), FULL, 1),
         (64, (2, 0, 2, 10, 20), FULL, 1),
-        (64, (1, 64, 1, 65536, 16896), FULL, 16),  # 2^18 rows each
-        (64, (1, 64, 1, 65536, 32768), CAUSAL, 8),  # half of the queries see nothing
-        (128, (8, 64, 8, 32768, 32768), FULL, 1),
+        (64, (2, 0, 2, 9000, 9000), FULL, 1),
+        (256, (1, 64, 1, 65536, 16896), FULL, 16),  # 2^18 rows each
+        (256, (1, 64, 1, 65536, 32768), CAUSAL, 8),  # half of the queries see nothing
+        (256, (8, 64, 8, 32768, 32768), FULL, 1),
         (128, (1, 3, 1, 1 << 20, 16384), FULL, 3),
     ],
 )
 def test_parts_of_groups(host, head_dim, sizes, window, parts):
-    """As few as fill the GPU, or even out the ends of tiles; they add to the same sums."""
+    """As few as fill the GPU, or even out the ends of tiles, or single heads; they add to the same sums."""
 
     def planned(asked_for):
         shape = (*sizes, head_dim)

@@ -144,13 +144,16 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
-// 0%; full -8% for two). But no fewer than keep sums accurate: tensor cores seem to cut off what they add,
-// and each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a
-// unit of fp16). If no such number divides the group, nor one up to twice as large, into single heads that
-// have some steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry
-// has the same bits in any.
+// 0%; full -8% for two). Single heads where these are long and tiles come one head after the other: of them
+// LSE and delta are found beside products, and sums of dQ are stored first (head dim 128, 8 query heads,
+// causal, 2k -2%, 4k +1%, 8k +2.5%, 16k +3.5%; full, 4k -1.4%, 8k +1%, 16k +3%; 64 -3, +1, +3.5%, full, 8k
+// +3%). But no fewer than keep sums accurate: tensor cores seem to cut off what they add, and each row of
+// queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a unit of fp16). If
+// no such number divides the group, nor one up to twice as large, into single heads that have some steps. In
+// deterministic mode so many as keep some more steps, whatever the batch: then an entry has the same bits in
+// any.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
-                       bool deterministic) {
+                       bool deterministic, bool one_by_one) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = queries_of_keys(params);
   bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
@@ -170,6 +173,9 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
     return parts;
   };
   if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
+  bool const can_be_single = tiles * group <= 1 << 30;
+  constexpr int kLong = 4096;
+  if (group > 1 && one_by_one && can_be_single && mean >= (uneven ? kLong : 2 * kLong)) return group;
   constexpr int64_t kRowsOfSum = 1 << 18;
   int64_t const keeping_accurate = ceil_div(int64_t(group) * most, kRowsOfSum);
   int wanted = int(larger<int64_t>(1, smaller<int64_t>(group, keeping_accurate)));
@@ -177,8 +183,7 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   int parts = wanted;
   while (parts < 2 * wanted && group % parts != 0) ++parts;
   if (group % parts == 0) return parts;
-  bool const single_heads = steps >= int64_t(kStepsOfHead) * group && tiles * group <= 1 << 30;
-  return single_heads ? group : divisor_up_to(wanted);
+  return can_be_single && steps >= int64_t(kStepsOfHead) * group ? group : divisor_up_to(wanted);
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
@@ -202,11 +207,11 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // run all at once (head dim 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come
   // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
-  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic);
+  bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
+  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic, one_by_one);
   plan.parts_of_sum = deterministic && !one_kernel ? 1 : plan.group_parts;
   plan.split_groups(params);
   KeysSeen const keys_seen = keys_of_queries(params);
-  bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
   int64_t const of_sequence = ceil_div(plan.key_blocks, larger(1, shape.batch)),
                 of_queries = (int64_t(keys_seen.most) + plan.tile.block_m) / plan.tile.block_n + 2;
   bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
