@@ -145,13 +145,12 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
 // steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
 // 0%; full -8% for two). Single heads where these are long and tiles come one head after the other: of them
-// LSE and delta are found beside products, and sums of dQ are stored first (head dim 128, 8 query heads,
-// causal, 2k -2%, 4k +1%, 8k +2.5%, 16k +3.5%; full, 4k -1.4%, 8k +1%, 16k +3%; 64 -3, +1, +3.5%, full, 8k
-// +3%). But no fewer than keep sums accurate: tensor cores seem to cut off what they add, and each row of
-// queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a unit of fp16). If
-// no such number divides the group, nor one up to twice as large, into single heads that have some steps. In
-// deterministic mode so many as keep some more steps, whatever the batch: then an entry has the same bits in
-// any.
+// LSE and delta are found beside products, and sums of dQ are stored first (+1 to +3.5%; half as long and
+// shorter +1 to -3%). But no fewer than keep sums accurate: tensor cores seem to cut off what they add, and
+// each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a unit of
+// fp16). If no such number divides the group, nor one up to twice as large, into single heads that have some
+// steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry has the
+// same bits in any.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
                        bool deterministic, bool one_by_one) {
   ProblemShape const& shape = params.shape;
@@ -174,7 +173,7 @@ inline int group_parts(BackwardParams const& params, BackwardTile const& tile, i
   };
   if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
   bool const can_be_single = tiles * group <= 1 << 30;
-  constexpr int kLong = 4096;
+  constexpr int kLong = 4096;  // queries
   if (group > 1 && one_by_one && can_be_single && mean >= (uneven ? kLong : 2 * kLong)) return group;
   constexpr int64_t kRowsOfSum = 1 << 18;
   int64_t const keeping_accurate = ceil_div(int64_t(group) * most, kRowsOfSum);
