@@ -37,7 +37,7 @@ def module(pytestconfig: pytest.Config, name: str, *include: Path) -> ModuleType
         includes = [HERE, INCLUDE, pybind11.get_include(), sysconfig.get_path("include")]
         flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
         flags += [f"-I{path}" for path in includes] + [f"-isystem{path}" for path in include]
-        unfinished = library.with_suffix(".unfinished")
+        unfinished = library.with_suffix(f".{os.getpid()}")  # workers of pytest-xdist build side by side
         subprocess.run([compiler, *flags, HERE / f"{name}.cpp", "-o", unfinished], check=True)
         unfinished.rename(library)
     spec = importlib.util.spec_from_file_location(name, library)
