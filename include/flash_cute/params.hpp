@@ -87,6 +87,10 @@ struct BackwardWorkspace {
   // there are. Null where places follow from the shape.
   int *in_order = nullptr, *alike = nullptr, *key_places = nullptr;
   int key_block = 0, expected_key_blocks = 0;
+  // Of packed queries the sequence of each block of query_block; null where nobody makes rows of dQ or finds
+  // lse and delta in the kernel for dK and dV.
+  int* sequences_of_queries = nullptr;
+  int query_block = 0;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
   // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
   // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.

@@ -289,7 +289,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
-      .def_readonly("last_pairs", &BackwardPlan::last_pairs)
+      .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
+      .def_property_readonly("last_section",
+                             [](BackwardPlan const& plan) { return plan.order.last_section.value; })
       .def_readonly("rows", &BackwardPlan::rows)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
@@ -325,6 +327,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     add("in_order", parts.in_order, of_int);
     add("alike", parts.alike, of_int);
     add("key_places", parts.key_places, of_int * (batch + 1));
+    add("sequences_of_queries", parts.sequences_of_queries, of_int * plan.query_sequences);
     add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
     return found;
   });
@@ -339,18 +342,30 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.device.l2_bytes = 50 << 20;
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
   });
-  // The places of blocks of keys, as a kernel numbers them where sequences differ in length.
-  static auto const key_places = [](BackwardParams const& params, Family family, int block_n, bool in_order) {
+  // What a kernel finds out about sequences that differ in length: see number_keys.
+  struct KeyNumbers {
+    int in_order, alike = 1;
+    std::vector<int> places;
+  };
+  static auto const number_keys = [](BackwardParams& params, Family family, BackwardPlan const& plan,
+                                     bool in_order) {
+    auto numbers = std::make_unique<KeyNumbers>(KeyNumbers{in_order});
+    auto& [_, alike, places] = *numbers;
     int const batch = params.shape.batch;
+    int const block_n = plan.tile.block_n;
     BlockPlaces const by_offsets{params.lengths.cu_seqlens_k, params.shape.seqlen_k, batch, block_n};
-    std::vector<int> places(batch + 1);
+    places.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
       places[b + 1] = places[b] + (family == Family::sm80 ? key_blocks<Family::sm80>(params, b, block_n)
                                                           : key_blocks<Family::sm90>(params, b, block_n));
+      alike &= in_order && places[b + 1] - places[b] == plan.order.m_blocks;
       if (!in_order) places[b] = by_offsets.first(b);
     }
     if (!in_order) places[batch] = by_offsets.count();
-    return places;
+    params.workspace.in_order = &numbers->in_order;
+    params.workspace.alike = &alike;
+    params.workspace.key_places = places.data();
+    return numbers;
   };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
@@ -364,8 +379,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    std::vector<int> places = key_places(params, Family::sm90, block_n, true);
-    params.workspace.key_places = places.data();
+    auto const numbers = number_keys(params, Family::sm90, plan, true);
     KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.count(params); ++index) {
@@ -394,17 +408,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
     plan.split_groups(params);
-    std::vector<int> places;
-    int alike = 1;
-    if (plan.key_numbers > 0) {
-      places = key_places(params, Family::sm80, plan.tile.block_n, in_order);
-      for (int b = 0; b < params.shape.batch; ++b) {
-        alike &= in_order && places[b + 1] - places[b] == plan.order.m_blocks;
-      }
-      params.workspace.key_places = places.data();
-      params.workspace.alike = &alike;
-    }
-    KeyOrderSm80 const order{plan.order, plan.last_pairs};
+    std::unique_ptr<KeyNumbers> numbers;
+    if (plan.key_numbers > 0) numbers = number_keys(params, Family::sm80, plan, in_order);
+    KeyOrderSm80 const order{plan.order};
     std::vector<std::tuple<int, int, int>> tiles;
     for (int index = 0; index < plan.blocks; ++index) {
       KeyTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
@@ -426,7 +432,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     plan.split_groups(params);
     ProblemShape const& shape = params.shape;
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order, nullptr};
     std::vector<int> known(in_order ? shape.batch * shape.heads_kv : 1);
     for (int index = 0; index < rows.count(); ++index) {
       RowsOrder::Block const block = rows(index);
@@ -434,8 +440,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       bool const exists = has_rows(begin, sequence_for<Family::sm90>(params, block.sequence).used);
       if (exists || !in_order) ++known.at(in_order ? block.pair : 0);
     }
-    std::vector<int> places = key_places(params, Family::sm90, plan.tile.block_n, in_order);
-    params.workspace.key_places = places.data();
+    auto const numbers = number_keys(params, Family::sm90, plan, in_order);
     KeyOrder const order{plan.order, plan.tiles, plan.tile.block_m, plan.tile.block_n, plan.query_start};
     std::vector<std::pair<int, int>> waits;
     for (int index = 0; index < order.count(params); ++index) {
@@ -448,10 +453,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
 
   // Of each block of queries, in the order in which rows of dQ are made: RowsOrder::Block.
-  module.def("rows_order", [](RaggedBatch const& batch, int block_m) {
+  module.def("rows_order", [](RaggedBatch const& batch, int block_m, bool in_order) {
     auto const& [shape, lengths] = std::tie(batch.params.shape, batch.params.lengths);
     BlockPlaces const queries{lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    RowsOrder const order{queries, shape.heads_q, shape.heads_kv, !lengths.given};
+    std::vector<int> sequences(queries.count());
+    for (int place = 0; place < queries.count(); ++place) sequences[place] = queries.sequence(place);
+    RowsOrder const order{queries, shape.heads_q, shape.heads_kv, in_order,
+                          lengths.cu_seqlens_q ? sequences.data() : nullptr};
     std::vector<std::tuple<int, int, int, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
       auto const [pair, sequence, head, place] = order(index);

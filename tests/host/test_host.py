@@ -1003,8 +1003,7 @@ def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.group_parts == parts
     assert plan.workspace_bytes == 4 * (floats + plan.rows * head_dim)
-    grouped = sizes[1] != sizes[2]
-    assert (plan.last_pairs == 0) == grouped
+    assert sizes[1] != sizes[2] or plan.section == 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -1114,14 +1113,29 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
     assert (packed == dense) == (length == mean)
 
 
-def test_last_heads_on_ampere_go_side_by_side_where_the_others_do_not(host):
-    def last_pairs(*sizes, window=CAUSAL):
-        return plan_backward(host, 128, (*sizes, 128), family="sm80", window=window).last_pairs
+@pytest.mark.parametrize(
+    ("family", "head_dim", "at_a_time", "rounds", "of_long"),
+    [
+        ("sm80", 128, 2 * HOPPERS, 2, 2),
+        ("sm90", 128, HOPPERS, 1 / 2, 2),  # rows of dQ, made in the same kernel, would come late
+        ("sm90", 256, HOPPERS // 2, 2, 2),
+    ],
+)
+def test_last_heads_go_side_by_side_where_the_others_do_not(
+    host, family, head_dim, at_a_time, rounds, of_long
+):
+    def sections(*sizes, window=CAUSAL):
+        plan = plan_backward(host, head_dim, (*sizes, head_dim), family=family, window=window)
+        return plan.section, plan.last_section
 
-    assert last_pairs(64, 16, 16, 512, 512) == -(-2 * 2 * HOPPERS // 8)
-    assert last_pairs(2, 2, 2, 512, 512) == 2 * 2
-    assert last_pairs(64, 16, 16, 512, 512, window=(100, 0)) == 0
-    assert last_pairs(60, 16, 16, 200, 130, window=(32, 0)) == 0
+    block_n = plan_backward(host, head_dim, (1, 1, 1, 512, 512, head_dim), family=family).tile.block_n
+    assert sections(64, 16, 16, 512, 512) == (1, -(-rounds * at_a_time // (512 // block_n)))
+    assert sections(16, 16, 16, 4096, 4096) == (1, -(-of_long * at_a_time // (4096 // block_n)))
+    assert sections(2, 2, 2, 512, 512) == (1, 2 * 2)
+    makes_rows = (family, head_dim) == ("sm90", 128)
+    full = at_a_time // (512 // block_n) if (family, head_dim) == ("sm90", 256) else 1
+    assert sections(64, 16, 16, 512, 512, window=FULL) == (full, 64 * 16 % full or full)
+    assert (sections(64, 16, 16, 512, 512, window=(100, 0)) == (1, 1)) == makes_rows  # else all side by side
 
 
 @pytest.mark.parametrize(
@@ -1190,28 +1204,39 @@ def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, lim
     assert all(known == wanted > 0 for known, wanted in waits)
 
 
-@pytest.mark.parametrize("lengths", [None, ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)])
+@pytest.mark.parametrize(
+    ("lengths", "in_order"),
+    [
+        (None, True),
+        (([0, 130, 130, 400], [5, 200, 300, 333], None, None, None), True),
+        (([0, 120, 260, 400], [5, 105, 210, 320], None, None, None), True),
+        (([0, 300, 130, 400], [5, 200, 300, 333], None, None, None), False),
+    ],
+    ids=["dense", "packed", "alike", "out of order"],
+)
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
+def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths, in_order):
     """Each block of queries comes once, and pairs come in the order in which their blocks of keys do."""
     sizes = (3, 4, heads_kv, 400, 333, 64)
     batch = make_ragged_batch(host, sizes, (None, None), lengths or [None] * 5)
     places = host.BlockPlaces(batch, True, block_m)
-    blocks = host.rows_order(batch, block_m)
+    blocks = host.rows_order(batch, block_m, in_order)
     assert sorted((head, place) for _, _, head, place in blocks) == [
         (head, place) for head in range(4) for place in range(places.count())
     ]
     for pair, sequence, head, place in blocks:
         assert sequence == places.sequence(place)
-        assert pair == sequence * heads_kv + head // (4 // heads_kv)
+        assert not in_order or pair == sequence * heads_kv + head // (4 // heads_kv)
+    if not in_order:
+        return
     listed = host.key_tiles(64, batch, False, FEW)
     first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}
     pairs = [(first_keys.get(k, b) if lengths else b, head) for (b, head, k), _ in listed]
     pairs = [pair for pair in pairs if pair[0] * heads_kv + pair[1] in {block[0] for block in blocks}]
-    in_order = [b * heads_kv + head for b, head in dict.fromkeys(pairs)]
-    of_rows = [pair for pair in dict.fromkeys(block[0] for block in blocks) if pair in in_order]
-    assert of_rows == in_order
+    of_keys = [b * heads_kv + head for b, head in dict.fromkeys(pairs)]
+    of_rows = [pair for pair in dict.fromkeys(block[0] for block in blocks) if pair in of_keys]
+    assert of_rows == of_keys
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -58,7 +58,7 @@ struct TileOrder {
   bool descending;          // is the last block of queries the longest?
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
   bool few_keys;            // does no tile see a quarter of the keys?
-  Divisor section, last_section;  // (batch, head) pairs that share L2
+  Divisor section, last_section;  // (batch, head) pairs of each
   Divisor section_tiles;          // tiles of a section
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
@@ -95,11 +95,19 @@ struct TileOrder {
             .packs = Divisor(int(packs))};
   }
 
+  // The last section gets at least so many pairs, whatever L2 holds: tiles that differ in length then end at
+  // about the same time, where sections are small.
+  void widen_last(int wanted) {
+    int const before = larger(0, sequences - wanted) / int(section.value) * int(section.value);
+    last_section = Divisor(larger(int(last_section.value), sequences - before));
+  }
+
   FLASH_CUTE_HOST_DEVICE int tiles() const { return m_blocks * sequences; }
 
   FLASH_CUTE_HOST_DEVICE TileCoord operator()(int index) const {
-    int const first = section_tiles.quotient(index) * int(section.value);
-    Divisor const width = first + int(section.value) <= sequences ? section : last_section;
+    int const last = sequences - int(last_section.value);
+    int const first = smaller(section_tiles.quotient(index) * int(section.value), last);
+    Divisor const width = first < last ? section : last_section;
     int const place = index - first * m_blocks;
     int const rank = width.quotient(place);
     int const sequence = first + width.remainder(place);

@@ -6,9 +6,8 @@
 
 namespace flash_cute {
 
-// Of sequences that differ in length blocks of keys go head by head, in each sequence by sequence, as
-// number_keys has them. KeyOrder does the same in place: by this call Hopper's kernels of head dims 192 and
-// 256 spilled 24 bytes more.
+// In the Ampere family blocks of keys of sequences that differ in length go head by head, in each sequence by
+// sequence, as number_keys has them.
 FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int block_n, int index) {
   int const* const first = params.workspace.key_places;
   int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
@@ -17,10 +16,10 @@ FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int
   return {.m_begin = (place - first[b]) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
 }
 
-// Of sequences that are alike the blocks of keys go as those of queries do in the forward: longest first, in
-// sections. Else as in numbered_keys.
+// On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head;
+// head by head if offsets are out of order, as the places of a sequence may end before they begin then.
 struct KeyOrder {
-  TileOrder dense;
+  TileOrder alike;  // where sequences have equally many blocks of keys
   int tiles;
   int block_m, block_n;
   QueryStart start;
@@ -36,19 +35,24 @@ struct KeyOrder {
     BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
     KeyTile tile{};
     int b = 0;
-    if (params.lengths.given) {
+    if (params.lengths.given && !*params.workspace.alike) {
       int const* const first = params.workspace.key_places;
-      int const places = first[shape.batch];
-      tile.head_kv = index / places;
-      int const place = index - tile.head_kv * places;
-      b = last_beginning_before(place, shape.batch, [&](int sequence) { return first[sequence]; });
-      tile.n_begin = (place - first[b]) * block_n;
+      bool const in_order = offsets_in_order(params);
+      // Out of order the places of a head go as those of one sequence, and some come before a sequence's
+      // first.
+      int const places = first[shape.batch], head = in_order ? 0 : index / places;
+      int const heads = in_order ? shape.heads_kv : 1, place = index - head * places;
+      b = last_beginning_before(place / heads, shape.batch, [&](int sequence) { return first[sequence]; });
+      int const of_sequence = place - first[b] * heads, blocks = in_order ? first[b + 1] - first[b] : places;
+      int const more_heads = of_sequence / blocks;
+      tile.head_kv = head + more_heads;
+      tile.n_begin = (of_sequence - more_heads * blocks) * block_n;
     } else {
-      TileCoord const found = dense(index);
+      TileCoord const found = alike(index);
       b = found.batch;
       tile.head_kv = found.head_kv;
       tile.n_begin = found.m_begin;
-      tile.descending = dense.descending;
+      tile.descending = alike.descending;
     }
     // Blocks of keys that add in turns begin with the queries that they have in common under a causal mask:
     // so each is a step behind the one before it, from the other end two.
@@ -63,11 +67,9 @@ struct KeyOrder {
   }
 };
 
-// In the Ampere family, where sequences have equally many blocks of keys: as `alike` has it, but that those
-// of the last pairs of a sequence and a head go side by side. There may be fewer tiles than thread blocks.
+// In the Ampere family. There may be fewer tiles than thread blocks.
 struct KeyOrderSm80 {
-  TileOrder alike;
-  int last_pairs;  // 0, or sections of `alike` are single pairs
+  TileOrder alike;  // where sequences have equally many blocks of keys
 
   // The block sizes are arguments, as compilers should know them.
   FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
@@ -79,11 +81,7 @@ struct KeyOrderSm80 {
       if (index >= tiles) return {.m_begin = kThrough, .head = 0, .head_kv = 0, .batch = 0};
       if (!is_alike) return numbered_keys(params, block_n, index);
     }
-    int const behind = index - (alike.sequences - last_pairs) * alike.m_blocks;  // of those others
-    if (behind < 0) return alike(index);
-    int const rank = behind / last_pairs, block = alike.descending ? alike.m_blocks - 1 - rank : rank;
-    int const pair = alike.sequences - last_pairs + behind - rank * last_pairs, b = pair / shape.heads_kv;
-    return {.m_begin = block * block_n, .head = 0, .head_kv = pair - b * shape.heads_kv, .batch = b};
+    return alike(index);
   }
 
   FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int block_m, int block_n,
@@ -109,27 +107,34 @@ FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) 
 }
 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
-// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs.
+// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs; if offsets are
+// out of order head by head.
 struct RowsOrder {
   BlockPlaces queries;
   int heads_q, heads_kv;
-  bool alike;  // sequences
+  bool in_order;                    // offsets
+  int const* sequences_of_queries;  // listed, or null
 
   struct Block {
-    int pair, sequence, head, place;  // the last one of its head
+    int pair, sequence, head, place;  // pair: if offsets are in order. place: of its head's
   };
 
   FLASH_CUTE_HOST_DEVICE int count() const { return heads_q * queries.count(); }
   FLASH_CUTE_HOST_DEVICE Block operator()(int index) const {
-    int const heads = heads_q / heads_kv, of_head_kv = index / heads, blocks = queries.count();
-    int const of_sequence = alike ? blocks / queries.batch : blocks, outer = of_head_kv / of_sequence;
-    int const inner = of_head_kv - outer * of_sequence;
-    int const b = alike ? outer / heads_kv : queries.sequence(inner);
-    int const head_kv = alike ? outer - b * heads_kv : outer;
+    int const heads = heads_q / heads_kv, b = in_order ? sequence(index / heads_q) : 0;
+    Rows const places = in_order ? queries.places(b) : Rows{0, queries.count()};
+    int const of_sequence = index - places.begin * heads_q, of_head_kv = of_sequence / heads;
+    int const blocks = places.end - places.begin, head_kv = of_head_kv / blocks;
+    int const place = places.begin + of_head_kv - head_kv * blocks;
     return {.pair = b * heads_kv + head_kv,
-            .sequence = b,
-            .head = head_kv * heads + index - of_head_kv * heads,
-            .place = alike ? b * of_sequence + inner : inner};
+            .sequence = in_order ? b : sequence(place),
+            .head = head_kv * heads + of_sequence - of_head_kv * heads,
+            .place = place};
+  }
+
+ private:
+  FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
+    return sequences_of_queries ? sequences_of_queries[place] : queries.sequence(place);
   }
 };
 

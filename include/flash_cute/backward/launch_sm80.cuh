@@ -44,7 +44,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, plan.first_blocks, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
-      KeyOrderSm80 const order{plan.order, plan.last_pairs};
+      KeyOrderSm80 const order{plan.order};
       launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
                                                              sizeof(typename Traits::SharedStorage), stream,
                                                              params, order);

@@ -74,16 +74,25 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   constexpr bool kStartsEarly = true;
-  if (params.lengths.given || params.mask.first_seeing_row() > 0 || plan.finds_stats) {
+  if (plan.finds_stats) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
                                                                            kRowThreads, 0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params);
+    auto preprocess = [&]<bool kClears>(std::bool_constant<kClears>) {
+      // More where there may be much to clear. Unequal lengths need some to be numbered.
+      LengthParams const& lengths = params.lengths;
+      bool const packed_alone =
+          lengths.cu_seqlens_q && !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
+      int const clearing_blocks = kClears ? (packed_alone ? 1 : 4) * device.multiprocessors : 0;
+      launch_kernel<backward_preprocess_sm90<Traits, kClears>, kStartsEarly>(
+          device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
+          stream, params, maps, clearing_blocks);
+    };
     if (!plan.finds_stats) {
-      launch_kernel<backward_preprocess_sm90<Traits>, kStartsEarly>(
-          device, plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>), stream, params,
-          maps);
+      bool const clears = params.lengths.given || params.mask.first_seeing_row() > 0;
+      clears ? preprocess(std::true_type{}) : preprocess(std::false_type{});
     }
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,

@@ -28,13 +28,13 @@ struct BackwardPlan {
   int blocks;                   // of its grid
   int first_blocks;             // of the kernel before it that looks at queries
   int group_parts;              // of the query heads that share K and V: each has tiles of its own
-  TileOrder order;              // of its blocks of keys, where sequences are alike
-  int last_pairs;               // of a sequence and a head whose blocks go side by side, on Ampere
+  TileOrder order;              // of its blocks of keys, where sequences have equally many
   QueryStart query_start;       // whatever is asked for
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
   int64_t key_numbers;          // more of them, which nobody clears (see number_keys), behind counters
+  int64_t query_sequences;      // likewise, behind them: see list_sequences_of_queries
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
   int parts_of_sum;             // that add to one of these, 1 if it is to have one order without turns
@@ -73,6 +73,8 @@ struct BackwardPlan {
             .key_places = numbers ? numbers + 2 : nullptr,
             .key_block = tile.block_n,
             .expected_key_blocks = order.m_blocks,
+            .sequences_of_queries = query_sequences > 0 ? ints + counters + key_numbers : nullptr,
+            .query_block = tile.block_m,
             .claimed = counters > 0 ? ints : nullptr,
             .taken = makes_rows ? of_rows : nullptr,
             .finished = makes_rows ? of_rows + 1 : nullptr,
@@ -110,6 +112,12 @@ inline KeysSeen queries_of_keys(BackwardParams const& params) {
   return KeysSeen::by(mean_mask(params).transposed());
 }
 
+// Is the key that is seen by most queries seen by a third more than one in the middle?
+inline bool are_seen_unevenly(BackwardParams const& params) {
+  auto const [mean, most] = queries_of_keys(params);
+  return 3 * int64_t(most) > 4 * int64_t(mean);
+}
+
 inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
@@ -120,15 +128,9 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
   return tiles.keys[index];
 }
 
-// The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys. Sections
-// are half as large as the forward's, of one round of thread blocks: so a head's blocks of keys, which read
-// the same Q and dO and add to the same sums, run together. In full attention of 512 this is worth 9 and 12%
-// at head dims 128 and 256, from 4k on nothing (H200). Not so in turns, for which they would wait (causal, up
-// to 2k: -10 to -25%, although 512 full wins 8% at head dim 128). On Ampere so where heads share K and V (-2
-// to +36% beside head by head); else they go pair by pair, and those of the last two rounds side by side,
-// longest first (causal, 512 to 4k: +1 to +5%, 16k -1 to 0%; all in sections -2 to +4%). Behind a window,
-// too, where rows of dQ are made as soon as a head's tiles are through (window of 1024, d128: +6% at 16k,
-// +12% at 4k; without such rows -1%).
+// The blocks of keys in the order of the forward's blocks of queries: the mask seen from the keys. Behind a
+// window heads go one by one only where the same kernel has room to make rows of dQ (window of 1024, d128:
+// +6% at 16k, +12% at 4k; else -1%).
 inline TileOrder key_order(BackwardParams const& params, BackwardTile const& tile, int wanted_tiles,
                            bool one_by_one) {
   ProblemShape const& shape = params.shape;
@@ -149,13 +151,13 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // shorter +1 to -3%). But no fewer than keep sums accurate: tensor cores seem to cut off what they add, and
 // each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a unit of
 // fp16). If no such number divides the group, nor one up to twice as large, into single heads that have some
-// steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry has the
-// same bits in any.
+// steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry of a
+// dense or padded one has the same bits in any.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
                        bool deterministic, bool one_by_one) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = queries_of_keys(params);
-  bool const uneven = params.lengths.given || 3 * int64_t(most) > 4 * int64_t(mean);
+  bool const uneven = params.lengths.given || are_seen_unevenly(params);
   int const group = shape.heads_q / larger(1, shape.heads_kv);
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
   int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
@@ -235,16 +237,28 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   constexpr int64_t kFloatsToClear = 4096;  // by a block
   plan.first_blocks = int(larger<int64_t>(int64_t(plan.query_blocks) * shape.heads_q,
                                           smaller<int64_t>(at_a_time, plan.part_floats / kFloatsToClear)));
-  // Of unequal lengths the mean one's, which serves in the Ampere family where they turn out to be alike.
+  // Of unequal lengths the mean one's, which serves where they turn out to be alike. Not so on Hopper in
+  // turns: an entry's bits would depend on the others.
   bool const lengths_differ = params.lengths.given && (one_kernel || params.lengths.cu_seqlens_k);
   bool const has_keys = plan.tiles > 0 && shape.batch > 0 && mean_mask(params).seqlen_k > 0;
-  if (has_keys && !(one_kernel && lengths_differ)) {
-    bool const by_pair = !one_kernel && shape.heads_q == params.heads_of_keys();
+  if (has_keys && !(one_kernel && deterministic && lengths_differ)) {
+    // A head's blocks of keys read the same Q and dO and add to the same sums, so they go one behind the
+    // other, and head by head. On Hopper, over sections of one round of thread blocks: 512 +3 to +5%, causal
+    // +1 to +3% up to 4k, else 0 (H200). Not so in turns, for which they would wait: there in sections of two
+    // rounds; and in sections of one where tiles are alike at head dims 192 and 256 (1% up to 1k), or on
+    // Ampere where heads share K and V (-2 to +36% beside head by head).
+    bool const uneven = are_seen_unevenly(params);
+    bool const by_pair =
+        one_kernel ? !deterministic && (one_by_one || uneven) : shape.heads_q == params.heads_of_keys();
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
-    constexpr int kLastRounds = 2;
-    if (by_pair && plan.order.section.value == 1) {  // behind a window heads are side by side anyway
-      plan.last_pairs = smaller(plan.order.sequences, ceil_div(kLastRounds * at_a_time, plan.order.m_blocks));
+    // Tiles that differ in length would leave thread blocks idle at the end: the heads of the last two rounds
+    // go side by side, longest first (4k causal: +2 to +3%; Ampere +1 to +5%). Of half a round where the same
+    // kernel has room to make rows of dQ and heads are short: all of these would come late (up to 2k +0.5%).
+    if (by_pair && uneven && plan.order.section.value == 1) {
+      constexpr int kLong = 2048;  // queries
+      bool const rows_are_late = one_by_one && queries_of_keys(params).mean < kLong;
+      plan.order.widen_last(ceil_div(rows_are_late ? at_a_time / 2 : 2 * at_a_time, plan.order.m_blocks));
     }
     if (!one_kernel && !lengths_differ) plan.blocks = plan.order.tiles();  // no padding that nobody sees
   }
@@ -267,11 +281,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
   }
   if (lengths_differ && plan.runs_keys) plan.key_numbers = 2 + shape.batch + 1;
+  if (params.lengths.cu_seqlens_q && (plan.makes_rows || plan.finds_stats)) {
+    plan.query_sequences = queries.count();
+  }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
                 stats = 2 * plan.rows;
   plan.stats_in_dq = plan.sums_dq && !one_kernel && stats * int64_t(sizeof(float)) <= dq_bytes;
-  int64_t const integers = plan.counters + plan.key_numbers;
+  int64_t const integers = plan.counters + plan.key_numbers + plan.query_sequences;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
                          (plan.part_turns + integers) * int64_t(sizeof(int));

@@ -31,7 +31,7 @@ struct QueryRowsFetcher {
     ProblemShape const& shape = params.shape;
     bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order, workspace.sequences_of_queries};
     // All sums are clear then: tiles, which wait for it too, may have no keys.
     if (!in_order && workspace.stats_known) wait_for(workspace.stats_known, rows.count());
     auto take = [&] { return atomicAdd(workspace.taken, 1); };

@@ -62,8 +62,8 @@ struct QueryStatsRows {
 };
 
 // The warp. It takes block after block, in the order in which tiles come to their heads, and waits for
-// nothing but its own loads: so a block that somebody waits for is being worked on, or will be by whoever
-// waits. O and dO come where sums of dQ will later.
+// nothing but its own loads: so a block that somebody waits for is being worked on or comes next, or will be
+// taken by whoever waits. O and dO come where sums of dQ will later.
 template <class Traits>
 struct QueryStatsFinder {
   static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;                      // each has its own rows
@@ -78,19 +78,22 @@ struct QueryStatsFinder {
     ProblemShape const& shape = params.shape;
     bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, !params.lengths.given};
+    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order,
+                         params.workspace.sequences_of_queries};
     auto take = [&] {
       int const taken = read_lane_index() == 0 ? atomicAdd(params.workspace.stats_taken, 1) : 0;
       return __shfl_sync(0xffffffffu, taken, 0);
     };
-    for (int index = take(); index < rows.count(); index = take()) {
+    for (int index = take(), next; index < rows.count(); index = next) {
       RowsOrder::Block const block = rows(index);
       Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
       int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       if (!in_order && params.workspace.dq) clear_sums(params.workspace.dq + place * kFloats);
       bool const exists = has_rows(begin, s.used);
-      if (exists) find(s, block, begin, place * kBlockM);
+      if (exists) start(s, block, begin, place * kBlockM);
+      next = take();  // while O and dO come
+      if (exists) finish(s, block, begin, place * kBlockM);
       __syncwarp();
       if ((exists || !in_order) && read_lane_index() == 0) {
         add_release(params.workspace.stats_known + (in_order ? block.pair : 0));
@@ -105,24 +108,35 @@ struct QueryStatsFinder {
     fence_async_global();
   }
 
+  CUTE_DEVICE QueryStatsRows<Traits> loaded() const {
+    return {params, maps, reinterpret_cast<typename Traits::Element*>(shared.sums), shared.stats_come};
+  }
+  CUTE_DEVICE int entry_of(RowsOrder::Block const& block) const {
+    return params.lengths.cu_seqlens_q ? 0 : block.sequence;
+  }
+  // Of LSE and its gradient, a block's first.
+  CUTE_DEVICE int64_t first_of(Sequence const& s, RowsOrder::Block const& block, int begin) const {
+    return entry_of(block) * params.lse_batch_stride + int64_t(block.head) * params.shape.seqlen_q +
+           s.queries.begin + begin;
+  }
+
   // place: of the block's first row in the workspace.
-  CUTE_DEVICE void find(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
-    int const lane = read_lane_index(), entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
-    int64_t const first = entry * params.lse_batch_stride + int64_t(block.head) * params.shape.seqlen_q +
-                          s.queries.begin + begin;
+  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) const {
+    if (params.dout.data && read_lane_index() == 0) loaded().load(s, entry_of(block), block.head, begin);
+    find_lse(params.lse + first_of(s, block, begin), s.used - begin, params.workspace.lse + place);
+  }
+  CUTE_DEVICE void finish(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
+    int64_t const first = first_of(s, block, begin);
     bool const has_dout = params.dout.data;
-    QueryStatsRows<Traits> const rows{params, maps, reinterpret_cast<typename Traits::Element*>(shared.sums),
-                                      shared.stats_come};
-    if (has_dout && lane == 0) rows.load(s, entry, block.head, begin);
-    find_lse(params.lse + first, s.used - begin, params.workspace.lse + place);  // while O and dO come
     if (has_dout) {
       shared.stats_come.wait(phase);
       phase ^= 1;
     }
 #pragma unroll 1
-    for (int row = lane; row < kBlockM; row += kLanes) {
+    for (int row = read_lane_index(); row < kBlockM; row += kLanes) {
       float const of_lse = params.dlse && begin + row < s.used ? params.dlse[first + row] : 0.f;
-      params.workspace.delta[place + row] = of_lse - (has_dout ? rows.template multiply<kAtOnce>(row) : 0.f);
+      params.workspace.delta[place + row] =
+          of_lse - (has_dout ? loaded().template multiply<kAtOnce>(row) : 0.f);
     }
   }
 
