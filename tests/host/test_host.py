@@ -1136,6 +1136,7 @@ def test_last_heads_go_side_by_side_where_the_others_do_not(
     full = at_a_time // (512 // block_n) if (family, head_dim) == ("sm90", 256) else 1
     assert sections(64, 16, 16, 512, 512, window=FULL) == (full, 64 * 16 % full or full)
     assert (sections(64, 16, 16, 512, 512, window=(100, 0)) == (1, 1)) == makes_rows  # else all side by side
+    assert sections(64, 16, 8, 512, 512)[0] > 1  # of tiles that have, or on Ampere share, several heads
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
     number_keys<family, kThreads>(params);
     list_sequences_of_queries(params, blockIdx.x, gridDim.x);
-    clear_zeros(params.workspace);
+    // Else a kernel that comes in any case does: backward_preprocess_sm90.
+    if (params.workspace.stats_known) clear_zeros(params.workspace);
   }
   clear_unwritten<family>(params, blockIdx.x, gridDim.x);
 }

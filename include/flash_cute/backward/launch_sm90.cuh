@@ -74,25 +74,26 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   int const queries = plan.query_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   constexpr bool kStartsEarly = true;
-  if (plan.finds_stats) {
+  LengthParams const& lengths = params.lengths;
+  bool const has_unwritten = lengths.given || params.mask.first_seeing_row() > 0;
+  bool const is_packed = lengths.cu_seqlens_q;
+  // Of packed sequences the preprocess does this where it runs; where there may be much to clear, as of
+  // padded ones, its small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
+  if (plan.finds_stats || (has_unwritten && !is_packed)) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
                                                                            kRowThreads, 0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params);
     auto preprocess = [&]<bool kClears>(std::bool_constant<kClears>) {
-      // More where there may be much to clear. Unequal lengths need some to be numbered.
-      LengthParams const& lengths = params.lengths;
-      bool const packed_alone =
-          lengths.cu_seqlens_q && !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
-      int const clearing_blocks = kClears ? (packed_alone ? 1 : 4) * device.multiprocessors : 0;
+      bool const all_count = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
+      int const clearing_blocks = kClears ? (all_count ? 1 : 4) * device.multiprocessors : 0;
       launch_kernel<backward_preprocess_sm90<Traits, kClears>, kStartsEarly>(
           device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
           stream, params, maps, clearing_blocks);
     };
     if (!plan.finds_stats) {
-      bool const clears = params.lengths.given || params.mask.first_seeing_row() > 0;
-      clears ? preprocess(std::true_type{}) : preprocess(std::false_type{});
+      is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
     }
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,

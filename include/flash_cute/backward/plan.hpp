@@ -245,11 +245,12 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     // A head's blocks of keys read the same Q and dO and add to the same sums, so they go one behind the
     // other, and head by head. On Hopper, over sections of one round of thread blocks: 512 +3 to +5%, causal
     // +1 to +3% up to 4k, else 0 (H200). Not so in turns, for which they would wait: there in sections of two
-    // rounds; and in sections of one where tiles are alike at head dims 192 and 256 (1% up to 1k), or on
-    // Ampere where heads share K and V (-2 to +36% beside head by head).
+    // rounds; and in sections of one where a tile has several heads (causal, 1k to 4k: +1 to +6%; on Ampere,
+    // where heads share K and V, -2 to +36%), or all are alike at head dims 192 and 256 (1% up to 1k).
     bool const uneven = are_seen_unevenly(params);
-    bool const by_pair =
-        one_kernel ? !deterministic && (one_by_one || uneven) : shape.heads_q == params.heads_of_keys();
+    bool const by_pair = one_kernel
+                             ? !deterministic && shape.heads_q == shape.heads_kv && (one_by_one || uneven)
+                             : shape.heads_q == params.heads_of_keys();
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
     // Tiles that differ in length would leave thread blocks idle at the end: the heads of the last two rounds
