@@ -614,8 +614,8 @@ def test_wild_offsets_stay_inside(kernel, hundreds, heads_kv, causal, offsets, s
 @pytest.mark.gpu
 @repeats
 def test_queries_without_keys_of_wild_offsets(kernel, deterministic):
-    """Nothing is added to their gradients, though rows are made of them on Hopper, of what memory held before:
-    NaN. Ten times, as it would be a race."""
+    """Nothing is added to their gradients, though rows are made of them on Hopper: not of the NaN that memory
+    held before. Ten times, as it would be a race."""
     total = 3072
     q, k, v = (
         x[0].transpose(0, 1)
