@@ -59,6 +59,7 @@ struct TileOrder {
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
   bool few_keys;            // does no tile see a quarter of the keys?
   Divisor section, last_section;  // (batch, head) pairs of each
+  int before_last;                // pairs before the last section
   Divisor section_tiles;          // tiles of a section
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
@@ -90,6 +91,7 @@ struct TileOrder {
             .few_keys = 4 * int64_t(longest) < shape.seqlen_k,
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
+            .before_last = int(sequences) - (rest == 0 ? section : rest),
             .section_tiles = Divisor(section * m_blocks),
             .heads = Divisor(int(shape.heads_kv * packs)),
             .packs = Divisor(int(packs))};
@@ -99,15 +101,15 @@ struct TileOrder {
   // about the same time, where sections are small.
   void widen_last(int wanted) {
     int const before = larger(0, sequences - wanted) / int(section.value) * int(section.value);
-    last_section = Divisor(larger(int(last_section.value), sequences - before));
+    before_last = smaller(before_last, before);
+    last_section = Divisor(sequences - before_last);
   }
 
   FLASH_CUTE_HOST_DEVICE int tiles() const { return m_blocks * sequences; }
 
   FLASH_CUTE_HOST_DEVICE TileCoord operator()(int index) const {
-    int const last = sequences - int(last_section.value);
-    int const first = smaller(section_tiles.quotient(index) * int(section.value), last);
-    Divisor const width = first < last ? section : last_section;
+    int const first = smaller(section_tiles.quotient(index) * int(section.value), before_last);
+    Divisor const width = first < before_last ? section : last_section;
     int const place = index - first * m_blocks;
     int const rank = width.quotient(place);
     int const sequence = first + width.remainder(place);
