@@ -1003,7 +1003,8 @@ def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.group_parts == parts
     assert plan.workspace_bytes == 4 * (floats + plan.rows * head_dim)
-    assert sizes[1] != sizes[2] or plan.section == 1
+    grouped = sizes[1] != sizes[2]
+    assert (plan.section == 1) != grouped
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -1114,23 +1115,23 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim", "at_a_time", "rounds", "of_long"),
+    ("family", "head_dim", "at_a_time", "rounds"),
     [
-        ("sm80", 128, 2 * HOPPERS, 2, 2),
-        ("sm90", 128, HOPPERS, 1 / 2, 2),  # rows of dQ, made in the same kernel, would come late
-        ("sm90", 256, HOPPERS // 2, 2, 2),
+        ("sm80", 128, 2 * HOPPERS, 2),
+        ("sm90", 128, HOPPERS, 1 / 2),  # rows of dQ, made in the same kernel, would come late
+        ("sm90", 256, HOPPERS // 2, 2),
     ],
 )
-def test_last_heads_go_side_by_side_where_the_others_do_not(
-    host, family, head_dim, at_a_time, rounds, of_long
-):
+def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_dim, at_a_time, rounds):
+    """Those of so many rounds of thread blocks, of long sequences two."""
+
     def sections(*sizes, window=CAUSAL):
         plan = plan_backward(host, head_dim, (*sizes, head_dim), family=family, window=window)
         return plan.section, plan.last_section
 
     block_n = plan_backward(host, head_dim, (1, 1, 1, 512, 512, head_dim), family=family).tile.block_n
     assert sections(64, 16, 16, 512, 512) == (1, -(-rounds * at_a_time // (512 // block_n)))
-    assert sections(16, 16, 16, 4096, 4096) == (1, -(-of_long * at_a_time // (4096 // block_n)))
+    assert sections(16, 16, 16, 4096, 4096) == (1, -(-2 * at_a_time // (4096 // block_n)))
     assert sections(2, 2, 2, 512, 512) == (1, 2 * 2)
     makes_rows = (family, head_dim) == ("sm90", 128)
     full = at_a_time // (512 // block_n) if (family, head_dim) == ("sm90", 256) else 1

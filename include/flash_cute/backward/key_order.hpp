@@ -116,7 +116,7 @@ struct RowsOrder {
   int const* sequences_of_queries;  // listed, or null
 
   struct Block {
-    int pair, sequence, head, place;  // pair: if offsets are in order. place: of its head's
+    int pair, sequence, head, place;  // pair: if offsets are in order. place: in its head
   };
 
   FLASH_CUTE_HOST_DEVICE int count() const { return heads_q * queries.count(); }

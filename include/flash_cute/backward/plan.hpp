@@ -254,8 +254,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
     // Tiles that differ in length would leave thread blocks idle at the end: the heads of the last two rounds
-    // go side by side, longest first (4k causal: +2 to +3%; Ampere +1 to +5%). Of half a round where the same
-    // kernel has room to make rows of dQ and heads are short: all of these would come late (up to 2k +0.5%).
+    // go side by side, longest first (4k causal: +2 to +4%; Ampere +1 to +5%). Of half a round where the same
+    // kernel has room to make rows of dQ and heads are short: all of these would be late (up to 2k 0 to +1%).
     if (by_pair && uneven && plan.order.section.value == 1) {
       constexpr int kLong = 2048;  // queries
       bool const rows_are_late = one_by_one && queries_of_keys(params).mean < kLong;

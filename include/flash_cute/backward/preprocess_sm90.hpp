@@ -27,7 +27,7 @@ __device__ void clear_sums_out_of_order(BackwardParams const& params, int64_t fl
 }
 
 // A thread block for each block of queries of a head, and a thread for each of its rows; if kClears, before
-// them clearing_blocks others, which do what backward_clear does elsewhere: one launch less (1 to 2% at 512).
+// them clearing_blocks others that do what backward_clear does elsewhere: one launch less (512: 0.5 to 2%).
 template <class Traits, bool kClears>
 __global__ void __launch_bounds__(Traits::kBlockM)
     backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
