@@ -242,6 +242,12 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("first", &BlockPlaces::first)
       .def("owned", [](BlockPlaces const& places,
                        int index) { return std::pair(places.owned(index).begin, places.owned(index).end); })
+      .def("of_one", &BlockPlaces::of_one)
+      .def("of_block",
+           [](BlockPlaces const& places, int index, int heads, bool side_by_side) {
+             auto const [head, place] = places.of_block(index, heads, side_by_side);
+             return std::pair(head, place);
+           })
       .def("sequence", &BlockPlaces::sequence);
 
   py::class_<RowTile>(module, "RowTile")
@@ -287,6 +293,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("clears_sums", &BackwardPlan::clears_sums)
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
+      .def_readonly("pairs_before", &BackwardPlan::pairs_before)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })

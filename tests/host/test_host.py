@@ -1169,6 +1169,17 @@ def test_who_finds_statistics(host, head_dim, sizes, window, finds):
     assert not finds_stats(deterministic=True)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "finds"), [(64, 512, False), (64, 1024, True), (128, 512, True)]
+)
+def test_who_finds_packed_statistics(host, head_dim, seqlen, finds):
+    offsets = [0, seqlen, 2 * seqlen]
+    sizes, lengths = (2, 6, 6, 2 * seqlen, 2 * seqlen, head_dim), (offsets, offsets, None, None, None)
+    assert (
+        plan_backward(host, head_dim, sizes, lengths=lengths, family="sm90", window=FULL).finds_stats == finds
+    )
+
+
 @pytest.mark.parametrize("window", [CAUSAL, FULL, (600, 100)], ids=["causal", "full", "window"])
 def test_cases_whose_statistics_are_found(host, window):
     """These names say to GPU tests that the kernel in question finds them itself."""
@@ -1180,8 +1191,8 @@ def test_cases_whose_statistics_are_found(host, window):
     offsets = [list(accumulate(x, initial=0)) for x in rows]
     packed = (len(rows[0]), 3, 3, *map(sum, rows), 64), (*offsets, None, None, None)
     padded = (len(rows[0]), 3, 3, *map(max, rows), 64), (None, None, *rows, None)
-    for sizes, lengths in (packed, padded):
-        assert plan_backward(host, 64, sizes, lengths=lengths, family="sm90", window=window).finds_stats
+    for head_dim, (sizes, lengths) in ((128, packed), (64, padded)):
+        assert plan_backward(host, head_dim, sizes, lengths=lengths, family="sm90", window=window).finds_stats
 
 
 @pytest.mark.parametrize(
@@ -1204,6 +1215,36 @@ def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, lim
     waits = host.stats(head_dim, batch, in_order, FEW)
     assert waits
     assert all(known == wanted > 0 for known, wanted in waits)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sizes", "entries"),
+    [
+        (64, (32, 32, 32, 512, 512), 2),
+        (64, (8, 32, 32, 2048, 2048), 1),
+        (64, (5, 8, 8, 1100, 1100), 2),
+        (64, (4, 32, 32, 4096, 4096), 0),  # an entry has many rounds of tiles
+        (64, (2, 8, 8, 1024, 1024), 0),  # all tiles are one round
+        (64, (32, 32, 8, 512, 512), 0),
+        (128, (32, 16, 16, 512, 512), 0),
+    ],
+)
+def test_statistics_that_are_found_before(host, head_dim, sizes, entries):
+    """Those of the first tiles' queries; the kernel before and the one for the rest leave none out."""
+    plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm90", window=(None, None))
+    batch, heads, heads_kv = sizes[:3]
+    assert plan.pairs_before == entries * heads_kv
+    if not plan.finds_stats or entries == 0:
+        return
+    block = plan.tile.block_m
+    dense = make_ragged_batch(host, (*sizes, head_dim), (None, None), [None] * 5)
+    places = host.BlockPlaces(dense, True, block)
+    before = [places.of_block(index, heads, True) for index in range(plan.first_blocks)]
+    of_rest = host.rows_order(dense, block, True)[plan.pairs_before * places.of_one() :]
+    assert {pair for pair, *_ in of_rest} == set(range(plan.pairs_before, batch * heads))
+    assert sorted(before + [(head, place) for *_, head, place in of_rest]) == [
+        (head, place) for head in range(heads) for place in range(places.count())
+    ]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ struct BlockPlaces {
     return offsets ? rows / block + batch : batch * ceil_div(rows, block);
   }
 
+  // Of one sequence, where they are alike.
+  FLASH_CUTE_HOST_DEVICE int of_one() const { return ceil_div(rows, block); }
+
   // Of a sequence's first block. Offsets out of order give places that exist all the same.
   FLASH_CUTE_HOST_DEVICE int first(int sequence) const {
     if (!offsets) return sequence * ceil_div(rows, block);

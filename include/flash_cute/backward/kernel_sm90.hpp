@@ -39,6 +39,8 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
     for (auto& ring : shared.ring_sums) ring.init(4);
+    for (auto& ring : shared.ring_rest) ring.init(4);
+    shared.tiles_done.init(kWarps);
     shared.stats_come.init(2);
     cutlass::arch::fence_barrier_init();
   }

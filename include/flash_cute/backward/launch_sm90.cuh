@@ -79,7 +79,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   bool const is_packed = lengths.cu_seqlens_q;
   // Of packed sequences the preprocess does this where it runs; where there may be much to clear, as of
   // padded ones, its small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
-  if (plan.finds_stats || (has_unwritten && !is_packed)) {
+  if (plan.first_blocks == 0 || (has_unwritten && !is_packed)) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
                                                                            kRowThreads, 0, stream, params);
   }
@@ -92,7 +92,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
           device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
           stream, params, maps, clearing_blocks);
     };
-    if (!plan.finds_stats) {
+    if (plan.first_blocks > 0) {
       is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
     }
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};

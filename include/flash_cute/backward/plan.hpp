@@ -21,12 +21,13 @@ struct BackwardPlan {
   bool clears_sums;   // which are 0 before, else the first one is stored
   bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
-  bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles
+  bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles,
+  int pairs_before;   // but those of so many first pairs
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
   int blocks;                   // of its grid
-  int first_blocks;             // of the kernel before it that looks at queries
+  int first_blocks;             // of the kernel before it that looks at queries, if there is one
   int group_parts;              // of the query heads that share K and V: each has tiles of its own
   TileOrder order;              // of its blocks of keys, where sequences have equally many
   QueryStart query_start;       // whatever is asked for
@@ -80,6 +81,7 @@ struct BackwardPlan {
             .finished = makes_rows ? of_rows + 1 : nullptr,
             .stats_taken = finds_stats ? of_stats : nullptr,
             .stats_known = finds_stats ? of_stats + 1 : nullptr,
+            .pairs_before = pairs_before,
             .zeros = zeros,
             .zero_chunks =
                 (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
@@ -274,9 +276,20 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
     // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1 to +2%). All of a pair's
     // are found before its first tile, and a group has many (16k: -4%).
-    constexpr int kPaysFrom = 512;
+    // Packed ones take more searching (head dim 64, 512 full: -2%, 128 +0.6%).
+    int const pays_from = bucket == 64 && params.lengths.cu_seqlens_q ? 1024 : 512;  // visible keys
     plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
-                       keys_seen.mean >= kPaysFrom;
+                       keys_seen.mean >= pays_from;
+    if (plan.finds_stats) {
+      // Of the first tiles' queries they are known when the kernel begins, at head dim 64 (H100; 512 and 1k:
+      // +0.5 to +0.9%, 2k 0 to +0.4%; at 128 -0.9 to +0.4%), if a batch entry is not much more than that.
+      int const of_entry = plan.tiles / larger(1, shape.batch);
+      int const entries = ceil_div(at_a_time, larger(1, of_entry));
+      bool const pays = bucket == 64 && !params.lengths.given && plan.part_floats == 0 &&
+                        of_entry <= 4 * at_a_time && entries < shape.batch;
+      plan.pairs_before = pays ? entries * shape.heads_kv : 0;
+      plan.first_blocks = pays ? entries * shape.heads_q * (plan.query_blocks / shape.batch) : 0;
+    }
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));

@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(Traits::kBlockM)
     }
   }
   if (index >= shape.heads_q * queries.count()) return clear_zeros(workspace);
-  auto const [head, of_head] =
-      queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
+  // Place by place also if only the first sequences are wanted.
+  bool const by_place = params.out.head_stride < params.out.row_stride || workspace.pairs_before > 0;
+  auto const [head, of_head] = queries.of_block(index, shape.heads_q, by_place);
   int const b = queries.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
   Sequence const s = sequence_for<Family::sm90>(params, b);
   int const begin = (of_head - queries.first(b)) * kBlockM;

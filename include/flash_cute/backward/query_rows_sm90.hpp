@@ -16,7 +16,8 @@ CUTE_DEVICE void count_as_finished(BackwardParams const& params, int warpgroups)
   }
 }
 
-// The thread that fetches. It takes a block of queries when there is room for one, whoever added to it.
+// The thread that fetches. It takes a block of queries when there is room for one, whoever added to it; once
+// this thread block has computed all of its tiles, some at a time.
 template <class Traits>
 struct QueryRowsFetcher {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
@@ -24,7 +25,6 @@ struct QueryRowsFetcher {
   BackwardParams const& params;
   KeyOrder const& order;
   BackwardMaps const& maps;
-  RingPosition<1> at{};
 
   CUTE_DEVICE void run() {
     BackwardWorkspace const& workspace = params.workspace;
@@ -34,37 +34,73 @@ struct QueryRowsFetcher {
     RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order, workspace.sequences_of_queries};
     // All sums are clear then: tiles, which wait for it too, may have no keys.
     if (!in_order && workspace.stats_known) wait_for(workspace.stats_known, rows.count());
-    auto take = [&] { return atomicAdd(workspace.taken, 1); };
-    for (int index = take(); index < rows.count(); index = take()) {
+    int waited_for = -1;  // this pair
+    // Calls fetch(where its rows are, its sums) for a block, once it is complete.
+    auto visit = [&](int index, auto&& fetch) {
       RowsOrder::Block const block = rows(index);
       Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
       int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
-      if (!has_rows(begin, s.used)) continue;
-      int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kTileN) : order.tiles;
-      wait_for(workspace.finished + (in_order ? block.pair : 0), tiles * Traits::kConsumers);
-      fence_async_global();
+      if (!has_rows(begin, s.used)) return;
+      int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kTileN) : order.tiles,
+                pair = in_order ? block.pair : 0;
+      if (pair != waited_for) {
+        wait_for(workspace.finished + pair, tiles * Traits::kConsumers);
+        fence_async_global();
+        waited_for = pair;
+      }
       int const entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
       auto const place_dq =
           MapPlace::of(params.lengths.given, entry, maps.entry_rows.dq, s.queries.begin, s.used);
-      announce({false, block.head, place_dq.shift + begin, place_dq.plane, place_dq.bound});
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
+      fetch({false, block.head, place_dq.shift + begin, place_dq.plane, place_dq.bound},
+            workspace.dq + place * Traits::kBlockFloats);
+    };
+    auto load = [&](auto& ring, FinishedQueries& said, auto const& at, float* memory,
+                    FinishedQueries const& block, float const* sums) {
+      for (auto& of_warpgroup : ring) of_warpgroup.acquire(at);
+      said = block;
       for (int part = 0; part < Traits::kConsumers; ++part) {
-        bulk_load(shared.sums + part * kFloats, workspace.dq + place * Traits::kBlockFloats + part * kFloats,
-                  Traits::floats_of(part) * sizeof(float), shared.ring_sums[part].full[0]);
+        auto& arrived = ring[part].full[at.slot];
+        if (block.through) {
+          arrived.arrive();
+        } else {
+          bulk_load(memory + part * kFloats, sums + part * kFloats, Traits::floats_of(part) * sizeof(float),
+                    arrived);
+        }
       }
+    };
+
+    RingPosition<1> at{};
+    int index;
+    while (!shared.tiles_done.test_wait(0)) {
+      index = atomicAdd(workspace.taken, 1);
+      if (index >= rows.count()) break;
+      visit(index, [&](FinishedQueries const& block, float const* sums) {
+        load(shared.ring_sums, shared.finished, at, shared.sums, block, sums);
+        at.advance();
+      });
     }
-    announce({.through = true});
-    for (auto& ring : shared.ring_sums) ring.full[0].arrive();
+    load(shared.ring_sums, shared.finished, at, shared.sums, {.through = true}, nullptr);
+    shared.tiles_done.wait(0);
+    RingPosition<Traits::kRestStages> at_rest{};
+    auto load_rest = [&](FinishedQueries const& block, float const* sums) {
+      load(shared.ring_rest, shared.rest[at_rest.slot], at_rest, shared.rest_memory(at_rest.slot), block,
+           sums);
+      at_rest.advance();
+    };
+    // Fewer when few are left, so that all thread blocks end at about the same time.
+    int at_once = 1;
+    while ((index = atomicAdd(workspace.taken, at_once)) < rows.count()) {
+      int const end = smaller(index + at_once, rows.count());
+      for (int i = index; i < end; ++i) visit(i, load_rest);
+      at_once = smaller(Traits::kRestStages, 1 + (rows.count() - end) / (4 * int(gridDim.x)));
+    }
+    load_rest({.through = true}, nullptr);
   }
 
  private:
   CUTE_DEVICE static void wait_for(int const* count, int wanted) {
     while (load_acquire(count) < wanted) __nanosleep(1000);
-  }
-  CUTE_DEVICE void announce(FinishedQueries const& queries) {
-    for (auto& ring : shared.ring_sums) ring.acquire(at);
-    shared.finished = queries;
-    at.advance();
   }
 };
 
@@ -93,11 +129,31 @@ struct QueryRowsConverter {
     state ^= kLeaving | kPhase;
   }
   CUTE_DEVICE void finish_all() {
+    auto& shared = own.shared;
+    if (!own.params.workspace.finished) return;
     finish();
+    int const lane = read_lane_index();
+    __syncwarp();
+    if (lane == 0) shared.tiles_done.arrive();
     while (!(state & kNoMore)) {
       start();
       finish();
     }
+    auto& rest = shared.ring_rest[own.warpgroup];
+    RingPosition<Traits::kRestStages> at{}, before{};
+    while (true) {
+      rest.wait(at);
+      FinishedQueries const& queries = shared.rest[at.slot];
+      if (queries.through) break;
+      convert(queries, shared.rest_memory(at.slot));
+      if (lane == 0) {
+        cute::tma_store_wait<1>();
+        if (before.slot != at.slot) rest.release(before);
+      }
+      before = at;
+      at.advance();
+    }
+    if (lane == 0) cute::tma_store_wait<0>();
   }
 
  private:
@@ -107,11 +163,15 @@ struct QueryRowsConverter {
     ring().full[0].wait(state & kPhase);
     FinishedQueries const& queries = own.shared.finished;
     state |= queries.through ? kNoMore : kLeaving;
-    if (state & kNoMore) return;
+    if (!(state & kNoMore)) convert(queries, own.shared.sums);
+  }
+
+  // memory: of all sums of the block.
+  CUTE_DEVICE void convert(FinishedQueries const& queries, float* memory) {
     int thread;  // read anew, so that no address is kept in registers for the loop over steps
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int const lane = thread % 32, warp = thread / 32 - 4;
-    float* const sums = own.shared.sums + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart;
+    float* const sums = memory + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart;
     Tensor dq = partition_fragment_C(typename Traits::MmaQueries{}, typename Traits::TileQ{});
     static_assert(32 * decltype(size(dq))::value == Traits::kWarpFloats);
     CUTE_UNROLL

@@ -11,7 +11,7 @@ namespace flash_cute {
 // May the loading thread load what a tile's queries have?
 CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& tile, int block_m) {
   int const* const known = params.workspace.stats_known;
-  if (!known) return true;
+  if (!known || tile.pair < params.workspace.pairs_before) return true;
   bool const in_order = offsets_in_order(params);
   bool const are_known =
       load_acquire(known + (in_order ? tile.pair : 0)) >= stats_wanted(params.shape, tile, block_m, in_order);
@@ -80,8 +80,9 @@ struct QueryStatsFinder {
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
     RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order,
                          params.workspace.sequences_of_queries};
+    int const before = params.workspace.pairs_before * queries.of_one();
     auto take = [&] {
-      int const taken = read_lane_index() == 0 ? atomicAdd(params.workspace.stats_taken, 1) : 0;
+      int const taken = read_lane_index() == 0 ? before + atomicAdd(params.workspace.stats_taken, 1) : 0;
       return __shfl_sync(0xffffffffu, taken, 0);
     };
     for (int index = take(), next; index < rows.count(); index = next) {

@@ -139,6 +139,9 @@ struct BackwardTraitsSm90 {
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
   static constexpr int kSlotSums = kMakesRows ? kBlockM * kSumColumns : 0;
+  // After the last tile sums come to memory that operands and dS were in, so many blocks of queries at a
+  // time.
+  static constexpr int kRestStages = 4;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -159,15 +162,20 @@ struct BackwardTraitsSm90 {
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
     int part_slots[2];  // of tiles that have a part of a group: see KeyParts
-    FinishedQueries finished;
+    FinishedQueries finished, rest[kRestStages];
+    TmaRing<kRestStages> ring_rest[kConsumers];
+    cutlass::arch::ClusterBarrier tiles_done;             // by each warp that computes
     cutlass::arch::ClusterTransactionBarrier stats_come;  // what they are made of
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
     cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
     int index;
+
+    CUTE_DEVICE float* rest_memory(int slot) { return reinterpret_cast<float*>(k) + slot * kSlotSums; }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  static_assert(kRestStages * kSlotSums * sizeof(float) <= offsetof(SharedStorage, peer_k));
 };
 
 }  // namespace flash_cute
