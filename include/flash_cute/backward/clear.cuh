@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
     number_keys<family, kThreads>(params);
     list_sequences_of_queries(params, blockIdx.x, gridDim.x);
-    // Else a kernel that comes in any case does: backward_preprocess_sm90.
+    // Else backward_preprocess_sm90 does, which also does if it comes for some queries only.
     if (params.workspace.stats_known) clear_zeros(params.workspace);
   }
   clear_unwritten<family>(params, blockIdx.x, gridDim.x);

@@ -1,4 +1,4 @@
-// The kernel before the Hopper family's backward, where that one does not find LSE and delta of queries
+// The kernel before the Hopper family's backward, for queries whose LSE and delta that one does not find
 // itself; it clears what has to be 0, too, and numbers blocks of keys of unequal lengths.
 #pragma once
 
