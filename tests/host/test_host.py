@@ -966,7 +966,8 @@ def test_many_blocks_clear_sums_of_many_keys(host, family):
     assert few.group_parts > 1
     assert few.query_blocks * 8 < HOPPERS <= few.first_blocks
     for plan in (blocks(1, 8, 8, 64, 100_000), blocks(4, 8, 1, 4096, 4096)):
-        assert plan.first_blocks == plan.query_blocks * 8
+        # Or backward_clear does.
+        assert plan.first_blocks == (0 if plan.finds_stats else plan.query_blocks * 8)
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((32, 1, 4096, 4096), 4), ((32, 8, 2048, 2048), 1)])
