@@ -301,9 +301,10 @@ def test_gradients_that_are_asked_for(kernel, asked, head_dim, packed):
 
 @pytest.mark.gpu
 @both
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "kv"])
-def test_some_gradients_of_many_keys(kernel, asked, packed):
-    batch = make_ragged(BATCHES["many keys"], (3, 3), 128, torch.bfloat16, kernel.device, packed)
+def test_some_gradients_of_many_keys(kernel, asked, head_dim, packed):
+    batch = make_ragged(BATCHES["many keys"], (3, 3), head_dim, torch.bfloat16, kernel.device, packed)
     tensors = dict(zip("qkv", (batch.q, batch.k, batch.v), strict=True))
     given = make_ragged_gradients(batch)
     results = dict(zip("qkv", kernel.backward(*tensors.values(), *given, **batch.lengths), strict=True))
@@ -593,15 +594,18 @@ def test_self_attention_needs_one_set_of_offsets(kernel):
 @repeats
 @pytest.mark.parametrize("sides", ["qk", "q", "k"])
 @pytest.mark.parametrize("offsets", WILD_OFFSETS.values(), ids=WILD_OFFSETS)
-@pytest.mark.parametrize(("hundreds", "heads_kv", "causal"), [(1, 2, True), (7, 2, True), (21, 4, False)])
-def test_wild_offsets_stay_inside(kernel, hundreds, heads_kv, causal, offsets, sides, deterministic):
+@pytest.mark.parametrize(
+    ("hundreds", "heads_kv", "causal", "head_dim"),
+    [(1, 2, True, 64), (7, 2, True, 64), (21, 4, False, 64), (21, 4, False, 128)],
+)
+def test_wild_offsets_stay_inside(
+    kernel, hundreds, heads_kv, causal, head_dim, offsets, sides, deterministic
+):
     """What comes of them has no meaning, but the next call is as good as the one before."""
     rows = 100 * hundreds
     q, k, v = (
         x[0].transpose(0, 1)
-        for x in make_inputs(
-            Shape(1, 4, heads_kv, rows, rows, 64 if hundreds == 1 else 128), torch.bfloat16, kernel.device
-        )
+        for x in make_inputs(Shape(1, 4, heads_kv, rows, rows, head_dim), torch.bfloat16, kernel.device)
     )
     dout, dlse = torch.randn_like(q), torch.randn(4, rows, device=kernel.device)
     wild_ones = [x * hundreds if abs(x) < 1 << 20 else x for x in offsets]

@@ -96,8 +96,8 @@ struct BackwardWorkspace {
   // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.
   int *taken = nullptr, *finished = nullptr;
   // Where it also finds lse and delta itself: how many blocks of queries are taken for that, and of each pair
-  // how many are known (see are_stats_known). Else null, and a kernel before it does. It always does those of
-  // so many first pairs, if sequences are alike.
+  // how many are known (see are_stats_known). Else null, and a kernel before it does; which does those of so
+  // many first pairs in any case, where sequences are alike.
   int *stats_taken = nullptr, *stats_known = nullptr;
   int pairs_before = 0;
   // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.

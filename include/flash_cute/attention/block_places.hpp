@@ -31,16 +31,14 @@ struct BlockPlaces {
   int rows, batch, block;
 
   // Room for all of them: the last block of each packed sequence may be short.
-  FLASH_CUTE_HOST_DEVICE int count() const {
-    return offsets ? rows / block + batch : batch * ceil_div(rows, block);
-  }
+  FLASH_CUTE_HOST_DEVICE int count() const { return offsets ? rows / block + batch : batch * of_one(); }
 
   // Of one sequence, where they are alike.
   FLASH_CUTE_HOST_DEVICE int of_one() const { return ceil_div(rows, block); }
 
   // Of a sequence's first block. Offsets out of order give places that exist all the same.
   FLASH_CUTE_HOST_DEVICE int first(int sequence) const {
-    if (!offsets) return sequence * ceil_div(rows, block);
+    if (!offsets) return sequence * of_one();
     return owned(sequence).begin / block + sequence;
   }
 
@@ -76,7 +74,7 @@ struct BlockPlaces {
   // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
   // to the first, too: see has_rows.
   FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
-    if (!offsets) return place / ceil_div(rows, block);
+    if (!offsets) return place / of_one();
     return last_beginning_before(place, batch, [this](int sequence) { return first(sequence); });
   }
 };

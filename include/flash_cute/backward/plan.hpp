@@ -276,7 +276,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
     // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1 to +2%). All of a pair's
     // are found before its first tile, and a group has many (16k: -4%).
-    // Packed ones take more searching (head dim 64, 512 full: -2%, 128 +0.6%).
+    // Packed ones later at head dim 64 (H200; 512 full: -2%, at 128 +0.6%; not timed on an H100).
     int const pays_from = bucket == 64 && params.lengths.cu_seqlens_q ? 1024 : 512;  // visible keys
     plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
                        keys_seen.mean >= pays_from;
@@ -288,7 +288,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
       bool const pays = bucket == 64 && !params.lengths.given && plan.part_floats == 0 &&
                         of_entry <= 4 * at_a_time && entries < shape.batch;
       plan.pairs_before = pays ? entries * shape.heads_kv : 0;
-      plan.first_blocks = pays ? entries * shape.heads_q * (plan.query_blocks / shape.batch) : 0;
+      plan.first_blocks = pays ? entries * shape.heads_q * queries.of_one() : 0;
     }
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
