@@ -193,9 +193,23 @@ def test_layouts_of_gradients(kernel, layout, head_dim, deterministic):
 
 @dtypes
 @full_and_causal
-@pytest.mark.parametrize("softmax_scale", [1e-3, 0.3, 1.0, 2.0])
-def test_softmax_scale(kernel, softmax_scale, mask, dtype):
-    check(kernel, Shape(2, 4, 4, 75, 101, 64), dtype, mask, softmax_scale=softmax_scale)
+@pytest.mark.parametrize("softmax_scale", [1e-35, 1e-3, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_softmax_scale(kernel, head_dim, softmax_scale, mask, dtype):
+    check(kernel, Shape(2, 4, 4, 75, 101, head_dim), dtype, mask, softmax_scale=softmax_scale)
+
+
+@pytest.mark.gpu
+@dtypes
+@full_and_causal
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [1, 30], ids=["", "large scores"])
+def test_many_queries(kernel, factor, head_dim, mask, dtype):
+    """So many that at head dim 64 they add what they have of their own by a product, on Hopper."""
+    q, k, v = make_inputs(Shape(1, 4, 2, 2049, 2100, head_dim), dtype, kernel.device)
+    gradients = make_gradients(q)
+    results = kernel.backward(q * factor, k, v, *gradients, **mask.options)
+    assert_gradients(results, q * factor, k, v, *gradients, mask)
 
 
 # On Hopper more tiles than thread blocks, which claim one after the other.

@@ -279,6 +279,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("block_m", &BackwardTile::block_m)
       .def_readonly("block_n", &BackwardTile::block_n)
       .def_readonly("cluster", &BackwardTile::cluster)
+      .def_readonly("adds_terms", &BackwardTile::adds_terms)
       .def("smem_bytes", &BackwardTile::smem_bytes);
   module.def("backward_tiles", [](Family family, int head_dim) {
     BackwardTiles const tiles = backward_tiles(family, head_dim);
@@ -321,6 +322,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int64_t const of_row = sizeof(float), of_int = sizeof(int);
     add("lse", parts.lse, of_row * plan.rows);
     add("delta", parts.delta, of_row * plan.rows);
+    add("terms", parts.terms, 4 * of_row * plan.rows);
     add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
     add("dkv", parts.dkv, of_row * 2 * parts.floats_of_dk);
     add("part_turns", plan.part_turns > 0 ? parts.dkv + 2 * parts.floats_of_dk : nullptr,

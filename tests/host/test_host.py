@@ -817,7 +817,31 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     assert plan.makes_rows == sums_dq
     assert plan.tiles == plan.blocks == 4 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (2 + 128 * sums_dq) + 4 * counters(plan, 4, 2 * 4)
+    assert plan.workspace_bytes == 4 * rows * (4 + 128 * sums_dq) + 4 * counters(plan, 4, 2 * 4)
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 100, 2000]])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_queries_add_terms_where_many_see_a_key(host, lengths, deterministic):
+    """At head dim 64; in turns an entry's bits don't depend on other lengths."""
+
+    def adds_terms(seqlen, head_dim, window=FULL):
+        sizes = (2, 4, 4, seqlen, seqlen, head_dim)
+        cumulated = lengths and [[0, seqlen // 10, seqlen]] * 2 + [None] * 3
+        options = {"lengths": cumulated, "window": window, "family": "sm90"}
+        return plan_backward(
+            host, head_dim, sizes, asked_for=(True, True, deterministic), **options
+        ).tile.adds_terms
+
+    always = lengths is not None and deterministic
+    sequences = 2 if lengths else 1
+    assert adds_terms(1024 * sequences, 64)
+    assert adds_terms(1023 * sequences, 64) == always
+    assert adds_terms(1024 * sequences, 64, CAUSAL) == always
+    assert adds_terms(100, 96)
+    assert adds_terms(100, 128)
+    assert not adds_terms(4096, 192)
+    assert not adds_terms(4096, 256)
 
 
 def counters(plan, heads, pairs):
@@ -984,7 +1008,7 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
             )
             assert plan.group_parts == parts
             sums = 2 * plan.tiles // parts * plan.tile.block_n * 128 if parts > 1 else 0
-            of_queries = plan.rows * (2 + 128)
+            of_queries = plan.rows * (4 + 128)
             assert 0 <= plan.workspace_bytes // 4 - sums - of_queries < of_queries // 64
 
 

@@ -15,6 +15,7 @@ struct BackwardConsumerSm90 {
   using TileS = typename Traits::TileS;
   using TileKV = typename Traits::TileKV;
   static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr bool kAddsTerms = Traits::kAddsTerms;
   BackwardWarpgroup<Traits> const& own;
   RingPosition<1> at_keys{};
   RingPosition<Traits::kStages> at{};
@@ -60,9 +61,18 @@ struct BackwardConsumerSm90 {
     float first_lse = 0;
     auto await_queries = [&] {
       shared.ring_q.wait(at);
-      // Sooner than the others, which wait behind S: 3% (H200, head dim 128).
-      first_lse = own.first_of(cS, shared.lse + at.slot * kBlockM);
+      // Sooner than the others, which wait behind S.
+      if constexpr (!kAddsTerms) first_lse = own.first_of(cS, shared.of_queries.lse + at.slot * kBlockM);
     };
+    auto const issue_scores = [&] {
+      if constexpr (kAddsTerms) {
+        return Traits::Terms::issuer(shared.of_queries, own.warpgroup);
+      } else {
+        return [](auto, int, auto& mma, auto const& a, auto const& b, auto& acc) {
+          issue_product(GMMA::ScaleOut::Zero, mma, a, b, acc);
+        };
+      }
+    }();
     // Only in a tile's first step: else the two may have exponentials at the same time up to its end, and the
     // tensor cores nothing. Neither comes twice before the other has: dQ takes dS of both. H200: up to +1%
     // (128, 16k full), +1 to +2% (64, from 1k on, where it is later).
@@ -74,11 +84,11 @@ struct BackwardConsumerSm90 {
     auto before = at;  // the step before, whose dQ comes now
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
+      issue_scores(Lse{}, at.slot, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
       if constexpr (kFirst) shared.ring_v.wait(at_keys);
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
+      issue_scores(Delta{}, at.slot, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
       if constexpr (kFirst) {
         if (own.warpgroup == 1) turn_of_second.sync(2 * 128);
       }
@@ -87,14 +97,19 @@ struct BackwardConsumerSm90 {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
                                 steps.block * kBlockM, cS, acc_s);
       }
-      own.weigh(acc_s, cS, shared.lse + at.slot * kBlockM, first_lse, scale_log2);
+      own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
       if constexpr (kFirst && !kLater) let_second_begin();
-      wait_products<0>(acc_ds);
-      own.differentiate(acc_ds, acc_s, cS, shared.delta + at.slot * kBlockM);
+      auto issue_dv = [&] {
+        Tensor rP = convert<Element>(acc_s);
+        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
+        if constexpr (kFirst && kLater) let_second_begin();
+      };
+      // dV beside dS takes registers, which there are where no thread has numbers of queries.
+      if constexpr (kAddsTerms) issue_dv();
+      wait_products<(kAddsTerms ? 1 : 0)>(acc_ds);
+      own.differentiate(acc_ds, acc_s, cS, at.slot);
       Tensor rdS = convert<Element>(acc_ds);
-      Tensor rP = convert<Element>(acc_s);  // no sooner: dV beside dS takes registers
-      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
-      if constexpr (kFirst && kLater) let_second_begin();
+      if constexpr (!kAddsTerms) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
       copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
       auto finish = [&](auto&& finish_dq) {

@@ -22,6 +22,9 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const warpgroup = cutlass::canonical_warp_group_idx();
 
+  if constexpr (Traits::kAddsTerms) {
+    if (threadIdx.x < 16) Traits::Terms::set_ones(shared.of_queries, threadIdx.x);
+  }
   if (threadIdx.x == 0) {
     // Those of the warpgroup that has dS are half of them where the work is split.
     constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;

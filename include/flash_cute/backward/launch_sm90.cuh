@@ -52,6 +52,8 @@ BackwardMaps maps_of(BackwardParams const& params) {
       .dq = queries(dq, Traits::kWarpRows),
       .dk = keys(dk, Traits::kWarpRows),
       .dv = keys(dv, Traits::kWarpRows),
+      .few_out = queries(params.out, Traits::kStatsRows),
+      .few_dout = queries(dout, Traits::kStatsRows),
       .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv)}};
 }

@@ -12,6 +12,7 @@ namespace flash_cute {
 // batch entry to the next are 0 where packed.
 struct BackwardMaps {
   CUtensorMap q, k, v, out, dout, dq, dk, dv;
+  CUtensorMap few_out, few_dout;  // fewer rows at a time: see QueryStatsFinder
   struct {
     int q, k, v, out, dout, dq, dk, dv;
   } entry_rows;

@@ -43,6 +43,8 @@ struct BackwardPlan {
   bool stats_in_dq;             // do LSE and delta lie where rows of dQ will, which are written last?
   int64_t workspace_bytes;
 
+  int stats_of_row() const { return tile.adds_terms ? 4 : 2; }  // floats
+
   // As kernels see it: each part of a group has a head of K and V.
   void split_groups(BackwardParams& params) const {
     params.group_parts = group_parts;
@@ -56,13 +58,15 @@ struct BackwardPlan {
   BackwardWorkspace parts(void* workspace, void* dq) const {
     auto* const begin = static_cast<float*>(workspace);
     float *const floats = stats_in_dq ? static_cast<float*>(dq) : begin,
-                 *const sums = stats_in_dq ? begin : begin + 2 * rows, *const dkv = sums + rows * dq_columns;
+                 *const sums = stats_in_dq ? begin : begin + stats_of_row() * rows,
+                 *const dkv = sums + rows * dq_columns;
     int* const ints = reinterpret_cast<int*>(dkv + part_floats) + part_turns;
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
     int* const numbers = key_numbers > 0 ? ints + counters : nullptr;
     float* const zeros = clears_all ? sums : dkv;
-    return {.lse = floats,
-            .delta = floats + rows,
+    return {.lse = tile.adds_terms ? nullptr : floats,
+            .delta = tile.adds_terms ? nullptr : floats + rows,
+            .terms = tile.adds_terms ? floats : nullptr,
             .dq = sums_dq ? sums : nullptr,
             .dkv = part_floats > 0 ? dkv : nullptr,
             .floats_of_dk = part_floats / 2,
@@ -120,11 +124,13 @@ inline bool are_seen_unevenly(BackwardParams const& params) {
   return 3 * int64_t(most) > 4 * int64_t(mean);
 }
 
-inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params) {
+// for_any: the same whatever the lengths are.
+inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params,
+                             bool for_any) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
     return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
-           tile.pays_from <= queries_of_keys(params).mean;
+           (for_any || tile.pays_from <= queries_of_keys(params).mean);
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
   return tiles.keys[index];
@@ -194,7 +200,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   BackwardPlan plan{};
   bool const one_kernel = family == Family::sm90;
   BackwardTiles const tiles = backward_tiles(family, bucket);
-  plan.tile = tile_for(tiles, bucket, params);
+  // On Hopper in turns an entry's bits would depend on the others else.
+  plan.tile = tile_for(tiles, bucket, params, one_kernel && deterministic && params.lengths.given);
   plan.query_tile = tiles.queries;
   ProblemShape const& shape = params.shape;
   plan.runs_keys = needs_dkv || one_kernel;
@@ -300,7 +307,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
-                stats = 2 * plan.rows;
+                stats = plan.stats_of_row() * plan.rows;
   plan.stats_in_dq = plan.sums_dq && !one_kernel && stats * int64_t(sizeof(float)) <= dq_bytes;
   int64_t const integers = plan.counters + plan.key_numbers + plan.query_sequences;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *

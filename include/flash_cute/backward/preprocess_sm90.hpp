@@ -76,9 +76,9 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   float const lse = counts ? params.lse[at] : INFINITY,
               of_lse = counts && params.dlse ? params.dlse[at] : 0.f;
   if (has_dout) shared.come.wait(0);
-  workspace.lse[place * kBlockM + threadIdx.x] = lse_in_base_2(lse);
-  workspace.delta[place * kBlockM + threadIdx.x] =
-      of_lse - (has_dout ? rows.template multiply<8>(threadIdx.x) : 0.f);
+  int64_t const to = place * kBlockM + threadIdx.x;
+  store_lse<Traits>(params, to, counts, lse);
+  store_delta<Traits>(params, to, of_lse - (has_dout ? rows.template multiply<8>(threadIdx.x) : 0.f));
 }
 
 }  // namespace flash_cute

@@ -86,7 +86,7 @@ struct BackwardProducerSm90 {
       load_rows(Int<kBlockN>{}, map, arrived, target, head_of_keys<Traits>(params, tile), first_key,
                 MapPlace::of_keys(ragged, tile, entry_rows));
     };
-    // Q comes with the LSE and delta of its rows.
+    // Q comes with what its rows have of their own.
     MapPlace const place_q = MapPlace::of_queries(ragged, tile, rows.q);
     MapPlace place_dout = MapPlace::of_queries(ragged, tile, rows.dout);
     if (!params.dout.data) place_dout.shift = RaggedPlace::kBound;  // past the end: it arrives as zeros
@@ -99,12 +99,12 @@ struct BackwardProducerSm90 {
         load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, row, place);
       }
     };
-    auto load_floats = [&](auto& arrived, float const* of_rows, float* slots) {
-      constexpr int kBytes = kBlockM * sizeof(float);
+    auto load_of_queries = [&]<class Number>(auto& arrived, Number const* of_rows, Number* slot) {
+      constexpr int kBytes = kBlockM * sizeof(Number);
       int64_t const block = tile.place(steps.head, steps.block);
       arrived.expect_transaction(kBytes);
-      cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
-                                     slots + at.slot * kBlockM, kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived), slot,
+                                     kBytes);
     };
 
     if constexpr (Traits::kMakesRows) {
@@ -114,8 +114,13 @@ struct BackwardProducerSm90 {
     // a cluster dV leaves through V's, until this tile has begun.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
-      load_floats(arrived, params.workspace.lse, shared.lse);
-      load_floats(arrived, params.workspace.delta, shared.delta);
+      if constexpr (Traits::kAddsTerms) {
+        load_of_queries(arrived, reinterpret_cast<float4 const*>(params.workspace.terms),
+                        shared.of_queries.terms[at.slot]);
+      } else {
+        load_of_queries(arrived, params.workspace.lse, shared.of_queries.lse + at.slot * kBlockM);
+        load_of_queries(arrived, params.workspace.delta, shared.of_queries.delta + at.slot * kBlockM);
+      }
       load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();
       load_queries(maps.dout, shared.ring_dout.acquire(at_dout),

@@ -55,18 +55,29 @@ struct QueryRowsFetcher {
       fetch({false, block.head, place_dq.shift + begin, place_dq.plane, place_dq.bound},
             workspace.dq + place * Traits::kBlockFloats);
     };
+    // last_comes_later: the last warp's come to where those of the first were, once these have left.
     auto load = [&](auto& ring, FinishedQueries& said, auto const& at, float* memory,
-                    FinishedQueries const& block, float const* sums) {
+                    FinishedQueries const& block, float const* sums, bool last_comes_later = false) {
       for (auto& of_warpgroup : ring) of_warpgroup.acquire(at);
       said = block;
       for (int part = 0; part < Traits::kConsumers; ++part) {
         auto& arrived = ring[part].full[at.slot];
-        if (block.through) {
-          arrived.arrive();
-        } else {
-          bulk_load(memory + part * kFloats, sums + part * kFloats, Traits::floats_of(part) * sizeof(float),
-                    arrived);
+        auto load_floats = [&](int to, int from, int floats) {
+          bulk_load(memory + to, sums + from, floats * sizeof(float), arrived);
+        };
+        int const begin = part * kFloats;
+        bool const is_split = last_comes_later && part == Traits::kConsumers - 1;
+        if (!block.through && is_split) {
+          constexpr int kSooner = kFloats - Traits::kWarpFloats;
+          load_floats(begin, begin, kSooner);
+          auto next = at;
+          next.advance();
+          ring[0].acquire(next);
+          load_floats(0, begin + kSooner, Traits::kWarpFloats);
+        } else if (!block.through) {
+          load_floats(begin, begin, Traits::floats_of(part));
         }
+        arrived.arrive();
       }
     };
 
@@ -76,7 +87,7 @@ struct QueryRowsFetcher {
       index = atomicAdd(workspace.taken, 1);
       if (index >= rows.count()) break;
       visit(index, [&](FinishedQueries const& block, float const* sums) {
-        load(shared.ring_sums, shared.finished, at, shared.sums, block, sums);
+        load(shared.ring_sums, shared.finished, at, shared.sums, block, sums, Traits::kLastComesLater);
         at.advance();
       });
     }
@@ -145,7 +156,7 @@ struct QueryRowsConverter {
       rest.wait(at);
       FinishedQueries const& queries = shared.rest[at.slot];
       if (queries.through) break;
-      convert(queries, shared.rest_memory(at.slot));
+      convert<false>(queries, shared.rest_memory(at.slot));
       if (lane == 0) {
         cute::tma_store_wait<1>();
         if (before.slot != at.slot) rest.release(before);
@@ -163,15 +174,19 @@ struct QueryRowsConverter {
     ring().full[0].wait(state & kPhase);
     FinishedQueries const& queries = own.shared.finished;
     state |= queries.through ? kNoMore : kLeaving;
-    if (!(state & kNoMore)) convert(queries, own.shared.sums);
+    if (!(state & kNoMore)) convert<Traits::kLastComesLater>(queries, own.shared.sums);
   }
 
-  // memory: of all sums of the block.
+  // memory: of all sums of the block. kLastAtFirst: those of the last warp are where those of the first were.
+  template <bool kLastAtFirst>
   CUTE_DEVICE void convert(FinishedQueries const& queries, float* memory) {
     int thread;  // read anew, so that no address is kept in registers for the loop over steps
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     int const lane = thread % 32, warp = thread / 32 - 4;
-    float* const sums = memory + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart;
+    constexpr int kWarps = 4 * Traits::kConsumers;
+    // Not by a condition, beside which ptxas spills hundreds of bytes.
+    int const back = kLastAtFirst ? (warp + 1) / kWarps * (kWarps - 1) * Traits::kWarpPart : 0;
+    float* const sums = memory + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart - back;
     Tensor dq = partition_fragment_C(typename Traits::MmaQueries{}, typename Traits::TileQ{});
     static_assert(32 * decltype(size(dq))::value == Traits::kWarpFloats);
     CUTE_UNROLL

@@ -22,26 +22,46 @@ CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& ti
 // Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
 CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
 
-// Rows of O and dO of a block of queries, on their way through shared memory.
+// Of a query that has this row of the workspace. lse: +inf if it does not count.
 template <class Traits>
+CUTE_DEVICE void store_lse(BackwardParams const& params, int64_t row, bool counts, float lse) {
+  if constexpr (Traits::kAddsTerms) {
+    reinterpret_cast<float2*>(params.workspace.terms)[2 * row] =
+        term_of_lse(lse, counts, params.softmax_scale);
+  } else {
+    params.workspace.lse[row] = lse_in_base_2(lse);
+  }
+}
+template <class Traits>
+CUTE_DEVICE void store_delta(BackwardParams const& params, int64_t row, float delta) {
+  if constexpr (Traits::kAddsTerms) {
+    reinterpret_cast<float2*>(params.workspace.terms)[2 * row + 1] = halves_in_tf32(delta);
+  } else {
+    params.workspace.delta[row] = delta;
+  }
+}
+
+// kRows rows of O and dO, on their way through shared memory.
+template <class Traits, int kRows = Traits::kBlockM>
 struct QueryStatsRows {
   using Element = typename Traits::Element;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
-  static constexpr int kBlockM = Traits::kBlockM, kArrivals = 2;
+  static constexpr int kArrivals = 2;
   BackwardParams const& params;
   BackwardMaps const& maps;
   Element* out;  // and dO behind it
   Barrier& come;
 
-  // By one thread. begin: the block's first row in the sequence.
+  // By one thread. begin: the first row in the sequence.
   CUTE_DEVICE void load(Sequence const& s, int entry, int head, int begin) const {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
       MapPlace const place = MapPlace::of(params.lengths.given, entry, entry_rows, s.queries.begin, s.used);
-      load_panels<Traits::kHeadDim, Traits::kPanel, kBlockM>(map, come, target, kBlockM, 0, head,
-                                                             place.shift + begin, place.plane, place.bound);
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, come, target, kRows, 0, head,
+                                                           place.shift + begin, place.plane, place.bound);
     };
-    load_rows(maps.out, out, maps.entry_rows.out);
-    load_rows(maps.dout, out + Traits::kSlotElements, maps.entry_rows.dout);
+    constexpr bool kAll = kRows == Traits::kBlockM;
+    load_rows(kAll ? maps.out : maps.few_out, out, maps.entry_rows.out);
+    load_rows(kAll ? maps.dout : maps.few_dout, dout(), maps.entry_rows.dout);
   }
 
   // The sum of dO O of a row, so many chunks at a time. Swizzled, eight neighbouring rows have a column in
@@ -53,12 +73,15 @@ struct QueryStatsRows {
     float sum = 0;
 #pragma unroll kAtOnce
     for (int i = 0; i < Traits::kHeadDim / kChunk; ++i) {
-      int const at = (i / kChunks * kBlockM + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
-      sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(out + Traits::kSlotElements + at),
+      int const at = (i / kChunks * kRows + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
+      sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(dout() + at),
                                    *reinterpret_cast<uint4 const*>(out + at));
     }
     return sum;
   }
+
+ private:
+  CUTE_DEVICE Element* dout() const { return out + kRows * Traits::kHeadDim; }
 };
 
 // The warp. It takes block after block, in the order in which tiles come to their heads, and waits for
@@ -66,7 +89,8 @@ struct QueryStatsRows {
 // taken by whoever waits. O and dO come where sums of dQ will later.
 template <class Traits>
 struct QueryStatsFinder {
-  static constexpr int kBlockM = Traits::kBlockM, kLanes = 32;                      // each has its own rows
+  static constexpr int kBlockM = Traits::kBlockM, kRows = Traits::kStatsRows;
+  static constexpr int kLanes = 32;                                                 // each has its own rows
   static constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : Traits::kPanel / 8;  // more spill
   static constexpr int kFloats = Traits::kBlockFloats;
   typename Traits::SharedStorage& shared;
@@ -92,9 +116,15 @@ struct QueryStatsFinder {
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       if (!in_order && params.workspace.dq) clear_sums(params.workspace.dq + place * kFloats);
       bool const exists = has_rows(begin, s.used);
-      if (exists) start(s, block, begin, place * kBlockM);
+      for (int part = 0; exists && part < kBlockM - kRows; part += kRows) {
+        start(s, block, begin + part, place * kBlockM + part);
+        finish(s, block, begin + part, place * kBlockM + part);
+        __syncwarp();
+      }
+      constexpr int kLast = kBlockM - kRows;
+      if (exists) start(s, block, begin + kLast, place * kBlockM + kLast);
       next = take();  // while O and dO come
-      if (exists) finish(s, block, begin, place * kBlockM);
+      if (exists) finish(s, block, begin + kLast, place * kBlockM + kLast);
       __syncwarp();
       if ((exists || !in_order) && read_lane_index() == 0) {
         add_release(params.workspace.stats_known + (in_order ? block.pair : 0));
@@ -109,7 +139,7 @@ struct QueryStatsFinder {
     fence_async_global();
   }
 
-  CUTE_DEVICE QueryStatsRows<Traits> loaded() const {
+  CUTE_DEVICE QueryStatsRows<Traits, kRows> loaded() const {
     return {params, maps, reinterpret_cast<typename Traits::Element*>(shared.sums), shared.stats_come};
   }
   CUTE_DEVICE int entry_of(RowsOrder::Block const& block) const {
@@ -121,10 +151,22 @@ struct QueryStatsFinder {
            s.queries.begin + begin;
   }
 
-  // place: of the block's first row in the workspace.
+  // place: of the first row in the workspace.
   CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) const {
     if (params.dout.data && read_lane_index() == 0) loaded().load(s, entry_of(block), block.head, begin);
-    find_lse(params.lse + first_of(s, block, begin), s.used - begin, params.workspace.lse + place);
+    float const* const lse = params.lse + first_of(s, block, begin);
+    int const count = s.used - begin;
+    float found[kRows / kLanes];
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / kLanes; ++i) {
+      int const row = read_lane_index() + kLanes * i;
+      found[i] = row < count ? lse[row] : INFINITY;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / kLanes; ++i) {
+      int const row = read_lane_index() + kLanes * i;
+      store_lse<Traits>(params, place + row, row < count, found[i]);
+    }
   }
   CUTE_DEVICE void finish(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
     int64_t const first = first_of(s, block, begin);
@@ -134,24 +176,10 @@ struct QueryStatsFinder {
       phase ^= 1;
     }
 #pragma unroll 1
-    for (int row = read_lane_index(); row < kBlockM; row += kLanes) {
+    for (int row = read_lane_index(); row < kRows; row += kLanes) {
       float const of_lse = params.dlse && begin + row < s.used ? params.dlse[first + row] : 0.f;
-      params.workspace.delta[place + row] =
-          of_lse - (has_dout ? loaded().template multiply<kAtOnce>(row) : 0.f);
-    }
-  }
-
-  CUTE_DEVICE static void find_lse(float const* lse, int count, float* in_base_2) {
-    int const lane = read_lane_index();
-    float found[kBlockM / kLanes];
-    CUTE_UNROLL
-    for (int i = 0; i < kBlockM / kLanes; ++i) {
-      int const row = lane + kLanes * i;
-      found[i] = row < count ? lse[row] : INFINITY;
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < kBlockM / kLanes; ++i) {
-      in_base_2[lane + kLanes * i] = lse_in_base_2(found[i]);
+      store_delta<Traits>(params, place + row,
+                          of_lse - (has_dout ? loaded().template multiply<kAtOnce>(row) : 0.f));
     }
   }
 };

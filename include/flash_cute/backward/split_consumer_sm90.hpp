@@ -120,8 +120,8 @@ struct BackwardWeightsSm90 {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{},
                                 first_own_key<Traits>(tile), steps.block * kBlockM, cS, acc_s);
       }
-      float const* const lse = shared.lse + at.slot * kBlockM;
-      own.weigh(acc_s, cS, lse, own.first_of(cS, lse), scale_log2);
+      float const first_lse = own.first_of(cS, shared.of_queries.lse + at.slot * kBlockM);
+      own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release_queries(shared.ring_q, at);
       if constexpr (Traits::kInCluster) sums.await_read();  // where P comes now
@@ -218,7 +218,7 @@ struct BackwardGradientsSm90 {
       at_p.advance();
       own.release_queries(shared.ring_dout, at_dout);
       at_dout.advance();
-      own.differentiate(acc_ds, weights, cS, shared.delta + at.slot * kBlockM);
+      own.differentiate(acc_ds, weights, cS, at.slot);
       Tensor rdS = convert<Element>(acc_ds);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
       auto& full = shared.ring_ds.acquire(at);

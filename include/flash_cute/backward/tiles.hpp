@@ -8,16 +8,17 @@ namespace flash_cute {
 
 // A block of keys stays, blocks of queries pass by.
 struct BackwardTile {
-  int block_m, block_n;   // queries of a step, keys of a thread block, or of all that share a tile
-  int stages;             // of Q and dO in shared memory
-  int warps_keys;         // warps side by side along the keys
-  int warps_across;       // and along the queries of S, or the columns of dK and dV
-  int warps_queries = 0;  // on Ampere, of the same warps: along the queries of dQ, others along its columns
-  int blocks_per_sm = 1;  // thread blocks that registers must leave room for
-  int pays_from = 0;      // queries that see a key
-  int stages_dout = 0;    // of dO, where fewer than of Q
-  bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
-  int cluster = 1;        // thread blocks that share a tile: its keys, and its part of dQ by columns
+  int block_m, block_n;     // queries of a step, keys of a thread block, or of all that share a tile
+  int stages;               // of Q and dO in shared memory
+  int warps_keys;           // warps side by side along the keys
+  int warps_across;         // and along the queries of S, or the columns of dK and dV
+  int warps_queries = 0;    // on Ampere, of the same warps: along the queries of dQ, others along its columns
+  int blocks_per_sm = 1;    // thread blocks that registers must leave room for
+  int pays_from = 0;        // queries that see a key
+  int stages_dout = 0;      // of dO, where fewer than of Q
+  bool knows_dq = false;    // two kernels, with and without sums of dQ, instead of one that asks
+  int cluster = 1;          // thread blocks that share a tile: its keys, and its part of dQ by columns
+  bool adds_terms = false;  // on Hopper: do queries add LSE and delta by a product (see QueryTerms)?
   // On Ampere, where two halves of a block's warps split the work (see split_mainloop_sm80.hpp): those of a
   // half along the keys of dV or dK, others along the columns. Both above are then a half's, for S or dP.
   int split_warps_keys = 0;
@@ -28,11 +29,11 @@ struct BackwardTile {
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
   constexpr bool operator==(BackwardTile const&) const = default;
 
-  // K and V; Q, dO and two floats of each query; dS, P where warps share it, and as floats where they split
-  // the work.
+  // K and V; Q, dO and two floats of each query, or four; dS, P where warps share it, and as floats where
+  // they split the work.
   constexpr int smem_bytes(int head_dim) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
-    int const floats = 2 * stages * block_m + (splits_work() ? block_m * block_n : 0);
+    int const floats = (adds_terms ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);
     return kElementBytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
            floats * int(sizeof(float));
   }
@@ -102,15 +103,26 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   }
   if (family == Family::sm90) {
     switch (head_dim) {
-      // 64 queries, three stages: 20% less.
-      case 64:
-        return {.keys = {{.block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
-      // As head dim 128: no other was measured.
+      // 64 queries, three stages: 20% less. Terms (H100): 512 -2 and -5% (full, causal), 1k +1 and 0%, 2k +5
+      // and +2%, 16k +8 and +7%.
+      case 64: {
+        BackwardTile const tile = {
+            .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
+        BackwardTile with_terms = tile;
+        with_terms.adds_terms = true;
+        with_terms.pays_from = 1024;
+        return {.keys = {with_terms, tile}};
+      }
+      // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Terms, at 128
+      // (H100): 512 -0.5%, 1k +1 and -0.6%, 2k and 16k +1%.
       case 96:
-        return {.keys = {{.block_m = 64, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
-      // No other was measured (80 queries might fit: docs/backward_sm90.md).
       case 128:
-        return {.keys = {{.block_m = 64, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1}}};
+        return {.keys = {{.block_m = 64,
+                          .block_n = 128,
+                          .stages = 2,
+                          .warps_keys = 8,
+                          .warps_across = 1,
+                          .adds_terms = true}}};
       // As head dim 256 had it alone: no other was measured.
       case 192:
         return {.keys = {{.block_m = 64, .block_n = 64, .stages = 2, .warps_keys = 4, .warps_across = 2}}};

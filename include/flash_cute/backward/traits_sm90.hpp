@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "flash_cute/backward/key_tile.hpp"
+#include "flash_cute/backward/query_terms_sm90.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/pipeline.hpp"
@@ -138,10 +139,23 @@ struct BackwardTraitsSm90 {
                                 kCluster * kSlotDS * sizeof(Element) == kFloats * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
-  static constexpr int kSlotSums = kMakesRows ? kBlockM * kSumColumns : 0;
+  // Of a block of queries. At head dim 64 there is no room for those of the last warp, which come to where
+  // those of the first were.
+  static constexpr int kSums = kBlockM * kSumColumns;
+  static constexpr bool kAddsTerms = kTile.adds_terms, kLastComesLater = kAddsTerms && kHeadDim == 64;
+  static constexpr int kSlotSums = kMakesRows ? kSums - (kLastComesLater ? kWarpFloats : 0) : 0;
+  // So many rows of O and dO come at a time to where sums will.
+  static constexpr int kStatsRows = kLastComesLater ? kBlockM / 2 : kBlockM;
+  static_assert(!kMakesRows || 2 * kStatsRows * kHeadDim * sizeof(Element) <= kSlotSums * sizeof(float));
   // After the last tile sums come to memory that operands and dS were in, so many blocks of queries at a
   // time.
   static constexpr int kRestStages = 4;
+
+  using Terms = QueryTerms<kBlockN, kBlockM, kStages, KeyLayout>;
+  struct Stats {
+    alignas(128) float lse[kStages * kBlockM];
+    alignas(128) float delta[kStages * kBlockM];
+  };
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -153,8 +167,7 @@ struct BackwardTraitsSm90 {
     alignas(1024) float dq[kSlotsDQ * kFloats];
     alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
     alignas(128) float4 p[kSlotP];
-    alignas(128) float lse[kStages * kBlockM];
-    alignas(128) float delta[kStages * kBlockM];
+    std::conditional_t<kAddsTerms, typename Terms::Storage, Stats> of_queries;
     TmaRing<1> ring_k, ring_v, ring_p;
     TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
@@ -172,10 +185,10 @@ struct BackwardTraitsSm90 {
     cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
     int index;
 
-    CUTE_DEVICE float* rest_memory(int slot) { return reinterpret_cast<float*>(k) + slot * kSlotSums; }
+    CUTE_DEVICE float* rest_memory(int slot) { return reinterpret_cast<float*>(k) + slot * kSums; }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-  static_assert(kRestStages * kSlotSums * sizeof(float) <= offsetof(SharedStorage, peer_k));
+  static_assert(!kMakesRows || kRestStages * kSums * sizeof(float) <= offsetof(SharedStorage, peer_k));
 };
 
 }  // namespace flash_cute

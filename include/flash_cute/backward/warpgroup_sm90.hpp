@@ -32,7 +32,10 @@ struct BackwardWarpgroup {
   // The thread's number among those that share the keys of a tile, and its warp's.
   CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
-  CUTE_DEVICE float scale_log2() const { return params.softmax_scale * float(M_LOG2E); }
+  CUTE_DEVICE float scale_log2() const {
+    float const scale = params.softmax_scale;
+    return (Traits::kAddsTerms ? scale_of_scores(scale) : scale) * float(M_LOG2E);
+  }
 
   CUTE_DEVICE QuerySums<Traits> query_sums() const {
     return {shared, params.workspace.dq != nullptr, warpgroup, thread};
@@ -101,33 +104,43 @@ struct BackwardWarpgroup {
   // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
   // first_lse: of the first column, see first_of.
   template <class Scores, class Coords>
-  CUTE_DEVICE static void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float first_lse,
-                                float scale) {
-    auto scores = row_col_view(acc_s);
-    auto const coords = row_col_view(cS);
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(scores); ++col) {
-      float const lse = col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))];
+  CUTE_DEVICE void weigh(Scores& acc_s, Coords const& cS, int slot, float first_lse, float scale) const {
+    if constexpr (Traits::kAddsTerms) {
       CUTE_UNROLL
-      for (int row = 0; row < size<0>(scores); ++row) {
-        scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
+      for (int i = 0; i < size(acc_s); ++i) acc_s(i) = fast_exp2(acc_s(i) * scale);
+    } else {
+      float const* const lse_of_queries = shared.of_queries.lse + slot * kBlockM;
+      auto scores = row_col_view(acc_s);
+      auto const coords = row_col_view(cS);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        float const lse = col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))];
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(scores); ++row) {
+          scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
+        }
       }
     }
   }
 
   // dS = P (dP + dLSE - D), the last two those of its query, whose column it is.
   template <class Gradients, class Weights, class Coords>
-  CUTE_DEVICE static void differentiate(Gradients& acc_ds, Weights const& acc_p, Coords const& cS,
-                                        float const* delta_of_queries) {
-    auto gradients = row_col_view(acc_ds);
-    auto const weights = row_col_view(acc_p);
-    auto const coords = row_col_view(cS);
-    CUTE_UNROLL
-    for (int col = 0; col < size<1>(gradients); ++col) {
-      float const delta = delta_of_queries[get<1>(coords(0, col))];
+  CUTE_DEVICE void differentiate(Gradients& acc_ds, Weights const& acc_p, Coords const& cS, int slot) const {
+    if constexpr (Traits::kAddsTerms) {
       CUTE_UNROLL
-      for (int row = 0; row < size<0>(gradients); ++row) {
-        gradients(row, col) = weights(row, col) * (gradients(row, col) + delta);
+      for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_p(i);
+    } else {
+      float const* const delta_of_queries = shared.of_queries.delta + slot * kBlockM;
+      auto gradients = row_col_view(acc_ds);
+      auto const weights = row_col_view(acc_p);
+      auto const coords = row_col_view(cS);
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(gradients); ++col) {
+        float const delta = delta_of_queries[get<1>(coords(0, col))];
+        CUTE_UNROLL
+        for (int row = 0; row < size<0>(gradients); ++row) {
+          gradients(row, col) = weights(row, col) * (gradients(row, col) + delta);
+        }
       }
     }
   }

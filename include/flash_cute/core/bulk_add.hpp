@@ -23,10 +23,10 @@ CUTE_DEVICE void bulk_store(float* target, float const* source, int bytes, cute:
                : "memory");
 }
 
-// The way back, for the last time.
+// The way back, for the last time. The barrier expects it; nobody has arrived there.
 CUTE_DEVICE void bulk_load(float* target, float const* source, int bytes,
                            cutlass::arch::ClusterTransactionBarrier& arrived) {
-  arrived.arrive_and_expect_tx(bytes);
+  arrived.expect_transaction(bytes);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
       "[%3], "

@@ -9,18 +9,24 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
-// waited for.
+// A product, one of its slices after the other.
 template <class Mma, class A, class B, class Acc>
-CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
-  warpgroup_fence_operand(acc);
-  warpgroup_arrive();
+CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
   mma.accumulate_ = scale;
   CUTE_UNROLL
   for (int k = 0; k < size<2>(a); ++k) {
     gemm(mma, a(_, _, k), b(_, _, k), acc);
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
+}
+
+// Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
+// waited for.
+template <class Mma, class A, class B, class Acc>
+CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  multiply_slices(scale, mma, a, b, acc);
   warpgroup_commit_batch();
 }
 
