@@ -401,9 +401,10 @@ def test_nothing_past_the_end_is_used(kernel, head_dim, layout, dtype):
     check(kernel, Shape(2, 2, 1, 77, 99, head_dim), dtype, MASKS["causal"], layout)
 
 
-def test_heads_and_batches_are_apart(kernel):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_and_batches_are_apart(kernel, head_dim):
     """NaN in one head of K and V, or of dout, reaches the gradients of its group and no other."""
-    q, k, v = make_inputs(Shape(3, 4, 2, 130, 150, 64), torch.bfloat16, kernel.device)
+    q, k, v = make_inputs(Shape(3, 4, 2, 130, 150, head_dim), torch.bfloat16, kernel.device)
     dout, dlse = make_gradients(q)
     clean = kernel.backward(q, k, v, dout, dlse, deterministic=True)
     dout[1, 3] = torch.nan
@@ -421,9 +422,10 @@ def test_heads_and_batches_are_apart(kernel):
 @dtypes
 @pytest.mark.parametrize("mask", [MASKS["full"], MASKS["window_causal"]])
 @pytest.mark.parametrize("infinity", [torch.inf, -torch.inf], ids=str)
-def test_queries_of_infinite_scores(kernel, infinity, mask, dtype):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_of_infinite_scores(kernel, head_dim, infinity, mask, dtype):
     """NaN in their own gradients, as from PyTorch, and in those of the keys that they see."""
-    q, k, v = make_inputs(Shape(1, 4, 2, 70, 200, 64), dtype, kernel.device)
+    q, k, v = make_inputs(Shape(1, 4, 2, 70, 200, head_dim), dtype, kernel.device)
     k.abs_().clamp_(min=1e-3)
     q[:, :2, 60:] = infinity  # the first group; of its queries those before them see other keys, too
     gradients = make_gradients(q)
@@ -532,6 +534,27 @@ def test_sequences_with_equally_many_blocks(kernel, head_dim, heads, packed, mas
     options = {"heads": heads, "head_dim": head_dim, "deterministic": deterministic}
     sequences = tuple(Sequence(130, 189, 100 + i % 20, 129 + i % 60, 0) for i in range(120))
     check_ragged(kernel, sequences, packed, mask, **options)
+
+
+@pytest.mark.gpu
+@both
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("given", ["dout", "dlse", "both"])
+def test_long_sequences_of_unequal_lengths(kernel, given, head_dim, heads, packed):
+    """So long in the mean that Hopper's kernel finds LSE and delta itself, at head dim 64 of half a block of
+    queries at a time."""
+    sequences = ((2500, 2500), (64, 64), (65, 100), (1900, 2000), (1, 1), (2049, 2049), (1200, 1300))
+    batch = make_ragged(
+        tuple(Sequence(*x) for x in sequences), heads, head_dim, torch.bfloat16, kernel.device, packed
+    )
+    dout, dlse = make_ragged_gradients(batch)
+    absent = {"dout": dlse, "dlse": dout}.get(given)
+    if absent is not None:
+        absent.zero_()
+    gradients = (None if x is absent else x for x in (dout, dlse))
+    results = kernel.backward(batch.q, batch.k, batch.v, *gradients, **batch.lengths)
+    assert_ragged_gradients(results, batch, dout, dlse)
 
 
 @kernel_dtypes

@@ -115,7 +115,7 @@ struct BackwardProducerSm90 {
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       if constexpr (Traits::kAddsTerms) {
-        load_of_queries(arrived, reinterpret_cast<float4 const*>(params.workspace.terms),
+        load_of_queries(arrived, reinterpret_cast<uint4 const*>(params.workspace.terms),
                         shared.of_queries.terms[at.slot]);
       } else {
         load_of_queries(arrived, params.workspace.lse, shared.of_queries.lse + at.slot * kBlockM);

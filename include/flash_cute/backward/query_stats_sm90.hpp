@@ -26,7 +26,7 @@ CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse
 template <class Traits>
 CUTE_DEVICE void store_lse(BackwardParams const& params, int64_t row, bool counts, float lse) {
   if constexpr (Traits::kAddsTerms) {
-    reinterpret_cast<float2*>(params.workspace.terms)[2 * row] =
+    reinterpret_cast<uint2*>(params.workspace.terms)[2 * row] =
         term_of_lse(lse, counts, params.softmax_scale);
   } else {
     params.workspace.lse[row] = lse_in_base_2(lse);
@@ -35,7 +35,7 @@ CUTE_DEVICE void store_lse(BackwardParams const& params, int64_t row, bool count
 template <class Traits>
 CUTE_DEVICE void store_delta(BackwardParams const& params, int64_t row, float delta) {
   if constexpr (Traits::kAddsTerms) {
-    reinterpret_cast<float2*>(params.workspace.terms)[2 * row + 1] = halves_in_tf32(delta);
+    reinterpret_cast<uint2*>(params.workspace.terms)[2 * row + 1] = parts_in_bf16(delta);
   } else {
     params.workspace.delta[row] = delta;
   }
