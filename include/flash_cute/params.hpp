@@ -69,7 +69,7 @@ struct BackwardWorkspace {
   // dQ will.
   float* lse = nullptr;
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  float* terms = nullptr;  // instead of both, four of each query: see query_terms_sm90.hpp
+  float* terms = nullptr;  // instead of both, 16 bytes of each query: see query_terms_sm90.hpp
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;

@@ -1,4 +1,4 @@
-// What is known of each query alone, its LSE in base 2 and its delta, and a warp that finds it while others
+// What is known of each query alone, its LSE and its delta, and a warp that finds it while others
 // compute.
 #pragma once
 
