@@ -103,8 +103,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   }
   if (family == Family::sm90) {
     switch (head_dim) {
-      // 64 queries, three stages: 20% less. Terms (H100): 512 -2 and -5% (full, causal), 1k +1 and 0%, 2k +5
-      // and +2%, 16k +8 and +7%.
+      // 64 queries, three stages: 20% less. Terms (H100): 512 -2 and -5% (full, causal), 1k +1 and 0%, 2k +4
+      // and +1%, 16k +7%.
       case 64: {
         BackwardTile const tile = {
             .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
@@ -114,7 +114,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
         return {.keys = {with_terms, tile}};
       }
       // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Terms, at 128
-      // (H100): 512 -0.5%, 1k +1 and -0.6%, 2k and 16k +1%.
+      // (H100): 512 -0.3%, 1k +0.7 and -0.6%, 2k and 16k +1%; in the grid of two runs none of it shows.
       case 96:
       case 128:
         return {.keys = {{.block_m = 64,
