@@ -31,7 +31,7 @@ struct BackwardCall {
   int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
   // With operands. workspace: of launch.workspace_bytes.
   void run(void* workspace, cudaStream_t stream) {
-    params.workspace = launch.parts(workspace, params.dq.data);
+    params.workspace = launch.parts(workspace, params);
     kernel.run(params, launch, stream);
   }
 };

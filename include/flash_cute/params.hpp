@@ -10,6 +10,7 @@ namespace flash_cute {
 enum class Family { sm80, sm90 };
 enum class ElementType { fp16, bf16 };
 constexpr int kElementBytes = 2;  // of each of them
+constexpr int kTermBytes = 16;    // of a query: see BackwardWorkspace::terms
 
 // One compiled kernel. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_>
@@ -69,7 +70,11 @@ struct BackwardWorkspace {
   // dQ will.
   float* lse = nullptr;
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  float* terms = nullptr;  // instead of both, 16 bytes of each query: see query_terms_sm90.hpp
+  // Instead of both, kTermBytes of each query (see query_terms_sm90.hpp): in rows of dQ, if that is asked for,
+  // until they are written. Of a block of queries the first 1 << log2_terms_of_row lie side by side in its
+  // first row, the next in its second.
+  TensorView terms;
+  int log2_terms_of_row = 0;
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
   // up by the kernel for dK and dV.
   float* dq = nullptr;

@@ -311,8 +311,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
   // bytes. The last one is what is cleared at once.
   module.def("workspace_parts", [](BackwardPlan const& plan, int batch) {
     constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
-    BackwardWorkspace const parts =
-        plan.parts(reinterpret_cast<void*>(kWorkspace), reinterpret_cast<void*>(kDq));
+    BackwardParams params;
+    params.dq.data = reinterpret_cast<void*>(kDq);
+    BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
     std::vector<std::tuple<std::string, bool, int64_t, int64_t>> found;
     auto add = [&](char const* name, void const* begin, int64_t bytes) {
       auto const address = reinterpret_cast<uintptr_t>(begin);
@@ -322,7 +323,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int64_t const of_row = sizeof(float), of_int = sizeof(int);
     add("lse", parts.lse, of_row * plan.rows);
     add("delta", parts.delta, of_row * plan.rows);
-    add("terms", parts.terms, 4 * of_row * plan.rows);
+    add("terms", parts.terms.data, kTermBytes * plan.rows);
     add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
     add("dkv", parts.dkv, of_row * 2 * parts.floats_of_dk);
     add("part_turns", plan.part_turns > 0 ? parts.dkv + 2 * parts.floats_of_dk : nullptr,

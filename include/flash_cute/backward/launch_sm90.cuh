@@ -17,9 +17,8 @@ BackwardMaps maps_of(BackwardParams const& params) {
   auto entry_rows = [&](TensorView const& view) {
     return ragged && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
   };
-  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, int box_rows) {
+  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, TmaBox const& box) {
     uint64_t const columns = shape.head_dim;
-    TmaBox const box{Traits::kPanel, 1, box_rows};
     if (ragged) {  // see RaggedPlace
       uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows(view) + rows + 1;
       int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
@@ -33,17 +32,20 @@ BackwardMaps maps_of(BackwardParams const& params) {
         {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
+  auto boxes_of_queries = [&](TensorView const& view, TmaBox const& box) {
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box);
+  };
   auto queries = [&](TensorView const& view, int box_rows) {
-    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box_rows);
+    return boxes_of_queries(view, {Traits::kPanel, 1, box_rows});
   };
   auto keys = [&](TensorView const& view, int box_rows) {
-    return encode(view, params.heads_of_keys(), shape.seqlen_k, 0, box_rows);
+    return encode(view, params.heads_of_keys(), shape.seqlen_k, 0, {Traits::kPanel, 1, box_rows});
   };
   // What is not there is never loaded or stored, but a map has to point somewhere.
   TensorView const &dout = params.dout.data ? params.dout : params.q,
                    &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
-                   &dv = params.dv.data ? params.dv : params.v;
-  return {
+                   &dv = params.dv.data ? params.dv : params.v, &terms = params.workspace.terms;
+  BackwardMaps maps{
       .q = queries(params.q, Traits::kBlockM),
       .k = keys(params.k, Traits::kBlockN),
       .v = keys(params.v, Traits::kBlockN),
@@ -52,10 +54,18 @@ BackwardMaps maps_of(BackwardParams const& params) {
       .dq = queries(dq, Traits::kWarpRows),
       .dk = keys(dk, Traits::kWarpRows),
       .dv = keys(dv, Traits::kWarpRows),
-      .few_out = queries(params.out, Traits::kStatsRows),
-      .few_dout = queries(dout, Traits::kStatsRows),
       .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
-                     entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv)}};
+                     entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
+  if constexpr (Traits::kAddsTerms) {
+    int const side_by_side = 1 << params.workspace.log2_terms_of_row;
+    maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
+                                          Traits::kBlockM / side_by_side, /*swizzled=*/false});
+  }
+  if constexpr (Traits::kStatsRows < Traits::kBlockM) {
+    maps.few_out = queries(params.out, Traits::kStatsRows);
+    maps.few_dout = queries(dout, Traits::kStatsRows);
+  }
+  return maps;
 }
 
 // Calls visitor(traits) for the kernel that a plan names.

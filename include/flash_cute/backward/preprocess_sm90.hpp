@@ -70,15 +70,12 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   clear_zeros(workspace);
   if (!exists) return;
 
-  int const row = begin + threadIdx.x;
-  bool const counts = row < s.used;
-  int64_t const at = entry * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
-  float const lse = counts ? params.lse[at] : INFINITY,
-              of_lse = counts && params.dlse ? params.dlse[at] : 0.f;
+  QueryStatsBlock<Traits> const found(params, s, entry, head, begin, place * kBlockM);
+  int const row = threadIdx.x;
+  float const lse = found.lse(row), of_lse = found.gradient_of_lse(row);
   if (has_dout) shared.come.wait(0);
-  int64_t const to = place * kBlockM + threadIdx.x;
-  store_lse<Traits>(params, to, counts, lse);
-  store_delta<Traits>(params, to, of_lse - (has_dout ? rows.template multiply<8>(threadIdx.x) : 0.f));
+  found.store_lse(row, lse);
+  found.store_delta(row, of_lse - (has_dout ? rows.template multiply<8>(row) : 0.f));
 }
 
 }  // namespace flash_cute

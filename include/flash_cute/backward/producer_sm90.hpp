@@ -99,8 +99,16 @@ struct BackwardProducerSm90 {
         load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, row, place);
       }
     };
-    auto load_of_queries = [&]<class Number>(auto& arrived, Number const* of_rows, Number* slot) {
-      constexpr int kBytes = kBlockM * sizeof(Number);
+    MapPlace const place_terms = MapPlace::of_queries(ragged, tile, rows.terms);
+    auto load_terms = [&](auto& arrived, uint4* slot) {
+      arrived.expect_transaction(kBlockM * kTermBytes);
+      cute::SM90_TMA_LOAD::copy(&maps.terms, reinterpret_cast<uint64_t*>(&arrived),
+                                static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), slot, 0,
+                                steps.head, place_terms.shift + steps.block * kBlockM, place_terms.plane,
+                                place_terms.bound);
+    };
+    auto load_floats = [&](auto& arrived, float const* of_rows, float* slot) {
+      constexpr int kBytes = kBlockM * sizeof(float);
       int64_t const block = tile.place(steps.head, steps.block);
       arrived.expect_transaction(kBytes);
       cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived), slot,
@@ -115,11 +123,10 @@ struct BackwardProducerSm90 {
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       if constexpr (Traits::kAddsTerms) {
-        load_of_queries(arrived, reinterpret_cast<uint4 const*>(params.workspace.terms),
-                        shared.of_queries.terms[at.slot]);
+        load_terms(arrived, shared.of_queries.terms[at.slot]);
       } else {
-        load_of_queries(arrived, params.workspace.lse, shared.of_queries.lse + at.slot * kBlockM);
-        load_of_queries(arrived, params.workspace.delta, shared.of_queries.delta + at.slot * kBlockM);
+        load_floats(arrived, params.workspace.lse, shared.of_queries.lse + at.slot * kBlockM);
+        load_floats(arrived, params.workspace.delta, shared.of_queries.delta + at.slot * kBlockM);
       }
       load_queries(maps.q, arrived, shared.q + at.slot * Traits::kSlotElements, place_q);
       at.advance();

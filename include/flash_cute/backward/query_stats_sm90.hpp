@@ -22,24 +22,57 @@ CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& ti
 // Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
 CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
 
-// Of a query that has this row of the workspace. lse: +inf if it does not count.
+// What a block of queries of a sequence brings along, and where what is found of it goes. Rows count from its
+// first one, of which LSE and delta have this place in the workspace.
 template <class Traits>
-CUTE_DEVICE void store_lse(BackwardParams const& params, int64_t row, bool counts, float lse) {
-  if constexpr (Traits::kAddsTerms) {
-    reinterpret_cast<uint2*>(params.workspace.terms)[2 * row] =
-        term_of_lse(lse, counts, params.softmax_scale);
-  } else {
-    params.workspace.lse[row] = lse_in_base_2(lse);
+struct QueryStatsBlock {
+  BackwardParams const& params;
+  int64_t place, given;
+  int count;
+  uint16_t* terms = nullptr;
+
+  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, Sequence const& s, int entry, int head, int begin,
+                              int64_t place_)
+      : params(params_), place(place_), count(s.used - begin) {
+    int64_t const row = s.queries.begin + begin;
+    given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
+    if constexpr (Traits::kAddsTerms) {
+      TensorView const& rows = params.workspace.terms;
+      terms = static_cast<uint16_t*>(rows.data) + entry * rows.batch_stride + head * rows.head_stride +
+              row * rows.row_stride;
+    }
   }
-}
-template <class Traits>
-CUTE_DEVICE void store_delta(BackwardParams const& params, int64_t row, float delta) {
-  if constexpr (Traits::kAddsTerms) {
-    reinterpret_cast<uint2*>(params.workspace.terms)[2 * row + 1] = parts_in_bf16(delta);
-  } else {
-    params.workspace.delta[row] = delta;
+
+  CUTE_DEVICE float lse(int row) const { return counts(row) ? params.lse[given + row] : INFINITY; }
+  CUTE_DEVICE float gradient_of_lse(int row) const {
+    return params.dlse && counts(row) ? params.dlse[given + row] : 0.f;
   }
-}
+  CUTE_DEVICE void store_lse(int row, float lse) const {
+    if constexpr (Traits::kAddsTerms) {
+      if (has_terms(row)) terms_of(row)[0] = term_of_lse(lse, counts(row), params.softmax_scale);
+    } else {
+      params.workspace.lse[place + row] = lse_in_base_2(lse);
+    }
+  }
+  CUTE_DEVICE void store_delta(int row, float delta) const {
+    if constexpr (Traits::kAddsTerms) {
+      if (has_terms(row)) terms_of(row)[1] = parts_in_bf16(delta);
+    } else {
+      params.workspace.delta[place + row] = delta;
+    }
+  }
+
+ private:
+  CUTE_DEVICE bool counts(int row) const { return row < count; }
+  CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.log2_terms_of_row; }
+  // Others would lie past the sequence's end, where loads find zeros.
+  CUTE_DEVICE bool has_terms(int row) const { return row_of_terms(row) < count; }
+  CUTE_DEVICE uint2* terms_of(int row) const {
+    int64_t const first = row_of_terms(row) * params.workspace.terms.row_stride;
+    int const column = row - (row_of_terms(row) << params.workspace.log2_terms_of_row);
+    return reinterpret_cast<uint2*>(terms + first) + 2 * column;
+  }
+};
 
 // kRows rows of O and dO, on their way through shared memory.
 template <class Traits, int kRows = Traits::kBlockM>
@@ -116,15 +149,16 @@ struct QueryStatsFinder {
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       if (!in_order && params.workspace.dq) clear_sums(params.workspace.dq + place * kFloats);
       bool const exists = has_rows(begin, s.used);
+      QueryStatsBlock<Traits> const found(params, s, entry_of(block), block.head, begin, place * kBlockM);
       for (int part = 0; exists && part < kBlockM - kRows; part += kRows) {
-        start(s, block, begin + part, place * kBlockM + part);
-        finish(s, block, begin + part, place * kBlockM + part);
+        start(s, block, found, begin, part);
+        finish(found, part);
         __syncwarp();
       }
       constexpr int kLast = kBlockM - kRows;
-      if (exists) start(s, block, begin + kLast, place * kBlockM + kLast);
+      if (exists) start(s, block, found, begin, kLast);
       next = take();  // while O and dO come
-      if (exists) finish(s, block, begin + kLast, place * kBlockM + kLast);
+      if (exists) finish(found, kLast);
       __syncwarp();
       if ((exists || !in_order) && read_lane_index() == 0) {
         add_release(params.workspace.stats_known + (in_order ? block.pair : 0));
@@ -145,31 +179,21 @@ struct QueryStatsFinder {
   CUTE_DEVICE int entry_of(RowsOrder::Block const& block) const {
     return params.lengths.cu_seqlens_q ? 0 : block.sequence;
   }
-  // Of LSE and its gradient, a block's first.
-  CUTE_DEVICE int64_t first_of(Sequence const& s, RowsOrder::Block const& block, int begin) const {
-    return entry_of(block) * params.lse_batch_stride + int64_t(block.head) * params.shape.seqlen_q +
-           s.queries.begin + begin;
-  }
 
-  // place: of the first row in the workspace.
-  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) const {
-    if (params.dout.data && read_lane_index() == 0) loaded().load(s, entry_of(block), block.head, begin);
-    float const* const lse = params.lse + first_of(s, block, begin);
-    int const count = s.used - begin;
-    float found[kRows / kLanes];
-    CUTE_UNROLL
-    for (int i = 0; i < kRows / kLanes; ++i) {
-      int const row = read_lane_index() + kLanes * i;
-      found[i] = row < count ? lse[row] : INFINITY;
+  // Of so many rows from row `part` of the block on, which begins there in its sequence.
+  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block, QueryStatsBlock<Traits> const& found,
+                         int begin, int part) const {
+    if (params.dout.data && read_lane_index() == 0) {
+      loaded().load(s, entry_of(block), block.head, begin + part);
     }
+    int const first = part + read_lane_index();
+    float lse[kRows / kLanes];
     CUTE_UNROLL
-    for (int i = 0; i < kRows / kLanes; ++i) {
-      int const row = read_lane_index() + kLanes * i;
-      store_lse<Traits>(params, place + row, row < count, found[i]);
-    }
+    for (int i = 0; i < kRows / kLanes; ++i) lse[i] = found.lse(first + kLanes * i);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / kLanes; ++i) found.store_lse(first + kLanes * i, lse[i]);
   }
-  CUTE_DEVICE void finish(Sequence const& s, RowsOrder::Block const& block, int begin, int64_t place) {
-    int64_t const first = first_of(s, block, begin);
+  CUTE_DEVICE void finish(QueryStatsBlock<Traits> const& found, int part) {
     bool const has_dout = params.dout.data;
     if (has_dout) {
       shared.stats_come.wait(phase);
@@ -177,9 +201,8 @@ struct QueryStatsFinder {
     }
 #pragma unroll 1
     for (int row = read_lane_index(); row < kRows; row += kLanes) {
-      float const of_lse = params.dlse && begin + row < s.used ? params.dlse[first + row] : 0.f;
-      store_delta<Traits>(params, place + row,
-                          of_lse - (has_dout ? loaded().template multiply<kAtOnce>(row) : 0.f));
+      float const of_lse = found.gradient_of_lse(part + row);
+      found.store_delta(part + row, of_lse - (has_dout ? loaded().template multiply<kAtOnce>(row) : 0.f));
     }
   }
 };

@@ -48,8 +48,8 @@ struct QueryTerms {
   using LayoutTerms = Layout<Shape<Shape<_8, Int<kQueries / 8>>, Row, Int<kStages>>,
                              Stride<Stride<_8, _64>, Stride<_1, _0>, Int<8 * kQueries>>>;
   struct Storage {
-    alignas(128) uint4 ones[2][8];
     alignas(128) uint4 terms[kStages][kQueries];
+    alignas(128) uint4 ones[2][8];
   };
 
   // By 16 threads, before a barrier of the block.

@@ -165,7 +165,6 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) Element peer_k[kSlotPeerK];
     alignas(1024) float dq[kSlotsDQ * kFloats];
-    alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
     alignas(128) float4 p[kSlotP];
     std::conditional_t<kAddsTerms, typename Terms::Storage, Stats> of_queries;
     TmaRing<1> ring_k, ring_v, ring_p;
@@ -184,6 +183,8 @@ struct BackwardTraitsSm90 {
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
     cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
     int index;
+    // Last, as compute-sanitizer takes terms and ones for twice as many bytes and more (see QueryTerms).
+    alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
 
     CUTE_DEVICE float* rest_memory(int slot) { return reinterpret_cast<float*>(k) + slot * kSums; }
   };

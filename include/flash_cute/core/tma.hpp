@@ -13,6 +13,7 @@ namespace flash_cute {
 // the operand, then those of the next.
 struct TmaBox {
   int columns, heads, rows;
+  bool swizzled = true;
 };
 
 // Describes an operand of `dims` dimensions, columns, heads and rows first, that is loaded box by box. What a
@@ -35,8 +36,11 @@ CUtensorMap make_tensor_map(int device, void* data, uint64_t const (&sizes)[dims
         std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         dims, data, sizes, bytes, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        !box.swizzled                          ? CU_TENSOR_MAP_SWIZZLE_NONE
+        : box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                               : CU_TENSOR_MAP_SWIZZLE_64B,
+        box.swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   return map;
 }
