@@ -307,11 +307,27 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("key_blocks", &BackwardPlan::key_blocks)
       .def_readonly("query_blocks", &BackwardPlan::query_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
+  // Where a plan of dense or packed tensors of these sizes has terms of queries: in dQ's memory? their first
+  // byte, and then elements from row to row and how many lie side by side.
+  module.def("terms", [](BackwardPlan const& plan, std::array<int, 6> const& sizes, bool packed) {
+    constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
+    auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = sizes;
+    int const offsets[] = {0};
+    BackwardParams params{};
+    params.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim};
+    if (packed) params.lengths.cu_seqlens_q = offsets;
+    params.dq = {reinterpret_cast<void*>(kDq), 0, 0, head_dim};
+    BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
+    auto const address = reinterpret_cast<uintptr_t>(parts.terms.data);
+    bool const in_dq = address >= kDq;
+    return std::tuple(std::pair(in_dq, address - (in_dq ? kDq : kWorkspace)), parts.terms.row_stride,
+                      1 << parts.log2_terms_of_row);
+  });
   // Of each part of a workspace of the backward: name, whether it is in dQ's memory, its first byte, its
   // bytes. The last one is what is cleared at once.
   module.def("workspace_parts", [](BackwardPlan const& plan, int batch) {
     constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
-    BackwardParams params;
+    BackwardParams params{};
     params.dq.data = reinterpret_cast<void*>(kDq);
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
     std::vector<std::tuple<std::string, bool, int64_t, int64_t>> found;

@@ -744,10 +744,45 @@ def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in
     plan = plan_backward(host, 64, sizes, lengths=lengths)
     assert plan.stats_in_dq == in_dq
     assert plan.workspace_bytes >= 4 * plan.rows * (64 + 2 * (not in_dq))
-    for family, asked_for in (("sm90", (True, True, False)), ("sm80", (True, True, True))):
-        assert not plan_backward(
-            host, 64, sizes, lengths=lengths, family=family, asked_for=asked_for
-        ).stats_in_dq
+    deterministic = plan_backward(host, 64, sizes, lengths=lengths, asked_for=(True, True, True))
+    assert not deterministic.stats_in_dq
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 3, 3, 400]])
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 128, 256])
+@pytest.mark.parametrize("asked_for", [(True, True, False), (False, True, False)], ids=["dq", "no dq"])
+def test_terms_of_queries_lie_in_rows_of_dq(host, asked_for, head_dim, lengths):
+    """On Hopper, 16 bytes of each query, where dQ is asked for; as many side by side as a row and a line of
+    the L2 cache have room for, so that a short last block has rows enough."""
+    bucket = next(size for size in (64, 96, 128, 192, 256) if head_dim <= size)
+    sizes, bucketed = (3, 4, 4, 400, 400, head_dim), bucket in (96, 128)
+    lengths = lengths and [lengths, lengths, None, None, None]
+    plan = plan_backward(host, bucket, sizes, lengths=lengths, asked_for=asked_for, family="sm90")
+    assert plan.stats_in_dq == (asked_for[0] and bucketed)
+    if not bucketed:
+        return
+    (in_dq, first), row_stride, side_by_side = host.terms(plan, sizes, lengths is not None)
+    assert (in_dq, first) == (plan.stats_in_dq, 0)
+    assert row_stride == (head_dim if in_dq else 8)
+    assert side_by_side == (min(8, 2 ** int(math.log2(head_dim // 8))) if in_dq else 1)
+    assert 8 * side_by_side <= row_stride
+
+
+@pytest.mark.parametrize("window", [FULL, CAUSAL, (1000, 0)])
+@pytest.mark.parametrize("heads", [(16, 16), (16, 8), (16, 2), (32, 1)])
+@pytest.mark.parametrize("seqlen", [128, 512, 1024, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_workspace_is_no_larger_than_flash_attention_3s(host, head_dim, seqlen, heads, window):
+    """By its source: of each query two floats and sums of dQ, of each block of at most 128 a counter, and
+    where query heads share K and V sums of dK and dV. But kernels without terms, which have these floats,
+    too, have more counters."""
+    for batch in (1, 4):
+        queries, keys = batch * seqlen * heads[0], batch * seqlen * heads[1] * (heads[0] != heads[1])
+        sizes = (batch, *heads, seqlen, seqlen, head_dim)
+        plan = plan_backward(host, head_dim, sizes, window=window, family="sm90")
+        theirs = queries * 4 * (head_dim + 2) + 4 * queries // 128 + 2 * keys * 4 * head_dim
+        counted = 0 if plan.tile.adds_terms else queries // 4 + 64
+        assert plan.workspace_bytes <= theirs + counted
 
 
 @pytest.mark.parametrize("asked_for", [(True, True, False), (True, True, True), (True, False, False)])
@@ -817,7 +852,7 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
     assert plan.makes_rows == sums_dq
     assert plan.tiles == plan.blocks == 4 * plan.key_blocks
     rows = 4 * plan.query_blocks * plan.tile.block_m
-    assert plan.workspace_bytes == 4 * rows * (4 + 128 * sums_dq) + 4 * counters(plan, 4, 2 * 4)
+    assert plan.workspace_bytes == 4 * rows * (128 if sums_dq else 4) + 4 * counters(plan, 4, 2 * 4)
 
 
 @pytest.mark.parametrize("lengths", [None, [0, 100, 2000]])
@@ -1008,7 +1043,7 @@ def test_parts_of_groups_in_turns_depend_on_no_batch(host, sizes, parts):
             )
             assert plan.group_parts == parts
             sums = 2 * plan.tiles // parts * plan.tile.block_n * 128 if parts > 1 else 0
-            of_queries = plan.rows * (4 + 128)
+            of_queries = plan.rows * 128
             assert 0 <= plan.workspace_bytes // 4 - sums - of_queries < of_queries // 64
 
 
@@ -1194,9 +1229,8 @@ def test_who_finds_statistics(host, head_dim, sizes, window, finds):
     assert not finds_stats(deterministic=True)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "seqlen", "finds"), [(64, 512, False), (64, 1024, True), (128, 512, True)]
-)
+@pytest.mark.parametrize(("seqlen", "finds"), [(511, False), (512, True)])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_who_finds_packed_statistics(host, head_dim, seqlen, finds):
     offsets = [0, seqlen, 2 * seqlen]
     sizes, lengths = (2, 6, 6, 2 * seqlen, 2 * seqlen, head_dim), (offsets, offsets, None, None, None)
@@ -1243,33 +1277,34 @@ def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, lim
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "sizes", "entries"),
+    ("head_dim", "sizes", "pairs"),
     [
-        (64, (32, 32, 32, 512, 512), 2),
-        (64, (8, 32, 32, 2048, 2048), 1),
-        (64, (5, 8, 8, 1100, 1100), 2),
-        (64, (4, 32, 32, 4096, 4096), 0),  # an entry has many rounds of tiles
+        (64, (32, 32, 32, 512, 512), 33),  # of four tiles each
+        (64, (8, 32, 32, 2048, 2048), 9),
+        (64, (5, 8, 8, 1100, 1100), 15),
         (64, (2, 8, 8, 1024, 1024), 0),  # all tiles are one round
         (64, (32, 32, 8, 512, 512), 0),
-        (128, (32, 16, 16, 512, 512), 0),
+        (128, (32, 16, 16, 512, 512), 33),
+        (128, (1, 16, 16, 16384, 16384), 2),
+        (128, (1, 2, 2, 16896, 16896), 1),
+        (128, (1, 2, 2, 16897, 16897), 0),  # sums of dQ are cleared, by more thread blocks
+        (128, (1, 1, 1, 65536, 65536), 0),
     ],
 )
-def test_statistics_that_are_found_before(host, head_dim, sizes, entries):
+def test_statistics_that_are_found_before(host, head_dim, sizes, pairs):
     """Those of the first tiles' queries; the kernel before and the one for the rest leave none out."""
     plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm90", window=(None, None))
-    batch, heads, heads_kv = sizes[:3]
-    assert plan.pairs_before == entries * heads_kv
-    if entries == 0:
+    assert plan.pairs_before == pairs
+    if pairs == 0:
         return
     assert plan.finds_stats
-    block = plan.tile.block_m
     dense = make_ragged_batch(host, (*sizes, head_dim), (None, None), [None] * 5)
-    places = host.BlockPlaces(dense, True, block)
-    before = [places.of_block(index, heads, True) for index in range(plan.first_blocks)]
-    of_rest = host.rows_order(dense, block, True)[plan.pairs_before * places.of_one() :]
-    assert {pair for pair, *_ in of_rest} == set(range(plan.pairs_before, batch * heads))
-    assert sorted(before + [(head, place) for *_, head, place in of_rest]) == [
-        (head, place) for head in range(heads) for place in range(places.count())
+    all_blocks = host.rows_order(dense, plan.tile.block_m, True)
+    places = host.BlockPlaces(dense, True, plan.tile.block_m)
+    assert plan.first_blocks == pairs * places.of_one()
+    assert {pair for pair, *_ in all_blocks[: plan.first_blocks]} == set(range(pairs))
+    assert sorted((head, place) for *_, head, place in all_blocks) == [
+        (head, place) for head in range(sizes[1]) for place in range(places.count())
     ]
 
 

@@ -66,8 +66,8 @@ struct BackwardPlan {
     float* const zeros = clears_all ? sums : dkv;
     return {.lse = tile.adds_terms ? nullptr : floats,
             .delta = tile.adds_terms ? nullptr : floats + rows,
-            .terms = !tile.adds_terms ? TensorView{} : stats_in_dq ? params.dq : rows_of_terms(begin, params),
-            .log2_terms_of_row = tile.adds_terms && stats_in_dq ? log2_terms_of_row(params.shape.head_dim) : 0,
+            .terms = terms(begin, params),
+            .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim),
             .dq = sums_dq ? sums : nullptr,
             .dkv = part_floats > 0 ? dkv : nullptr,
             .floats_of_dk = part_floats / 2,
@@ -93,18 +93,20 @@ struct BackwardPlan {
   }
 
  private:
-  // Whole lines of the L2 cache: alone in each row they cost 3 to 8% (H100).
-  static int log2_terms_of_row(int head_dim) {
-    constexpr int kLineBytes = 128;
-    int const bytes = smaller(head_dim * kElementBytes, kLineBytes);
-    int log2 = 0;
-    while ((kTermBytes << (log2 + 1)) <= bytes) ++log2;
-    return log2;
-  }
-  static TensorView rows_of_terms(void* memory, BackwardParams const& params) {
+  TensorView terms(void* begin, BackwardParams const& params) const {
+    if (!tile.adds_terms) return {};
+    if (stats_in_dq) return params.dq;
     constexpr int kElements = kTermBytes / kElementBytes;
-    int64_t const of_head = int64_t(params.shape.seqlen_q) * kElements, of_entry = params.shape.heads_q * of_head;
-    return {memory, params.lengths.cu_seqlens_q ? 0 : of_entry, of_head, kElements};
+    int64_t const of_head = int64_t(params.shape.seqlen_q) * kElements;
+    return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.heads_q * of_head, of_head, kElements};
+  }
+  // A line of the L2 cache at most. One a row costs 3 to 8% up to 2k (head dim 128, H100).
+  int log2_terms_of_row(int head_dim) const {
+    constexpr int kLineBytes = 128;
+    int const bytes = stats_in_dq ? smaller(head_dim * kElementBytes, kLineBytes) : kTermBytes;
+    int log2 = 0;
+    while (kTermBytes << (log2 + 1) <= bytes) ++log2;
+    return log2;
   }
 };
 
@@ -297,21 +299,20 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.additions = is_counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.pairs = int64_t(shape.batch) * shape.heads_kv;
     // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
-    // -1%, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1 to +2%). All of a pair's
-    // are found before its first tile, and a group has many (16k: -4%).
-    // Packed ones later at head dim 64 (H200; 512 full: -2%, at 128 +0.6%; not timed on an H100).
-    int const pays_from = bucket == 64 && params.lengths.cu_seqlens_q ? 1024 : 512;  // visible keys
+    // -2% at head dim 64, -7% at 128, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1
+    // to +2%). All of a pair's are found before its first tile, and a group has many (16k: -4%).
+    constexpr int kPaysFrom = 512;  // visible keys
     plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
-                       keys_seen.mean >= pays_from;
+                       keys_seen.mean >= kPaysFrom;
     if (plan.finds_stats) {
-      // Of the first tiles' queries they are known when the kernel begins, at head dim 64 (H100; 512 and 1k:
-      // +0.5 to +0.9%, 2k 0 to +0.4%; at 128 -0.9 to +0.4%), if a batch entry is not much more than that.
-      int const of_entry = plan.tiles / larger(1, shape.batch);
-      int const entries = ceil_div(at_a_time, larger(1, of_entry));
-      bool const pays = bucket == 64 && !params.lengths.given && plan.part_floats == 0 &&
-                        of_entry <= 4 * at_a_time && entries < shape.batch;
-      plan.pairs_before = pays ? entries * shape.heads_kv : 0;
-      plan.first_blocks = pays ? entries * shape.heads_q * queries.of_one() : 0;
+      // Of the first round's they are known when the kernel begins (H200, head dim 128; 512 full +2%, 1k 0
+      // and +1.3%, 2k +0.8 and +0.3%, 16k 0, behind a window of 1024 +0.5%; two rounds -0.6 to 0%).
+      int const of_pair = plan.tiles / larger<int>(1, plan.pairs),
+                pairs = ceil_div(at_a_time, larger(1, of_pair));
+      bool const much_to_clear = plan.part_floats > 0 || plan.clears_all;  // for few thread blocks
+      bool const pays = !params.lengths.given && !much_to_clear && pairs < plan.pairs;
+      plan.pairs_before = pays ? pairs : 0;
+      plan.first_blocks = plan.pairs_before * queries.of_one();
     }
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
@@ -324,9 +325,9 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
                 stats = plan.stats_of_row() * plan.rows;
-  // Terms have rows, of which the least has as many bytes; the others lie side by side.
-  plan.stats_in_dq = plan.sums_dq && (one_kernel ? plan.tile.adds_terms
-                                                 : stats * int64_t(sizeof(float)) <= dq_bytes);
+  // Terms lie in rows, of which the shortest has kTermBytes; on Ampere all lie side by side.
+  plan.stats_in_dq =
+      plan.sums_dq && (one_kernel ? plan.tile.adds_terms : stats * int64_t(sizeof(float)) <= dq_bytes);
   int64_t const integers = plan.counters + plan.key_numbers + plan.query_sequences;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +

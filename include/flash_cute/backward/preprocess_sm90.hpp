@@ -52,9 +52,13 @@ __global__ void __launch_bounds__(Traits::kBlockM)
     }
   }
   if (index >= shape.heads_q * queries.count()) return clear_zeros(workspace);
-  // Place by place also if only the first sequences are wanted.
-  bool const by_place = params.out.head_stride < params.out.row_stride || workspace.pairs_before > 0;
-  auto const [head, of_head] = queries.of_block(index, shape.heads_q, by_place);
+  auto const [head, of_head] = [&]() -> BlockPlaces::PlaceOfHead {
+    if (workspace.pairs_before > 0) {  // only these are wanted
+      RowsOrder::Block const block = RowsOrder{queries, shape.heads_q, shape.heads_kv, true, nullptr}(index);
+      return {block.head, block.place};
+    }
+    return queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
+  }();
   int const b = queries.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
   Sequence const s = sequence_for<Family::sm90>(params, b);
   int const begin = (of_head - queries.first(b)) * kBlockM;

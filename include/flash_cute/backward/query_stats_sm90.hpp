@@ -31,8 +31,8 @@ struct QueryStatsBlock {
   int count;
   uint16_t* terms = nullptr;
 
-  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, Sequence const& s, int entry, int head, int begin,
-                              int64_t place_)
+  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, Sequence const& s, int entry, int head,
+                              int begin, int64_t place_)
       : params(params_), place(place_), count(s.used - begin) {
     int64_t const row = s.queries.begin + begin;
     given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
@@ -181,8 +181,8 @@ struct QueryStatsFinder {
   }
 
   // Of so many rows from row `part` of the block on, which begins there in its sequence.
-  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block, QueryStatsBlock<Traits> const& found,
-                         int begin, int part) const {
+  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block,
+                         QueryStatsBlock<Traits> const& found, int begin, int part) const {
     if (params.dout.data && read_lane_index() == 0) {
       loaded().load(s, entry_of(block), block.head, begin + part);
     }
