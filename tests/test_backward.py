@@ -221,6 +221,7 @@ CROWDS = {
     "many keys": Shape(6, 8, 8, 100, 3000, 64),
     "of parts of groups": Shape(2, 24, 2, 1100, 1300, 64),
     "some known before": Shape(5, 8, 8, 1100, 1100, 64),
+    "some known before, blind queries": Shape(3, 40, 40, 700, 577, 64),
 }
 
 
@@ -555,6 +556,22 @@ def test_long_sequences_of_unequal_lengths(kernel, given, head_dim, heads, packe
     gradients = (None if x is absent else x for x in (dout, dlse))
     results = kernel.backward(batch.q, batch.k, batch.v, *gradients, **batch.lengths)
     assert_ragged_gradients(results, batch, dout, dlse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("margins", [(0, 0), (700, 5)], ids=str)
+@pytest.mark.parametrize("lengths", ["even", "long first", "short first", "odd"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_packed_sequences_whose_first_are_known_before(kernel, head_dim, lengths, margins):
+    """More than are under way, with keys enough: the kernel before finds LSE and delta of the first ones."""
+    queries = {
+        "even": [640] * 7,
+        "long first": [6000, *[150] * 6],
+        "short first": [1, 0, 64, 65, 1, *[800] * 4],
+        "odd": [577, 639, 641, 100, 700, 63],
+    }[lengths]
+    sequences = tuple(Sequence(n, 600 + n % 7) for n in queries)
+    check_ragged(kernel, sequences, True, MASKS["full"], heads=(40, 40), head_dim=head_dim, margins=margins)
 
 
 @kernel_dtypes

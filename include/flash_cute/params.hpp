@@ -103,9 +103,9 @@ struct BackwardWorkspace {
   int *taken = nullptr, *finished = nullptr;
   // Where it also finds lse and delta itself: how many blocks of queries are taken for that, and of each pair
   // how many are known (see are_stats_known). Else null, and a kernel before it does; which does those of so
-  // many first pairs in any case, where sequences are alike.
+  // many first pairs in any case, or, of packed queries, of so many first blocks of all heads.
   int *stats_taken = nullptr, *stats_known = nullptr;
-  int pairs_before = 0;
+  int pairs_before = 0, places_before = 0;
   // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.
   void* zeros = nullptr;
   int64_t zero_chunks = 0;

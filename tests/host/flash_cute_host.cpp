@@ -295,6 +295,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
       .def_readonly("pairs_before", &BackwardPlan::pairs_before)
+      .def_readonly("places_before", &BackwardPlan::places_before)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
@@ -476,6 +477,22 @@ PYBIND11_MODULE(flash_cute_host, module) {
                          stats_wanted(shape, tile, plan.tile.block_m, in_order));
     }
     return waits;
+  });
+
+  // From which place of that order on a kernel finds statistics itself, if another has done so for the first
+  // places of all heads, and which pairs' those are.
+  module.def("known_before", [](RaggedBatch const& batch, int block_m, int places_before, bool in_order) {
+    BackwardParams params{};
+    params.shape = batch.params.shape;
+    params.lengths = batch.params.lengths;
+    params.workspace.places_before = places_before;
+    ProblemShape const& shape = params.shape;
+    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
+    std::vector<int> pairs;
+    for (int pair = 0; pair < shape.batch * shape.heads_kv; ++pair) {
+      if (is_known_before(params, pair, block_m, in_order)) pairs.push_back(pair);
+    }
+    return std::pair(blocks_known_before(params, queries, in_order), pairs);
   });
 
   // Of each block of queries, in the order in which rows of dQ are made: RowsOrder::Block.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import accumulate, groupby, pairwise
+from random import Random
 
 import pytest
 import torch
@@ -763,9 +764,8 @@ def test_terms_of_queries_lie_in_rows_of_dq(host, asked_for, head_dim, lengths):
         return
     (in_dq, first), row_stride, side_by_side = host.terms(plan, sizes, lengths is not None)
     assert (in_dq, first) == (plan.stats_in_dq, 0)
-    assert row_stride == (head_dim if in_dq else 8)
+    assert row_stride == (head_dim if in_dq else 4 * 8)
     assert side_by_side == (min(8, 2 ** int(math.log2(head_dim // 8))) if in_dq else 1)
-    assert 8 * side_by_side <= row_stride
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (1000, 0)])
@@ -1306,6 +1306,39 @@ def test_statistics_that_are_found_before(host, head_dim, sizes, pairs):
     assert sorted((head, place) for *_, head, place in all_blocks) == [
         (head, place) for head in range(sizes[1]) for place in range(places.count())
     ]
+
+
+def test_packed_statistics_that_are_found_before(host):
+    """Whole sequences: the kernel before does all blocks of the first places, the one for the rest none of
+    theirs, as rows of dQ may lie there by then."""
+    random = Random(3)
+    for _ in range(60):
+        lengths = [random.choice((0, 1, 63, 64, 65, random.randrange(500))) for _ in range(12)]
+        offsets = [*accumulate(lengths, initial=random.choice((0, 3, 64, 700)))]
+        total = offsets[-1] + random.randrange(100)
+        batch = make_ragged_batch(
+            host, (12, 3, 3, total, total, 128), (None, None), [offsets, offsets, None, None, None]
+        )
+        order = host.rows_order(batch, 64, True)
+        for places in (1, 2, 5, 9, random.randrange(1, total // 64 + 12)):
+            first, pairs = host.known_before(batch, 64, places, True)
+            assert {pair for pair, *_ in order[first:]}.isdisjoint(pairs)
+            assert {pair for pair, *_ in order[:first]} <= set(pairs)
+            assert all(place < places for *_, place in order[:first])
+            assert host.known_before(batch, 64, places, False) == (0, [])
+
+
+def test_plan_of_packed_statistics_that_are_found_before(host):
+    def plan(batch, seqlen, used=None):
+        offsets = [seqlen * b for b in range(batch + 1)]
+        sizes = (batch, 16, 16, seqlen * batch, seqlen * batch, 128)
+        lengths = (offsets, offsets, used, used, None)
+        return plan_backward(host, 128, sizes, lengths=lengths, family="sm90", window=FULL)
+
+    equal = plan(32, 512)  # 16 heads of five places for four tiles
+    assert (equal.pairs_before, equal.places_before, equal.first_blocks) == (0, 2 * 8, 2 * 8 * 16)
+    assert plan(2, 512).places_before == 0  # all are one round
+    assert plan(4, 8192).places_before == 0  # one has many
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,27 @@ FLASH_CUTE_HOST_DEVICE int stats_wanted(ProblemShape const& shape, KeyTile const
   return shape.heads_q / shape.heads_kv * ceil_div(tile.sequence.used, block_m);
 }
 
+// Of so many blocks in the order of RowsOrder the kernel before has found what is to be known: those of the
+// first pairs, or of packed sequences those before the one that has the first block that it leaves out.
+FLASH_CUTE_HOST_DEVICE int blocks_known_before(BackwardParams const& params, BlockPlaces const& queries,
+                                               bool in_order) {
+  BackwardWorkspace const& workspace = params.workspace;
+  if (!in_order || workspace.places_before == 0) return workspace.pairs_before * queries.of_one();
+  return params.shape.heads_q * queries.places(queries.sequence(workspace.places_before)).begin;
+}
+
+// Are those of this pair among them?
+FLASH_CUTE_HOST_DEVICE bool is_known_before(BackwardParams const& params, int pair, int block_m,
+                                            bool in_order) {
+  ProblemShape const& shape = params.shape;
+  BackwardWorkspace const& workspace = params.workspace;
+  if (!in_order || workspace.places_before == 0) return pair < workspace.pairs_before;
+  int const next = pair / shape.heads_kv + 1;
+  return next < shape.batch &&
+         BlockPlaces{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m}.first(next) <=
+             workspace.places_before;
+}
+
 // The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
 // those that share it.
 struct QuerySteps {

@@ -22,7 +22,8 @@ struct BackwardPlan {
   bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
   bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles,
-  int pairs_before;   // but those of so many first pairs
+  // But those of so many first pairs, or of packed queries so many first blocks of all heads.
+  int pairs_before, places_before;
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
@@ -87,6 +88,7 @@ struct BackwardPlan {
             .stats_taken = finds_stats ? of_stats : nullptr,
             .stats_known = finds_stats ? of_stats + 1 : nullptr,
             .pairs_before = pairs_before,
+            .places_before = places_before,
             .zeros = zeros,
             .zero_chunks =
                 (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
@@ -97,8 +99,8 @@ struct BackwardPlan {
     if (!tile.adds_terms) return {};
     if (stats_in_dq) return params.dq;
     constexpr int kElements = kTermBytes / kElementBytes;
-    int64_t const of_head = int64_t(params.shape.seqlen_q) * kElements;
-    return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.heads_q * of_head, of_head, kElements};
+    int64_t const of_row = int64_t(params.shape.heads_q) * kElements;
+    return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, kElements, of_row};
   }
   // A line of the L2 cache at most. One a row costs 3 to 8% up to 2k (head dim 128, H100).
   int log2_terms_of_row(int head_dim) const {
@@ -310,9 +312,16 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
       int const of_pair = plan.tiles / larger<int>(1, plan.pairs),
                 pairs = ceil_div(at_a_time, larger(1, of_pair));
       bool const much_to_clear = plan.part_floats > 0 || plan.clears_all;  // for few thread blocks
-      bool const pays = !params.lengths.given && !much_to_clear && pairs < plan.pairs;
-      plan.pairs_before = pays ? pairs : 0;
+      bool const is_packed = params.lengths.cu_seqlens_q;
+      if (!params.lengths.given && !much_to_clear && pairs < plan.pairs) plan.pairs_before = pairs;
       plan.first_blocks = plan.pairs_before * queries.of_one();
+      // Whole sequences of the mean length, if they are not much more than that.
+      int const of_sequence = plan.tiles / larger(1, shape.batch),
+                sequences = ceil_div(at_a_time, larger(1, of_sequence));
+      if (is_packed && !much_to_clear && of_sequence <= 4 * at_a_time && sequences < shape.batch) {
+        plan.places_before = sequences * ceil_div(shape.seqlen_q / shape.batch, plan.tile.block_m);
+        plan.first_blocks = plan.places_before * shape.heads_q;
+      }
     }
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);

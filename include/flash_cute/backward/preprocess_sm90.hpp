@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(Traits::kBlockM)
       RowsOrder::Block const block = RowsOrder{queries, shape.heads_q, shape.heads_kv, true, nullptr}(index);
       return {block.head, block.place};
     }
-    return queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
+    bool const by_place = params.out.head_stride < params.out.row_stride || workspace.places_before > 0;
+    return queries.of_block(index, shape.heads_q, by_place);
   }();
   int const b = queries.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
   Sequence const s = sequence_for<Family::sm90>(params, b);

@@ -99,13 +99,12 @@ struct BackwardProducerSm90 {
         load_rows(Int<kBlockM>{}, map, arrived, slot, steps.head, row, place);
       }
     };
-    MapPlace const place_terms = MapPlace::of_queries(ragged, tile, rows.terms);
     auto load_terms = [&](auto& arrived, uint4* slot) {
+      MapPlace const place = MapPlace::of_queries(ragged, tile, rows.terms);
       arrived.expect_transaction(kBlockM * kTermBytes);
       cute::SM90_TMA_LOAD::copy(&maps.terms, reinterpret_cast<uint64_t*>(&arrived),
                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), slot, 0,
-                                steps.head, place_terms.shift + steps.block * kBlockM, place_terms.plane,
-                                place_terms.bound);
+                                steps.head, place.shift + steps.block * kBlockM, place.plane, place.bound);
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* slot) {
       constexpr int kBytes = kBlockM * sizeof(float);

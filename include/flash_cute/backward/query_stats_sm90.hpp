@@ -11,8 +11,9 @@ namespace flash_cute {
 // May the loading thread load what a tile's queries have?
 CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& tile, int block_m) {
   int const* const known = params.workspace.stats_known;
-  if (!known || tile.pair < params.workspace.pairs_before) return true;
+  if (!known) return true;
   bool const in_order = offsets_in_order(params);
+  if (is_known_before(params, tile.pair, block_m, in_order)) return true;
   bool const are_known =
       load_acquire(known + (in_order ? tile.pair : 0)) >= stats_wanted(params.shape, tile, block_m, in_order);
   fence_async_global();
@@ -137,7 +138,7 @@ struct QueryStatsFinder {
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
     RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order,
                          params.workspace.sequences_of_queries};
-    int const before = params.workspace.pairs_before * queries.of_one();
+    int const before = blocks_known_before(params, queries, in_order);
     auto take = [&] {
       int const taken = read_lane_index() == 0 ? before + atomicAdd(params.workspace.stats_taken, 1) : 0;
       return __shfl_sync(0xffffffffu, taken, 0);
