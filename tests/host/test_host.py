@@ -1329,13 +1329,13 @@ def test_packed_statistics_that_are_found_before(host):
 
 
 def test_plan_of_packed_statistics_that_are_found_before(host):
-    def plan(batch, seqlen, used=None):
+    def plan(batch, seqlen):
         offsets = [seqlen * b for b in range(batch + 1)]
         sizes = (batch, 16, 16, seqlen * batch, seqlen * batch, 128)
-        lengths = (offsets, offsets, used, used, None)
+        lengths = (offsets, offsets, None, None, None)
         return plan_backward(host, 128, sizes, lengths=lengths, family="sm90", window=FULL)
 
-    equal = plan(32, 512)  # 16 heads of five places for four tiles
+    equal = plan(32, 512)  # 80 places of tiles a sequence, of 132 at a time
     assert (equal.pairs_before, equal.places_before, equal.first_blocks) == (0, 2 * 8, 2 * 8 * 16)
     assert plan(2, 512).places_before == 0  # all are one round
     assert plan(4, 8192).places_before == 0  # one has many
