@@ -31,16 +31,15 @@ CUtensorMap make_tensor_map(int device, void* data, uint64_t const (&sizes)[dims
   uint32_t const steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
   encode_tensor_map(device, [&](auto* encoder) {
-    return encoder(
-        &map,
-        std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        dims, data, sizes, bytes, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        !box.swizzled                          ? CU_TENSOR_MAP_SWIZZLE_NONE
-        : box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                               : CU_TENSOR_MAP_SWIZZLE_64B,
-        box.swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encoder(&map,
+                   std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                   dims, data, sizes, bytes, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   !box.swizzled                          ? CU_TENSOR_MAP_SWIZZLE_NONE
+                   : box.columns * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                          : CU_TENSOR_MAP_SWIZZLE_64B,
+                   box.swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
   return map;
 }
