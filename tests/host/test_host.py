@@ -745,8 +745,10 @@ def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in
     plan = plan_backward(host, 64, sizes, lengths=lengths)
     assert plan.stats_in_dq == in_dq
     assert plan.workspace_bytes >= 4 * plan.rows * (64 + 2 * (not in_dq))
-    deterministic = plan_backward(host, 64, sizes, lengths=lengths, asked_for=(True, True, True))
-    assert not deterministic.stats_in_dq
+    for family, asked_for in (("sm90", (True, True, False)), ("sm80", (True, True, True))):
+        assert not plan_backward(
+            host, 64, sizes, lengths=lengths, family=family, asked_for=asked_for
+        ).stats_in_dq
 
 
 @pytest.mark.parametrize("lengths", [None, [0, 3, 3, 400]])
