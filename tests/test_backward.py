@@ -562,8 +562,8 @@ def test_long_sequences_of_unequal_lengths(kernel, given, head_dim, heads, packe
 @pytest.mark.parametrize("margins", [(0, 0), (700, 5)], ids=str)
 @pytest.mark.parametrize("lengths", ["even", "long first", "short first", "odd"])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
-def test_packed_sequences_whose_first_are_known_before(kernel, head_dim, lengths, margins):
-    """More than are under way, with keys enough: the kernel before finds LSE and delta of the first ones."""
+def test_packed_sequences_of_which_few_are_long(kernel, head_dim, lengths, margins):
+    """With keys enough to find LSE and delta beside products, and more tiles than are under way."""
     queries = {
         "even": [640] * 7,
         "long first": [6000, *[150] * 6],

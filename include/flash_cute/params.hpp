@@ -64,6 +64,11 @@ struct ForwardParams {
   LengthParams lengths;
 };
 
+// What a block of queries asks of its sequence: see sequence_at.
+struct alignas(16) SequenceOfQueries {
+  int index, first_place, begin, used;
+};
+
 // What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see BlockPlaces).
 struct BackwardWorkspace {
   // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing. It and delta may lie where rows of
@@ -93,9 +98,9 @@ struct BackwardWorkspace {
   // there are. Null where places follow from the shape.
   int *in_order = nullptr, *alike = nullptr, *key_places = nullptr;
   int key_block = 0, expected_key_blocks = 0;
-  // Of packed queries the sequence of each block of query_block; null where nobody makes rows of dQ or finds
-  // lse and delta in the kernel for dK and dV.
-  int* sequences_of_queries = nullptr;
+  // Of packed queries that of each block of query_block; null where nobody makes rows of dQ or finds lse and
+  // delta in the kernel for dK and dV.
+  SequenceOfQueries* sequences_of_queries = nullptr;
   int query_block = 0;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
   // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
@@ -103,9 +108,9 @@ struct BackwardWorkspace {
   int *taken = nullptr, *finished = nullptr;
   // Where it also finds lse and delta itself: how many blocks of queries are taken for that, and of each pair
   // how many are known (see are_stats_known). Else null, and a kernel before it does; which does those of so
-  // many first pairs in any case, or, of packed queries, of so many first blocks of all heads.
+  // many first pairs in any case, where sequences are alike.
   int *stats_taken = nullptr, *stats_known = nullptr;
-  int pairs_before = 0, places_before = 0;
+  int pairs_before = 0;
   // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.
   void* zeros = nullptr;
   int64_t zero_chunks = 0;

@@ -295,7 +295,6 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
       .def_readonly("finds_stats", &BackwardPlan::finds_stats)
       .def_readonly("pairs_before", &BackwardPlan::pairs_before)
-      .def_readonly("places_before", &BackwardPlan::places_before)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
@@ -351,10 +350,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
     add("finished", parts.finished, of_int * plan.pairs);
     add("stats_taken", parts.stats_taken, of_int);
     add("stats_known", parts.stats_known, of_int * plan.pairs);
+    add("sequences_of_queries", parts.sequences_of_queries, sizeof(SequenceOfQueries) * plan.query_sequences);
     add("in_order", parts.in_order, of_int);
     add("alike", parts.alike, of_int);
     add("key_places", parts.key_places, of_int * (batch + 1));
-    add("sequences_of_queries", parts.sequences_of_queries, of_int * plan.query_sequences);
     add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
     return found;
   });
@@ -459,13 +458,11 @@ PYBIND11_MODULE(flash_cute_host, module) {
     plan.split_groups(params);
     ProblemShape const& shape = params.shape;
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order, nullptr};
+    RowsOrder const rows{params, queries, in_order};
     std::vector<int> known(in_order ? shape.batch * shape.heads_kv : 1);
     for (int index = 0; index < rows.count(); ++index) {
       RowsOrder::Block const block = rows(index);
-      int const begin = (block.place - queries.first(block.sequence)) * plan.tile.block_m;
-      bool const exists = has_rows(begin, sequence_for<Family::sm90>(params, block.sequence).used);
-      if (exists || !in_order) ++known.at(in_order ? block.pair : 0);
+      if (block.exists || !in_order) ++known.at(in_order ? block.pair : 0);
     }
     auto const numbers = number_keys(params, Family::sm90, plan, in_order);
     KeyOrder const order{plan.order, plan.tiles, plan.tile.block_m, plan.tile.block_n, plan.query_start};
@@ -479,34 +476,24 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return waits;
   });
 
-  // From which place of that order on a kernel finds statistics itself, if another has done so for the first
-  // places of all heads, and which pairs' those are.
-  module.def("known_before", [](RaggedBatch const& batch, int block_m, int places_before, bool in_order) {
+  // Of each place of the order in which rows of dQ are made: pair, sequence, head and place of a block of
+  // queries, whether it has rows, and from which row of its sequence on.
+  module.def("rows_order", [](RaggedBatch const& batch, int block_m, bool in_order) {
     BackwardParams params{};
     params.shape = batch.params.shape;
+    params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
-    params.workspace.places_before = places_before;
     ProblemShape const& shape = params.shape;
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    std::vector<int> pairs;
-    for (int pair = 0; pair < shape.batch * shape.heads_kv; ++pair) {
-      if (is_known_before(params, pair, block_m, in_order)) pairs.push_back(pair);
-    }
-    return std::pair(blocks_known_before(params, queries, in_order), pairs);
-  });
-
-  // Of each block of queries, in the order in which rows of dQ are made: RowsOrder::Block.
-  module.def("rows_order", [](RaggedBatch const& batch, int block_m, bool in_order) {
-    auto const& [shape, lengths] = std::tie(batch.params.shape, batch.params.lengths);
-    BlockPlaces const queries{lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    std::vector<int> sequences(queries.count());
-    for (int place = 0; place < queries.count(); ++place) sequences[place] = queries.sequence(place);
-    RowsOrder const order{queries, shape.heads_q, shape.heads_kv, in_order,
-                          lengths.cu_seqlens_q ? sequences.data() : nullptr};
-    std::vector<std::tuple<int, int, int, int>> blocks;
+    std::vector<SequenceOfQueries> listed(queries.count());
+    for (int place = 0; place < queries.count(); ++place) listed[place] = sequence_at(params, queries, place);
+    if (params.lengths.cu_seqlens_q) params.workspace.sequences_of_queries = listed.data();
+    RowsOrder const order{params, queries, in_order};
+    std::vector<std::tuple<int, int, int, int, bool, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
-      auto const [pair, sequence, head, place] = order(index);
-      blocks.emplace_back(pair, sequence, head, place);
+      RowsOrder::Block const block = order(index);
+      blocks.emplace_back(block.pair, block.sequence.index, block.head, block.place, block.exists,
+                          block.begin);
     }
     return blocks;
   });

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import accumulate, groupby, pairwise
-from random import Random
 
 import pytest
 import torch
@@ -803,8 +802,9 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
     ends = {False: 0, True: 0}
     *own, (_, _, first_zero, zeros) = parts
     for name, in_dq, begin, size in own:
-        assert begin == ends[in_dq] or (name in {"claimed", "in_order"} and 0 <= begin - ends[in_dq] < 16)
-        assert begin % (16 if name in {"dq", "dkv"} else 4) == 0
+        of_16_bytes = name in {"claimed", "sequences_of_queries", "in_order"}
+        assert begin == ends[in_dq] or (of_16_bytes and 0 <= begin - ends[in_dq] < 16)
+        assert begin % (16 if name in {"dq", "dkv", "sequences_of_queries"} else 4) == 0
         ends[in_dq] = begin + size
         is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
         counts = name in {
@@ -1305,42 +1305,9 @@ def test_statistics_that_are_found_before(host, head_dim, sizes, pairs):
     places = host.BlockPlaces(dense, True, plan.tile.block_m)
     assert plan.first_blocks == pairs * places.of_one()
     assert {pair for pair, *_ in all_blocks[: plan.first_blocks]} == set(range(pairs))
-    assert sorted((head, place) for *_, head, place in all_blocks) == [
+    assert sorted((head, place) for _, _, head, place, *_ in all_blocks) == [
         (head, place) for head in range(sizes[1]) for place in range(places.count())
     ]
-
-
-def test_packed_statistics_that_are_found_before(host):
-    """Whole sequences: the kernel before does all blocks of the first places, the one for the rest none of
-    theirs, as rows of dQ may lie there by then."""
-    random = Random(3)
-    for _ in range(60):
-        lengths = [random.choice((0, 1, 63, 64, 65, random.randrange(500))) for _ in range(12)]
-        offsets = [*accumulate(lengths, initial=random.choice((0, 3, 64, 700)))]
-        total = offsets[-1] + random.randrange(100)
-        batch = make_ragged_batch(
-            host, (12, 3, 3, total, total, 128), (None, None), [offsets, offsets, None, None, None]
-        )
-        order = host.rows_order(batch, 64, True)
-        for places in (1, 2, 5, 9, random.randrange(1, total // 64 + 12)):
-            first, pairs = host.known_before(batch, 64, places, True)
-            assert {pair for pair, *_ in order[first:]}.isdisjoint(pairs)
-            assert {pair for pair, *_ in order[:first]} <= set(pairs)
-            assert all(place < places for *_, place in order[:first])
-            assert host.known_before(batch, 64, places, False) == (0, [])
-
-
-def test_plan_of_packed_statistics_that_are_found_before(host):
-    def plan(batch, seqlen):
-        offsets = [seqlen * b for b in range(batch + 1)]
-        sizes = (batch, 16, 16, seqlen * batch, seqlen * batch, 128)
-        lengths = (offsets, offsets, None, None, None)
-        return plan_backward(host, 128, sizes, lengths=lengths, family="sm90", window=FULL)
-
-    equal = plan(32, 512)  # 80 places of tiles a sequence, of 132 at a time
-    assert (equal.pairs_before, equal.places_before, equal.first_blocks) == (0, 2 * 8, 2 * 8 * 16)
-    assert plan(2, 512).places_before == 0  # all are one round
-    assert plan(4, 8192).places_before == 0  # one has many
 
 
 @pytest.mark.parametrize(
@@ -1349,25 +1316,47 @@ def test_plan_of_packed_statistics_that_are_found_before(host):
         (None, True),
         (([0, 130, 130, 400], [5, 200, 300, 333], None, None, None), True),
         (([0, 120, 260, 400], [5, 105, 210, 320], None, None, None), True),
+        (([200, 264, 392, 395], [5, 105, 210, 320], None, None, None), True),
+        (([0, 130, 260, 400], [5, 200, 300, 333], [0, 65, 1], None, None), True),
+        ((None, None, [400, 0, 129], None, None), True),
         (([0, 300, 130, 400], [5, 200, 300, 333], None, None, None), False),
     ],
-    ids=["dense", "packed", "alike", "out of order"],
+    ids=["dense", "packed", "alike", "behind other rows", "partly used", "padded", "out of order"],
 )
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("block_m", [64, 128])
 def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths, in_order):
-    """Each block of queries comes once, and pairs come in the order in which their blocks of keys do."""
+    """Each block of queries that has rows comes once, and pairs come in the order in which their blocks of
+    keys do."""
     sizes = (3, 4, heads_kv, 400, 333, 64)
     batch = make_ragged_batch(host, sizes, (None, None), lengths or [None] * 5)
     places = host.BlockPlaces(batch, True, block_m)
-    blocks = host.rows_order(batch, block_m, in_order)
+    order = host.rows_order(batch, block_m, in_order)
+    assert len(order) == 4 * places.count()
+    blocks = [(pair, *block) for pair, *block, exists, _ in order if exists]
+    begins = {place: begin for _, _, _, place, exists, begin in order if exists}
+    offsets, _, used, *_ = lengths or [None] * 5
+    rows = [
+        min(larger, used[b] if used else 400)
+        for b, larger in enumerate(
+            [max(0, end - begin) for begin, end in pairwise(offsets)] if offsets else [400] * 3
+        )
+    ]
+    first = [places.first(b) for b in range(3)]
+    expected = {
+        place: (place - first[b]) * block_m
+        for place in range(places.count())
+        for b in [places.sequence(place)]
+        if 0 <= (place - first[b]) * block_m < rows[b]
+    }
+    assert begins == expected
     assert sorted((head, place) for _, _, head, place in blocks) == [
-        (head, place) for head in range(4) for place in range(places.count())
+        (head, place) for head in range(4) for place in sorted(expected)
     ]
     for pair, sequence, head, place in blocks:
         assert sequence == places.sequence(place)
         assert not in_order or pair == sequence * heads_kv + head // (4 // heads_kv)
-    if not in_order:
+    if not in_order or (offsets is None and lengths):
         return
     listed = host.key_tiles(64, batch, False, FEW)
     first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}

@@ -106,35 +106,53 @@ FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) 
   return ceil_div(sequence_for<family>(params, b).mask.seqlen_k, block_n);
 }
 
+// The sequence that a block of queries has a place in, and where its own rows are.
+FLASH_CUTE_HOST_DEVICE SequenceOfQueries sequence_at(BackwardParams const& params, BlockPlaces const& queries,
+                                                     int place) {
+  int const b = queries.sequence(place);
+  Sequence const s = sequence_for<Family::sm90>(params, b);
+  return {.index = b, .first_place = queries.first(b), .begin = s.queries.begin, .used = s.used};
+}
+
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
 // of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs; if offsets are
-// out of order head by head.
+// out of order head by head. Places that a packed sequence does not need come behind those of all its heads.
 struct RowsOrder {
+  BackwardParams const& params;
   BlockPlaces queries;
-  int heads_q, heads_kv;
-  bool in_order;                    // offsets
-  int const* sequences_of_queries;  // listed, or null
+  bool in_order;  // offsets
 
   struct Block {
-    int pair, sequence, head, place;  // pair: if offsets are in order. place: in its head
+    SequenceOfQueries sequence;
+    int pair, head, place, begin;  // pair: if offsets are in order. place: in its head
+    bool exists;                   // has it rows?
   };
 
-  FLASH_CUTE_HOST_DEVICE int count() const { return heads_q * queries.count(); }
+  FLASH_CUTE_HOST_DEVICE int count() const { return params.shape.heads_q * queries.count(); }
   FLASH_CUTE_HOST_DEVICE Block operator()(int index) const {
-    int const heads = heads_q / heads_kv, b = in_order ? sequence(index / heads_q) : 0;
-    Rows const places = in_order ? queries.places(b) : Rows{0, queries.count()};
-    int const of_sequence = index - places.begin * heads_q, of_head_kv = of_sequence / heads;
-    int const blocks = places.end - places.begin, head_kv = of_head_kv / blocks;
-    int const place = places.begin + of_head_kv - head_kv * blocks;
-    return {.pair = b * heads_kv + head_kv,
-            .sequence = in_order ? b : sequence(place),
-            .head = head_kv * heads + of_sequence - of_head_kv * heads,
-            .place = place};
+    int const heads_q = params.shape.heads_q, heads_kv = params.shape.heads_kv, heads = heads_q / heads_kv;
+    Block block{};
+    if (in_order) block.sequence = sequence(index / heads_q);
+    int const first = in_order ? block.sequence.first_place : 0, of_sequence = index - first * heads_q;
+    int const of_head_kv = of_sequence / heads, blocks = blocks_of(block.sequence),
+              head_kv = of_head_kv / blocks;
+    block.place = first + of_head_kv - head_kv * blocks;
+    if (!in_order) block.sequence = sequence(block.place);
+    block.pair = block.sequence.index * heads_kv + head_kv;
+    block.head = head_kv * heads + of_sequence - of_head_kv * heads;
+    block.begin = (block.place - block.sequence.first_place) * queries.block;
+    block.exists = of_sequence >= 0 && head_kv < heads_kv && has_rows(block.begin, block.sequence.used);
+    return block;
   }
 
  private:
-  FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
-    return sequences_of_queries ? sequences_of_queries[place] : queries.sequence(place);
+  FLASH_CUTE_HOST_DEVICE SequenceOfQueries sequence(int place) const {
+    SequenceOfQueries const* const listed = params.workspace.sequences_of_queries;
+    return listed ? listed[place] : sequence_at(params, queries, place);
+  }
+  FLASH_CUTE_HOST_DEVICE int blocks_of(SequenceOfQueries const& s) const {
+    if (!in_order) return queries.count();
+    return queries.offsets ? larger(1, ceil_div(s.used, queries.block)) : queries.of_one();
   }
 };
 
@@ -144,27 +162,6 @@ FLASH_CUTE_HOST_DEVICE int stats_wanted(ProblemShape const& shape, KeyTile const
                                         bool in_order) {
   if (!in_order) return shape.heads_q * tile.places;
   return shape.heads_q / shape.heads_kv * ceil_div(tile.sequence.used, block_m);
-}
-
-// Of so many blocks in the order of RowsOrder the kernel before has found what is to be known: those of the
-// first pairs, or of packed sequences those before the one that has the first block that it leaves out.
-FLASH_CUTE_HOST_DEVICE int blocks_known_before(BackwardParams const& params, BlockPlaces const& queries,
-                                               bool in_order) {
-  BackwardWorkspace const& workspace = params.workspace;
-  if (!in_order || workspace.places_before == 0) return workspace.pairs_before * queries.of_one();
-  return params.shape.heads_q * queries.places(queries.sequence(workspace.places_before)).begin;
-}
-
-// Are those of this pair among them?
-FLASH_CUTE_HOST_DEVICE bool is_known_before(BackwardParams const& params, int pair, int block_m,
-                                            bool in_order) {
-  ProblemShape const& shape = params.shape;
-  BackwardWorkspace const& workspace = params.workspace;
-  if (!in_order || workspace.places_before == 0) return pair < workspace.pairs_before;
-  int const next = pair / shape.heads_kv + 1;
-  return next < shape.batch &&
-         BlockPlaces{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m}.first(next) <=
-             workspace.places_before;
 }
 
 // The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of

@@ -70,7 +70,7 @@ __device__ inline void list_sequences_of_queries(BackwardParams const& params, i
   BlockPlaces const queries{params.lengths.cu_seqlens_q, params.shape.seqlen_q, params.shape.batch,
                             workspace.query_block};
   for (int i = part * int(blockDim.x) + int(threadIdx.x); i < queries.count(); i += parts * int(blockDim.x)) {
-    workspace.sequences_of_queries[i] = queries.sequence(i);
+    workspace.sequences_of_queries[i] = sequence_at(params, queries, i);
   }
 }
 

@@ -22,8 +22,7 @@ struct BackwardPlan {
   bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
   bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles,
-  // But those of so many first pairs, or of packed queries so many first blocks of all heads.
-  int pairs_before, places_before;
+  int pairs_before;   // but those of so many first pairs
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
@@ -35,8 +34,8 @@ struct BackwardPlan {
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
-  int64_t key_numbers;          // more of them, which nobody clears (see number_keys), behind counters
-  int64_t query_sequences;      // likewise, behind them: see list_sequences_of_queries
+  int64_t query_sequences;      // behind them, of blocks of queries: see list_sequences_of_queries
+  int64_t key_numbers;          // more integers, which nobody clears, behind these: see number_keys
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
   int parts_of_sum;             // that add to one of these, 1 if it is to have one order without turns
@@ -63,7 +62,8 @@ struct BackwardPlan {
                  *const dkv = sums + rows * dq_columns;
     int* const ints = reinterpret_cast<int*>(dkv + part_floats) + part_turns;
     int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
-    int* const numbers = key_numbers > 0 ? ints + counters : nullptr;
+    auto* const sequences = reinterpret_cast<SequenceOfQueries*>(ints + counters);
+    int* const numbers = key_numbers > 0 ? reinterpret_cast<int*>(sequences + query_sequences) : nullptr;
     float* const zeros = clears_all ? sums : dkv;
     return {.lse = tile.adds_terms ? nullptr : floats,
             .delta = tile.adds_terms ? nullptr : floats + rows,
@@ -80,7 +80,7 @@ struct BackwardPlan {
             .key_places = numbers ? numbers + 2 : nullptr,
             .key_block = tile.block_n,
             .expected_key_blocks = order.m_blocks,
-            .sequences_of_queries = query_sequences > 0 ? ints + counters + key_numbers : nullptr,
+            .sequences_of_queries = query_sequences > 0 ? sequences : nullptr,
             .query_block = tile.block_m,
             .claimed = counters > 0 ? ints : nullptr,
             .taken = makes_rows ? of_rows : nullptr,
@@ -88,7 +88,6 @@ struct BackwardPlan {
             .stats_taken = finds_stats ? of_stats : nullptr,
             .stats_known = finds_stats ? of_stats + 1 : nullptr,
             .pairs_before = pairs_before,
-            .places_before = places_before,
             .zeros = zeros,
             .zero_chunks =
                 (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
@@ -312,16 +311,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
       int const of_pair = plan.tiles / larger<int>(1, plan.pairs),
                 pairs = ceil_div(at_a_time, larger(1, of_pair));
       bool const much_to_clear = plan.part_floats > 0 || plan.clears_all;  // for few thread blocks
-      bool const is_packed = params.lengths.cu_seqlens_q;
       if (!params.lengths.given && !much_to_clear && pairs < plan.pairs) plan.pairs_before = pairs;
       plan.first_blocks = plan.pairs_before * queries.of_one();
-      // Whole sequences of the mean length, if they are not much more than that.
-      int const of_sequence = plan.tiles / larger(1, shape.batch),
-                sequences = ceil_div(at_a_time, larger(1, of_sequence));
-      if (is_packed && !much_to_clear && of_sequence <= 4 * at_a_time && sequences < shape.batch) {
-        plan.places_before = sequences * ceil_div(shape.seqlen_q / shape.batch, plan.tile.block_m);
-        plan.first_blocks = plan.places_before * shape.heads_q;
-      }
     }
     int64_t const counted =
         1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
@@ -337,7 +328,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // Terms lie in rows, of which the shortest has kTermBytes; on Ampere all lie side by side.
   plan.stats_in_dq =
       plan.sums_dq && (one_kernel ? plan.tile.adds_terms : stats * int64_t(sizeof(float)) <= dq_bytes);
-  int64_t const integers = plan.counters + plan.key_numbers + plan.query_sequences;
+  constexpr int64_t kInts = sizeof(SequenceOfQueries) / sizeof(int);
+  int64_t const integers = plan.counters + plan.key_numbers + kInts * plan.query_sequences;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
                          (plan.part_turns + integers) * int64_t(sizeof(int));

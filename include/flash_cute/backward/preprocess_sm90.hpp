@@ -54,28 +54,26 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   if (index >= shape.heads_q * queries.count()) return clear_zeros(workspace);
   auto const [head, of_head] = [&]() -> BlockPlaces::PlaceOfHead {
     if (workspace.pairs_before > 0) {  // only these are wanted
-      RowsOrder::Block const block = RowsOrder{queries, shape.heads_q, shape.heads_kv, true, nullptr}(index);
+      RowsOrder::Block const block = RowsOrder{params, queries, true}(index);
       return {block.head, block.place};
     }
-    bool const by_place = params.out.head_stride < params.out.row_stride || workspace.places_before > 0;
-    return queries.of_block(index, shape.heads_q, by_place);
+    return queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
   }();
-  int const b = queries.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
-  Sequence const s = sequence_for<Family::sm90>(params, b);
-  int const begin = (of_head - queries.first(b)) * kBlockM;
+  SequenceOfQueries const s = sequence_at(params, queries, of_head);
+  int const begin = (of_head - s.first_place) * kBlockM;
   int64_t const place = int64_t(head) * queries.count() + of_head;
   bool const exists = has_rows(begin, s.used), has_dout = params.dout.data;
   if (threadIdx.x == 0) {
     shared.come.init(rows.kArrivals);
     cutlass::arch::fence_barrier_init();
-    if (exists && has_dout) rows.load(s, entry, head, begin);
+    if (exists && has_dout) rows.load(s, head, begin);
   }
   __syncthreads();
 
   clear_zeros(workspace);
   if (!exists) return;
 
-  QueryStatsBlock<Traits> const found(params, s, entry, head, begin, place * kBlockM);
+  QueryStatsBlock<Traits> const found(params, s, head, begin, place * kBlockM);
   int const row = threadIdx.x;
   float const lse = found.lse(row), of_lse = found.gradient_of_lse(row);
   if (has_dout) shared.come.wait(0);

@@ -31,28 +31,26 @@ struct QueryRowsFetcher {
     ProblemShape const& shape = params.shape;
     bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order, workspace.sequences_of_queries};
+    RowsOrder const rows{params, queries, in_order};
     // All sums are clear then: tiles, which wait for it too, may have no keys.
     if (!in_order && workspace.stats_known) wait_for(workspace.stats_known, rows.count());
     int waited_for = -1;  // this pair
     // Calls fetch(where its rows are, its sums) for a block, once it is complete.
     auto visit = [&](int index, auto&& fetch) {
       RowsOrder::Block const block = rows(index);
-      Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
-      int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
-      if (!has_rows(begin, s.used)) return;
-      int const tiles = in_order ? ceil_div(s.mask.seqlen_k, Traits::kTileN) : order.tiles,
-                pair = in_order ? block.pair : 0;
+      if (!block.exists) return;
+      SequenceOfQueries const& s = block.sequence;
+      int const pair = in_order ? block.pair : 0;
       if (pair != waited_for) {
+        int const tiles = in_order ? key_blocks<Family::sm90>(params, s.index, Traits::kTileN) : order.tiles;
         wait_for(workspace.finished + pair, tiles * Traits::kConsumers);
         fence_async_global();
         waited_for = pair;
       }
-      int const entry = params.lengths.cu_seqlens_q ? 0 : block.sequence;
-      auto const place_dq =
-          MapPlace::of(params.lengths.given, entry, maps.entry_rows.dq, s.queries.begin, s.used);
+      int const entry = params.lengths.cu_seqlens_q ? 0 : s.index;
+      auto const place_dq = MapPlace::of(params.lengths.given, entry, maps.entry_rows.dq, s.begin, s.used);
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
-      fetch({false, block.head, place_dq.shift + begin, place_dq.plane, place_dq.bound},
+      fetch({false, block.head, place_dq.shift + block.begin, place_dq.plane, place_dq.bound},
             workspace.dq + place * Traits::kBlockFloats);
     };
     // last_comes_later: the last warp's come to where those of the first were, once these have left.

@@ -11,13 +11,16 @@ namespace flash_cute {
 // May the loading thread load what a tile's queries have?
 CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& tile, int block_m) {
   int const* const known = params.workspace.stats_known;
-  if (!known) return true;
+  if (!known || tile.pair < params.workspace.pairs_before) return true;
   bool const in_order = offsets_in_order(params);
-  if (is_known_before(params, tile.pair, block_m, in_order)) return true;
   bool const are_known =
       load_acquire(known + (in_order ? tile.pair : 0)) >= stats_wanted(params.shape, tile, block_m, in_order);
   fence_async_global();
   return are_known;
+}
+
+CUTE_DEVICE int entry_of(BackwardParams const& params, SequenceOfQueries const& s) {
+  return params.lengths.cu_seqlens_q ? 0 : s.index;
 }
 
 // Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
@@ -32,10 +35,11 @@ struct QueryStatsBlock {
   int count;
   uint16_t* terms = nullptr;
 
-  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, Sequence const& s, int entry, int head,
-                              int begin, int64_t place_)
+  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, SequenceOfQueries const& s, int head, int begin,
+                              int64_t place_)
       : params(params_), place(place_), count(s.used - begin) {
-    int64_t const row = s.queries.begin + begin;
+    int const entry = entry_of(params, s);
+    int64_t const row = s.begin + begin;
     given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
     if constexpr (Traits::kAddsTerms) {
       TensorView const& rows = params.workspace.terms;
@@ -87,9 +91,10 @@ struct QueryStatsRows {
   Barrier& come;
 
   // By one thread. begin: the first row in the sequence.
-  CUTE_DEVICE void load(Sequence const& s, int entry, int head, int begin) const {
+  CUTE_DEVICE void load(SequenceOfQueries const& s, int head, int begin) const {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
-      MapPlace const place = MapPlace::of(params.lengths.given, entry, entry_rows, s.queries.begin, s.used);
+      MapPlace const place =
+          MapPlace::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
       load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, come, target, kRows, 0, head,
                                                            place.shift + begin, place.plane, place.bound);
     };
@@ -136,32 +141,28 @@ struct QueryStatsFinder {
     ProblemShape const& shape = params.shape;
     bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{queries, shape.heads_q, shape.heads_kv, in_order,
-                         params.workspace.sequences_of_queries};
-    int const before = blocks_known_before(params, queries, in_order);
+    RowsOrder const rows{params, queries, in_order};
+    int const before = params.workspace.pairs_before * queries.of_one();
     auto take = [&] {
       int const taken = read_lane_index() == 0 ? before + atomicAdd(params.workspace.stats_taken, 1) : 0;
       return __shfl_sync(0xffffffffu, taken, 0);
     };
     for (int index = take(), next; index < rows.count(); index = next) {
       RowsOrder::Block const block = rows(index);
-      Sequence const s = sequence_for<Family::sm90>(params, block.sequence);
-      int const begin = (block.place - queries.first(block.sequence)) * kBlockM;
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       if (!in_order && params.workspace.dq) clear_sums(params.workspace.dq + place * kFloats);
-      bool const exists = has_rows(begin, s.used);
-      QueryStatsBlock<Traits> const found(params, s, entry_of(block), block.head, begin, place * kBlockM);
-      for (int part = 0; exists && part < kBlockM - kRows; part += kRows) {
-        start(s, block, found, begin, part);
+      QueryStatsBlock<Traits> const found(params, block.sequence, block.head, block.begin, place * kBlockM);
+      for (int part = 0; block.exists && part < kBlockM - kRows; part += kRows) {
+        start(block, found, part);
         finish(found, part);
         __syncwarp();
       }
       constexpr int kLast = kBlockM - kRows;
-      if (exists) start(s, block, found, begin, kLast);
+      if (block.exists) start(block, found, kLast);
       next = take();  // while O and dO come
-      if (exists) finish(found, kLast);
+      if (block.exists) finish(found, kLast);
       __syncwarp();
-      if ((exists || !in_order) && read_lane_index() == 0) {
+      if ((block.exists || !in_order) && read_lane_index() == 0) {
         add_release(params.workspace.stats_known + (in_order ? block.pair : 0));
       }
     }
@@ -177,15 +178,12 @@ struct QueryStatsFinder {
   CUTE_DEVICE QueryStatsRows<Traits, kRows> loaded() const {
     return {params, maps, reinterpret_cast<typename Traits::Element*>(shared.sums), shared.stats_come};
   }
-  CUTE_DEVICE int entry_of(RowsOrder::Block const& block) const {
-    return params.lengths.cu_seqlens_q ? 0 : block.sequence;
-  }
 
-  // Of so many rows from row `part` of the block on, which begins there in its sequence.
-  CUTE_DEVICE void start(Sequence const& s, RowsOrder::Block const& block,
-                         QueryStatsBlock<Traits> const& found, int begin, int part) const {
+  // Of so many rows from row `part` of the block on.
+  CUTE_DEVICE void start(RowsOrder::Block const& block, QueryStatsBlock<Traits> const& found,
+                         int part) const {
     if (params.dout.data && read_lane_index() == 0) {
-      loaded().load(s, entry_of(block), block.head, begin + part);
+      loaded().load(block.sequence, block.head, block.begin + part);
     }
     int const first = part + read_lane_index();
     float lse[kRows / kLanes];
