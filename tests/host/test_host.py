@@ -802,8 +802,8 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
     ends = {False: 0, True: 0}
     *own, (_, _, first_zero, zeros) = parts
     for name, in_dq, begin, size in own:
-        of_16_bytes = name in {"claimed", "sequences_of_queries", "in_order"}
-        assert begin == ends[in_dq] or (of_16_bytes and 0 <= begin - ends[in_dq] < 16)
+        is_aligned = name in {"claimed", "sequences_of_queries", "in_order"}
+        assert begin == ends[in_dq] or (is_aligned and 0 <= begin - ends[in_dq] < 16)
         assert begin % (16 if name in {"dq", "dkv", "sequences_of_queries"} else 4) == 0
         ends[in_dq] = begin + size
         is_cleared = first_zero <= begin and begin + size <= first_zero + zeros

@@ -114,6 +114,10 @@ FLASH_CUTE_HOST_DEVICE SequenceOfQueries sequence_at(BackwardParams const& param
   return {.index = b, .first_place = queries.first(b), .begin = s.queries.begin, .used = s.used};
 }
 
+FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, SequenceOfQueries const& s) {
+  return params.lengths.cu_seqlens_q ? 0 : s.index;
+}
+
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
 // of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs; if offsets are
 // out of order head by head. Places that a packed sequence does not need come behind those of all its heads.

@@ -47,8 +47,8 @@ struct QueryRowsFetcher {
         fence_async_global();
         waited_for = pair;
       }
-      int const entry = params.lengths.cu_seqlens_q ? 0 : s.index;
-      auto const place_dq = MapPlace::of(params.lengths.given, entry, maps.entry_rows.dq, s.begin, s.used);
+      auto const place_dq =
+          MapPlace::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       fetch({false, block.head, place_dq.shift + block.begin, place_dq.plane, place_dq.bound},
             workspace.dq + place * Traits::kBlockFloats);

@@ -19,10 +19,6 @@ CUTE_DEVICE bool are_stats_known(BackwardParams const& params, KeyTile const& ti
   return are_known;
 }
 
-CUTE_DEVICE int entry_of(BackwardParams const& params, SequenceOfQueries const& s) {
-  return params.lengths.cu_seqlens_q ? 0 : s.index;
-}
-
 // Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
 CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
 
