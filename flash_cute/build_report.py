@@ -71,10 +71,8 @@ def collect(logs: dict[str, str]) -> dict:
 # with more of them fewer rows would be on an SM, which costs more (include/flash_cute/softmax/plan.hpp). Its
 # plain rows spill nothing on Hopper.
 TOLERATED = {
-    ("backward_kernel_sm90", "64"): (74, 24),  # 22 and 8 where groups are whole
-    ("backward_kernel_sm90", "96"): (8, 8),
-    ("backward_kernel_sm90", "128"): (206, 56),  # 118 and 32 where groups are whole
-    ("backward_kernel_sm90", "256"): (136, 40),  # in fp16 where groups are split; whole 36 and 16
+    ("backward_kernel_sm90", "64"): (14, 8),  # two words of the warp that finds LSE and delta
+    ("backward_kernel_sm90", "256"): (8, 8),  # one of the loading thread, where groups are split
     ("row_softmax", "bf16"): (56, 16),
     ("row_softmax", "fp16"): (56, 16),
     ("row_softmax", "fp32"): (40, 16),

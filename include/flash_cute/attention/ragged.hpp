@@ -80,6 +80,7 @@ struct RaggedOrder {
   int capacity;            // places that there may be
   PackedRows rows;
   int heads_kv, heads_per_kv, wanted_tiles;
+  Divisor tile_queries;
   Divisor packs, packs_of_all;  // of one head of K and V, and of all
   bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
@@ -98,6 +99,7 @@ struct RaggedOrder {
             .heads_kv = heads_kv,
             .heads_per_kv = heads_per_kv,
             .wanted_tiles = wanted_tiles,
+            .tile_queries = Divisor(rows.tile_queries()),
             .packs = Divisor(rows.packs(heads_per_kv)),
             .packs_of_all = Divisor(rows.packs(heads_per_kv) * heads_kv),
             .descending = params.mask.left >= params.mask.right,
@@ -110,18 +112,23 @@ struct RaggedOrder {
     return reinterpret_cast<SequenceRecord*>(header + 1);
   }
 
+  // Of a sequence.
+  FLASH_CUTE_HOST_DEVICE int m_blocks(Sequence const& s) const {
+    return s.used > 0 ? 1 + tile_queries.quotient(s.used - 1) : 0;
+  }
+
   // What the list has of sequence b, whose places begin at first_place; if all are alike, head by head.
   FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place,
                                                bool alike = false) const {
-    int const m_blocks = ceil_div(s.used, rows.tile_queries());
-    int const section = wanted_tiles / larger(1, m_blocks * int(packs.value));
+    int const of_sequence = m_blocks(s);
+    int const section = wanted_tiles / larger(1, of_sequence * int(packs.value));
     return {.batch = b,
             .first_place = first_place,
             .q_begin = s.queries.begin,
             .seqlen_q = s.used,
             .k_begin = s.k_begin,
             .seqlen_k = s.mask.seqlen_k,
-            .m_blocks = m_blocks,
+            .m_blocks = of_sequence,
             .section_heads = alike ? 1 : larger(1, smaller(heads_kv, section))};
   }
 

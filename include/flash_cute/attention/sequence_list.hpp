@@ -19,7 +19,7 @@ struct Listed {
 
   CUTE_DEVICE static Listed of(ForwardParams const& params, RaggedOrder const& order, int b) {
     Sequence const s = flash_cute::sequence(params, b);
-    int const queries = order.rows.tile_queries(), m_blocks = ceil_div(s.used, queries);
+    int const queries = order.rows.tile_queries(), m_blocks = order.m_blocks(s);
     auto keys = [&](int m_block) {
       BlockRange const visited = s.mask.visited(m_block * queries, queries, 1);
       return visited.end - visited.begin;
@@ -40,15 +40,15 @@ struct Listed {
 struct SequenceList {
   static constexpr int kSearch = 64;
   static_assert(kSearch <= kFewSequences && kFewSequences <= 2 * kSearch);
+  static constexpr int kLanes = 4;        // threads that count for a sequence
   SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
-  int places;
-  int unwritten, alike;  // as in TileListHeader
+  int places, first;                      // first: the sequence that has the block's first tile
+  int unwritten, alike;                   // as in TileListHeader
 
-  // By all threads of a block, of which there are at least kFewSequences.
+  // By all threads of a block, of which there are at least kLanes for each of kFewSequences.
   CUTE_DEVICE void make(ForwardParams const& params, RaggedOrder const& order) {
-    int const b = threadIdx.x;
     if (order.is_prepared()) {
-      if (b == 0) {
+      if (threadIdx.x == 0) {
         places = order.header->places;
         unwritten = order.header->unwritten;
         alike = order.header->alike;
@@ -58,37 +58,45 @@ struct SequenceList {
     }
     // Nobody cleared the counter before. A block that claims earlier than this gets any tile or none; one
     // that two blocks compute is written twice, alike.
-    if (b == 0 && blockIdx.x == 0 && order.claimed) *order.claimed = 0;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && order.claimed) *order.claimed = 0;
 
     struct Key {
       int length_class, m_blocks;
     };
     auto* const keys = reinterpret_cast<Key*>(records);
-    bool const is_sequence = b < params.shape.batch;
+    int const b = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, batch = params.shape.batch;
+    bool const is_sequence = b < batch;
     Listed const own = is_sequence ? Listed::of(params, order, b) : Listed{};
-    if (is_sequence) keys[b] = {own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
+    Key const key{own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
+    if (is_sequence && lane == 0) keys[b] = key;
     int const any_unwritten = __syncthreads_or(own.unwritten);
     int const all_alike = __syncthreads_and(!is_sequence || order.expected.are_met(own.sequence));
 
+    SequenceRecord record = order.record(b, own.sequence, 0, all_alike);
     int rank = 0, first_place = 0;  // behind all that are longer, or as long and before it
-    if (all_alike) {
-      rank = b;
-      first_place = b * own.m_blocks;
-    } else if (is_sequence) {
-      Key const key = keys[b];
+    if (is_sequence) {
 #pragma unroll 4
-      for (int other = 0; other < params.shape.batch; ++other) {
+      for (int other = lane; other < batch; other += kLanes) {
         auto const [length_class, m_blocks] = keys[other];
         if (length_class < key.length_class || (length_class == key.length_class && other < b)) {
           ++rank;
-          first_place = smaller(first_place + m_blocks, order.capacity);  // overlapping offsets make more
+          first_place += m_blocks;
         }
       }
     }
+    first_place = smaller(first_place, order.capacity);
+    CUTE_UNROLL
+    for (int step = 1; step < kLanes; step *= 2) {
+      rank += __shfl_xor_sync(~0u, rank, step);
+      first_place = smaller(first_place + __shfl_xor_sync(~0u, first_place, step), order.capacity);
+    }
     __syncthreads();
-    if (is_sequence) {
-      records[rank] = order.record(b, own.sequence, first_place, all_alike);
-      if (rank == params.shape.batch - 1) {
+    if (is_sequence && lane == 0) {
+      record.first_place = first_place;
+      records[rank] = record;
+      int const place = order.packs_of_all.quotient(blockIdx.x);
+      if (first_place <= place && place < first_place + own.m_blocks) first = rank;
+      if (rank == batch - 1) {
         places = smaller(first_place + own.m_blocks, order.capacity);
         unwritten = any_unwritten;
         alike = all_alike;
@@ -114,6 +122,12 @@ struct SequenceList {
       }
     }
     return order.tile(*found, index);
+  }
+  // Of a block that has one.
+  CUTE_DEVICE RaggedTile first_tile(RaggedOrder const& order) const {
+    int const index = blockIdx.x;
+    if (order.is_prepared()) return order(index);
+    return order.tile(records[first], index);
   }
 };
 

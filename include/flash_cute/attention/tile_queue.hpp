@@ -85,9 +85,9 @@ struct QueuedTiles {
 CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {
   return {order, int(blockIdx.x), int(gridDim.x)};
 }
-CUTE_DEVICE QueuedTiles tiles_of(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue,
+CUTE_DEVICE QueuedTiles tiles_of(ForwardParams const&, RaggedOrder const& order, TileQueue& queue,
                                  unsigned lanes) {
-  return {order, queue, lanes, queue.list.tile(params, order, blockIdx.x)};
+  return {order, queue, lanes, queue.list.first_tile(order)};
 }
 
 }  // namespace flash_cute

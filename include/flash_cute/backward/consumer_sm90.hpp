@@ -2,6 +2,7 @@
 // of the tile's part of dQ.
 #pragma once
 
+#include "flash_cute/backward/gradient_slots_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
@@ -38,7 +39,6 @@ struct BackwardConsumerSm90 {
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});    // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});       // (D, M, STAGE)
     Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
-    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});     // (N, M, STAGE)
     typename Traits::MmaScores mma_s;
     typename Traits::MmaKeys mma_k;
     auto const slice_s = mma_s.get_slice(own.warpgroup * 128);
@@ -50,9 +50,7 @@ struct BackwardConsumerSm90 {
     Tensor tKrQ = slice_k.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
     Tensor tKrdO = slice_k.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.key_thread()).partition_C(make_identity_tensor(TileS{}));
-    auto const copy_ds = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_s);
-    auto const thread_ds = copy_ds.get_slice(own.key_thread());
-    Tensor tdSsdS = thread_ds.partition_D(sdS);
+    GradientSlots<Traits> const slots_ds(shared.ds, own.key_thread());
     Tensor acc_dk = partition_fragment_C(mma_k, TileKV{});  // (MMA, MMA_N, MMA_D)
     Tensor acc_dv = partition_fragment_C(mma_k, TileKV{});  // likewise
     clear(acc_dk);
@@ -81,14 +79,13 @@ struct BackwardConsumerSm90 {
       if (own.warpgroup == 0) turn_of_second.arrive(2 * 128);
     };
     constexpr bool kLater = Traits::kHeadDim == 64;
-    auto before = at;  // the step before, whose dQ comes now
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-      issue_scores(Lse{}, at.slot, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
+      issue_scores(Lse{}, at.slot, mma_s, hide_place(tSrK), tSrQ(_, _, _, at.slot), acc_s);
       if constexpr (kFirst) shared.ring_v.wait(at_keys);
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
-      issue_scores(Delta{}, at.slot, mma_s, tSrV, tSrdO(_, _, _, at.slot), acc_ds);
+      issue_scores(Delta{}, at.slot, mma_s, hide_place(tSrV), tSrdO(_, _, _, at.slot), acc_ds);
       if constexpr (kFirst) {
         if (own.warpgroup == 1) turn_of_second.sync(2 * 128);
       }
@@ -111,7 +108,7 @@ struct BackwardConsumerSm90 {
       Tensor rdS = convert<Element>(acc_ds);
       if constexpr (!kAddsTerms) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
-      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, at.slot));
+      slots_ds.store(rdS, at.slot);
       auto finish = [&](auto&& finish_dq) {
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
         cutlass::arch::fence_view_async_shared();
@@ -125,11 +122,11 @@ struct BackwardConsumerSm90 {
         wait_products<0>(acc_dk);
         own.release(shared.ring_q, now);
         if (steps.left > 0) await_queries();
-        before = now;
       };
       if constexpr (kFirst) {
         finish([] {});
       } else {
+        auto const before = at.before();  // the step whose dQ comes now
         Tensor acc_dq = sums.issue(before);
         finish([&] {
           wait_products<1>(acc_dq);
@@ -144,6 +141,7 @@ struct BackwardConsumerSm90 {
     own.await_stored();
     rows.finish();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    auto const before = at.before();
     Tensor acc_dq = sums.issue(before);
     own.release(shared.ring_v, at_keys);
     wait_products<0>(acc_dq);

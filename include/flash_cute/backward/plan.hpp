@@ -325,9 +325,12 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
                 stats = plan.stats_of_row() * plan.rows;
-  // Terms lie in rows, of which the shortest has kTermBytes; on Ampere all lie side by side.
-  plan.stats_in_dq =
-      plan.sums_dq && (one_kernel ? plan.tile.adds_terms : stats * int64_t(sizeof(float)) <= dq_bytes);
+  // Terms lie in rows, of which the shortest has kTermBytes; else all lie side by side, where a kernel behind
+  // writes rows, and none before.
+  bool const behind =
+      !plan.makes_rows && !(one_kernel && (params.lengths.given || params.mask.first_seeing_row() > 0));
+  bool const fits = behind && stats * int64_t(sizeof(float)) <= dq_bytes;
+  plan.stats_in_dq = plan.sums_dq && (plan.tile.adds_terms || fits);
   constexpr int64_t kInts = sizeof(SequenceOfQueries) / sizeof(int);
   int64_t const integers = plan.counters + plan.key_numbers + kInts * plan.query_sequences;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *

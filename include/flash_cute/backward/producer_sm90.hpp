@@ -23,7 +23,7 @@ struct BackwardProducerSm90 {
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
   RingPosition<2> at_tiles{};
-  RingPosition<1> at_index{}, at_begun{.phase = 1};  // what is given back when a tile begins
+  RingPosition<1> at_index{};
 
   CUTE_DEVICE void run() {
     // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
@@ -135,14 +135,14 @@ struct BackwardProducerSm90 {
       if (!first) continue;
       if constexpr (Traits::kInCluster) {
         load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
-        load_keys(maps.v, shared.ring_v.acquire(at_begun), shared.v, rows.v);
+        load_keys(maps.v, shared.ring_v.acquire(RingPosition<1>{.phase = at_keys.phase ^ 1}), shared.v,
+                  rows.v);
       } else {
         load_keys(maps.v, shared.ring_v.acquire(at_keys), shared.v, rows.v);
         load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
       }
     }
     at_keys.advance();
-    at_begun.advance();
   }
 };
 

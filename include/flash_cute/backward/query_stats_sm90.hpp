@@ -87,12 +87,13 @@ struct QueryStatsRows {
   Barrier& come;
 
   // By one thread. begin: the first row in the sequence.
+  template <cute::TMA::CacheHintSm90 hint = cute::TMA::CacheHintSm90::EVICT_NORMAL>
   CUTE_DEVICE void load(SequenceOfQueries const& s, int head, int begin) const {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
       MapPlace const place =
           MapPlace::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
-      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, come, target, kRows, 0, head,
-                                                           place.shift + begin, place.plane, place.bound);
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows, hint>(
+          map, come, target, kRows, 0, head, place.shift + begin, place.plane, place.bound);
     };
     constexpr bool kAll = kRows == Traits::kBlockM;
     load_rows(kAll ? maps.out : maps.few_out, out, maps.entry_rows.out);
@@ -125,8 +126,8 @@ struct QueryStatsRows {
 template <class Traits>
 struct QueryStatsFinder {
   static constexpr int kBlockM = Traits::kBlockM, kRows = Traits::kStatsRows;
-  static constexpr int kLanes = 32;                                                 // each has its own rows
-  static constexpr int kAtOnce = Traits::kHeadDim == 128 ? 2 : Traits::kPanel / 8;  // more spill
+  static constexpr int kLanes = 32;                               // each has its own rows
+  static constexpr int kAtOnce = Traits::kHeadDim == 64 ? 8 : 4;  // chunks; more spill
   static constexpr int kFloats = Traits::kBlockFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;

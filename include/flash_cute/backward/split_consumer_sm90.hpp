@@ -2,6 +2,7 @@
 // and dV, another dS and dK, and each half of the block's part of dQ.
 #pragma once
 
+#include "flash_cute/backward/gradient_slots_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
 #include "flash_cute/core/warpgroup.hpp"
@@ -114,7 +115,7 @@ struct BackwardWeightsSm90 {
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       shared.ring_q.wait(at);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrK, tSrQ(_, _, _, at.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, hide_place(tSrK), tSrQ(_, _, _, at.slot), acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{},
@@ -131,7 +132,8 @@ struct BackwardWeightsSm90 {
       at_p.advance();
       Tensor rP = convert<Element>(acc_s);
       shared.ring_dout.wait(at_dout);
-      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at_dout.slot), acc_dv);
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), hide_place(tKrdO(_, _, _, at_dout.slot)),
+                    acc_dv);
       auto finish_dv = [&] {
         wait_products<kFirst ? 0 : Traits::kCluster>(acc_dv);
         own.release_queries(shared.ring_dout, at_dout);
@@ -189,16 +191,13 @@ struct BackwardGradientsSm90 {
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
-    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDSt{});   // (N, M, STAGE)
     typename Traits::MmaScores mma_s;
     typename Traits::MmaKeys mma_k;
     Tensor tSrV = mma_s.get_slice(0).partition_fragment_A(sV);    // (MMA, MMA_N, MMA_D)
     Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
     Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);   // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
-    auto const copy_ds = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_s);
-    auto const thread_ds = copy_ds.get_slice(own.thread);
-    Tensor tdSsdS = thread_ds.partition_D(sdS);
+    GradientSlots<Traits> const slots_ds(shared.ds, own.thread);
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
@@ -207,7 +206,8 @@ struct BackwardGradientsSm90 {
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, tSrV, tSrdO(_, _, _, at_dout.slot), acc_ds);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, hide_place(tSrV), hide_place(tSrdO(_, _, _, at_dout.slot)),
+                    acc_ds);
       shared.ring_q.wait(at);
       shared.ring_p.wait(at_p);
       Tensor weights = make_fragment_like(acc_ds);
@@ -222,7 +222,7 @@ struct BackwardGradientsSm90 {
       Tensor rdS = convert<Element>(acc_ds);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
       auto& full = shared.ring_ds.acquire(at);
-      copy(copy_ds, thread_ds.retile_S(rdS), tdSsdS(_, _, _, Traits::kCluster * at.slot));
+      slots_ds.store(rdS, Traits::kCluster * at.slot);
       cutlass::arch::fence_view_async_shared();
       own.announce(full);
       auto finish_dk = [&] {

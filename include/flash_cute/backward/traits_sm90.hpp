@@ -45,8 +45,8 @@ struct BackwardTraitsSm90 {
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
   static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
-  static constexpr int kProducerRegisters = kInCluster ? 40 : 24;
-  static constexpr int kConsumerRegisters = kInCluster ? 232 : 240;
+  static constexpr int kProducerRegisters = kHeadDim > 64 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kHeadDim > 64 ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                     (1 + kConsumers) * (65536 / kThreads / 8 * 8),
                 "setmaxnreg would wait for registers that nobody gives back");

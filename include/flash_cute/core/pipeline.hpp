@@ -18,6 +18,10 @@ struct RingPosition {
       phase ^= 1;
     }
   }
+  CUTE_DEVICE RingPosition before() const {
+    bool const wraps = slot == 0;
+    return {wraps ? kStages - 1 : slot - 1, phase ^ uint32_t(wraps)};
+  }
 };
 
 // kStages slots, filled by TMA (or by `producers` arrivals) and freed by `consumers` arrivals.

@@ -9,6 +9,16 @@ namespace flash_cute {
 
 using namespace cute;
 
+// An operand in shared memory that stays where it is for a whole loop, of whose place the compiler is to know
+// nothing: else it keeps a descriptor of each slice in registers that products cannot read, from where it is
+// fetched between one slice and the next (backward, H100, head dim 128: 16k +5.7 and +4.6%, full and causal).
+template <class Operand>
+CUTE_DEVICE auto hide_place(Operand const& operand) {
+  auto first = operand.data();
+  asm volatile("" : "+r"(first.desc_.reg32_[0]));
+  return make_tensor(first, operand.layout());
+}
+
 // A product, one of its slices after the other.
 template <class Mma, class A, class B, class Acc>
 CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {

@@ -53,7 +53,8 @@ struct ForwardConsumerSm90 {
     turns.begin();
 
     auto issue_scores = [&](auto& acc_s) {
-      issue_product(GMMA::ScaleOut::Zero, mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_place(tSrQ(_, _, _, at_q.slot)),
+                    tSrK(_, _, _, at_k.slot), acc_s);
     };
     auto issue_output = [&](bool first_of_tile) {
       shared.ring_v.wait(at_v);
