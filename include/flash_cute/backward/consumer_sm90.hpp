@@ -2,7 +2,7 @@
 // of the tile's part of dQ.
 #pragma once
 
-#include "flash_cute/backward/gradient_slots_sm90.hpp"
+#include "flash_cute/backward/gradient_store_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
@@ -50,7 +50,7 @@ struct BackwardConsumerSm90 {
     Tensor tKrQ = slice_k.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
     Tensor tKrdO = slice_k.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.key_thread()).partition_C(make_identity_tensor(TileS{}));
-    GradientSlots<Traits> const slots_ds(shared.ds, own.key_thread());
+    auto const store_ds = gradient_store<Traits>(shared.ds, own.key_thread());
     Tensor acc_dk = partition_fragment_C(mma_k, TileKV{});  // (MMA, MMA_N, MMA_D)
     Tensor acc_dv = partition_fragment_C(mma_k, TileKV{});  // likewise
     clear(acc_dk);
@@ -108,7 +108,7 @@ struct BackwardConsumerSm90 {
       Tensor rdS = convert<Element>(acc_ds);
       if constexpr (!kAddsTerms) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
-      slots_ds.store(rdS, at.slot);
+      store_ds(rdS, at.slot);
       auto finish = [&](auto&& finish_dq) {
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
         cutlass::arch::fence_view_async_shared();

@@ -87,11 +87,10 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   constexpr int kRowThreads = 256;
   constexpr bool kStartsEarly = true;
   LengthParams const& lengths = params.lengths;
-  bool const has_unwritten = lengths.given || params.mask.first_seeing_row() > 0;
   bool const is_packed = lengths.cu_seqlens_q;
   // Of packed sequences the preprocess does this where it runs; where there may be much to clear, as of
   // padded ones, its small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
-  if (plan.first_blocks == 0 || (has_unwritten && !is_packed)) {
+  if (plan.first_blocks == 0 || (has_unwritten(params) && !is_packed)) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
                                                                            kRowThreads, 0, stream, params);
   }

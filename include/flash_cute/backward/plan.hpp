@@ -111,6 +111,11 @@ struct BackwardPlan {
   }
 };
 
+// Are there gradients that no tile writes on Hopper? A kernel before does.
+inline bool has_unwritten(BackwardParams const& params) {
+  return params.lengths.given || params.mask.first_seeing_row() > 0;
+}
+
 // The mask of a sequence of the mean length.
 inline WindowMask mean_mask(BackwardParams const& params) {
   int const sequences = params.lengths.cu_seqlens_q ? larger(1, params.shape.batch) : 1;
@@ -327,8 +332,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
                 stats = plan.stats_of_row() * plan.rows;
   // Terms lie in rows, of which the shortest has kTermBytes; else all lie side by side, where a kernel behind
   // writes rows, and none before.
-  bool const behind =
-      !plan.makes_rows && !(one_kernel && (params.lengths.given || params.mask.first_seeing_row() > 0));
+  bool const behind = !plan.makes_rows && !(one_kernel && has_unwritten(params));
   bool const fits = behind && stats * int64_t(sizeof(float)) <= dq_bytes;
   plan.stats_in_dq = plan.sums_dq && (plan.tile.adds_terms || fits);
   constexpr int64_t kInts = sizeof(SequenceOfQueries) / sizeof(int);

@@ -2,7 +2,7 @@
 // and dV, another dS and dK, and each half of the block's part of dQ.
 #pragma once
 
-#include "flash_cute/backward/gradient_slots_sm90.hpp"
+#include "flash_cute/backward/gradient_store_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
 #include "flash_cute/core/warpgroup.hpp"
@@ -197,7 +197,7 @@ struct BackwardGradientsSm90 {
     Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
     Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);   // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
-    GradientSlots<Traits> const slots_ds(shared.ds, own.thread);
+    auto const store_ds = gradient_store<Traits>(shared.ds, own.thread);
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
@@ -222,7 +222,7 @@ struct BackwardGradientsSm90 {
       Tensor rdS = convert<Element>(acc_ds);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
       auto& full = shared.ring_ds.acquire(at);
-      slots_ds.store(rdS, Traits::kCluster * at.slot);
+      store_ds(rdS, Traits::kCluster * at.slot);
       cutlass::arch::fence_view_async_shared();
       own.announce(full);
       auto finish_dk = [&] {

@@ -43,6 +43,7 @@ struct ForwardTraitsSm90 {
   // 192 x 64 loses 2.5% by asking which product is the first (its code is else the same; why is not known).
   static constexpr bool kOverwritesO = !(kBlockM == 192 && kBlockN == 64);
   static constexpr int kThreads = (1 + kConsumers) * 128;
+  static_assert(kThreads >= SequenceList::kLanes * kFewSequences);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
