@@ -118,7 +118,7 @@ struct BackwardProducerSm90 {
       while (!are_stats_known(params, tile, kBlockM)) __nanosleep(50);
     }
     // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in
-    // a cluster dV leaves through V's, until this tile has begun.
+    // a cluster dV leaves through V's, which is given back when this tile has begun: a round later.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       if constexpr (Traits::kAddsTerms) {
