@@ -71,8 +71,8 @@ def collect(logs: dict[str, str]) -> dict:
 # with more of them fewer rows would be on an SM, which costs more (include/flash_cute/softmax/plan.hpp). Its
 # plain rows spill nothing on Hopper.
 TOLERATED = {
-    ("backward_kernel_sm90", "64"): (14, 8),  # two words of the warp that finds LSE and delta
-    ("backward_kernel_sm90", "256"): (8, 8),  # one of the loading thread, where groups are split
+    ("backward_kernel_sm90", "64"): (14, 8),  # groups split: two words of the warp that finds LSE
+    ("backward_kernel_sm90", "256"): (8, 8),  # groups split: one of the loading thread
     ("row_softmax", "bf16"): (56, 16),
     ("row_softmax", "fp16"): (56, 16),
     ("row_softmax", "fp32"): (40, 16),

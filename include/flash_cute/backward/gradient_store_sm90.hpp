@@ -9,9 +9,9 @@ namespace flash_cute {
 
 // What stores a thread's dS, as store(gradients, slot): 16 bytes at a time, in rows of 128 bytes whose places
 // are swizzled by the row's number alone. So all of its places follow from the first one's address. CuTe
-// works them out anew in each step, from 64-bit addresses: 35 of 530 instructions between dS and dQ (H100,
-// head dim 128: 16k 1.8 and 1.4% slower, full and causal, 1k and 2k 0.6%). But at head dim 64 that is 4%
-// faster at 16k, and 1% at 1k and 2k, though the loops differ by nothing else; why is not known.
+// works them out anew in each step, from 64-bit addresses: 28 of 528 instructions (H100, head dim 128: 16k
+// 1.7 and 1.3% slower, full and causal, 1k and 2k 0.6%). But at head dim 64 that is 4 and 3% faster at 16k,
+// and 1% at 1k and 2k, though products, waits and barriers come in the same order; why is not known.
 template <class Traits>
 CUTE_DEVICE auto gradient_store(typename Traits::Element* slots, int thread) {
   using Element = typename Traits::Element;
