@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/backward/gradient_store_sm90.hpp"
+#include "flash_cute/backward/held_slices_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
@@ -56,6 +57,7 @@ struct BackwardConsumerSm90 {
     clear(acc_dk);
     clear(acc_dv);
 
+    HeldSlices<Traits> held_k, held_v;
     float first_lse = 0;
     auto await_queries = [&] {
       shared.ring_q.wait(at);
@@ -81,11 +83,14 @@ struct BackwardConsumerSm90 {
     constexpr bool kLater = Traits::kHeadDim == 64;
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-      issue_scores(Lse{}, at.slot, mma_s, hide_place(tSrK), tSrQ(_, _, _, at.slot), acc_s);
-      if constexpr (kFirst) shared.ring_v.wait(at_keys);
+      issue_scores(Lse{}, at.slot, mma_s, held_k.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
+      if constexpr (kFirst) {
+        shared.ring_v.wait(at_keys);
+        held_v.load(sV, own.key_thread());
+      }
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
-      issue_scores(Delta{}, at.slot, mma_s, hide_place(tSrV), tSrdO(_, _, _, at.slot), acc_ds);
+      issue_scores(Delta{}, at.slot, mma_s, held_v.of(hide_place(tSrV)), tSrdO(_, _, _, at.slot), acc_ds);
       if constexpr (kFirst) {
         if (own.warpgroup == 1) turn_of_second.sync(2 * 128);
       }
@@ -136,6 +141,7 @@ struct BackwardConsumerSm90 {
       }
     };
     shared.ring_k.wait(at_keys);
+    held_k.load(sK, own.key_thread());
     await_queries();
     step(std::true_type{});
     own.await_stored();

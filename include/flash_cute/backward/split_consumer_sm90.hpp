@@ -3,77 +3,94 @@
 #pragma once
 
 #include "flash_cute/backward/gradient_store_sm90.hpp"
+#include "flash_cute/backward/held_slices_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
 #include "flash_cute/backward/warpgroup_sm90.hpp"
 #include "flash_cute/core/warpgroup.hpp"
 
 namespace flash_cute {
 
+// Four weights in few words. bf16: as fp16 of 2^12 P, so that small ones are no subnormals. That rounds to 11
+// bits, where dS is then rounded to bf16's 8.
+template <class Element>
+struct PackedWeights {
+  static constexpr int kWords = 2;
+  static constexpr float kUnit = 1 << 12;
+  CUTE_DEVICE static void pack(float const* weights, uint32_t* words) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      // From scaled scores of 6e7 on, whose LSE is rounded to multiples of 4, P may be 16 and more.
+      asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+          : "=r"(words[i])
+          : "f"(kUnit * weights[2 * i + 1]), "f"(kUnit * weights[2 * i]));
+    }
+  }
+  CUTE_DEVICE static void unpack(uint32_t const* words, float* weights) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words[i]));
+      weights[2 * i] = two.x / kUnit;
+      weights[2 * i + 1] = two.y / kUnit;
+    }
+  }
+};
+// fp16, in whose gradients those 11 bits would show (RMS errors of dQ and dK were 1.2 times as high): of each
+// float all but the last byte, 16 bits of mantissa. The fourth's three take the places of the others' last
+// ones, which stay there.
+template <>
+struct PackedWeights<cutlass::half_t> {
+  static constexpr int kWords = 3;
+  CUTE_DEVICE static void pack(float const* weights, uint32_t* words) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = __byte_perm(__float_as_uint(weights[i]), __float_as_uint(weights[3]), 0x3215 + i);
+    }
+  }
+  CUTE_DEVICE static void unpack(uint32_t const* words, float* weights) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) weights[i] = __uint_as_float(words[i]);
+    uint32_t const lower = __byte_perm(words[0], words[1], 0x0400);
+    weights[3] = __uint_as_float(__byte_perm(lower, words[2], 0x4210));
+  }
+};
+
 // P passes from thread to thread, as both own the same places of a tile: 16 bytes at a time, so that neither
-// way has bank conflicts. As 16 bits it is rounded once more than elsewhere, which bf16 does not show if they
-// are those of fp16: of 2^12 P, so that small weights are no subnormals. fp16 does (the RMS error of dQ and
-// dK was 1.2 times as high), and passes floats.
+// way has bank conflicts. In a cluster it lies where dQ of all warps does, neither of which comes before the
+// other has been read as a whole.
 template <class Traits>
 struct WeightsSlot {
-  using Element = typename Traits::Element;
-  static constexpr bool kHalves = Traits::kInCluster && std::is_same_v<Element, cutlass::bfloat16_t>;
-  static constexpr float kUnit = 1 << 12;
+  using Packed = PackedWeights<typename Traits::Element>;
+  static constexpr int kWords = Packed::kWords;
+  static_assert(kWords == Traits::kWordsOfWeights);
   uint4* places;  // of this thread
 
-  // Each warp has a quarter, as of dQ, where both lie in the same memory.
   CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
-      : places(reinterpret_cast<uint4*>(Traits::kInCluster ? reinterpret_cast<float4*>(own.shared.dq)
-                                                           : own.shared.p) +
-               own.thread / 32 * (Traits::kFoursP / 4) + own.thread % 32) {}
+      : places((Traits::kInCluster ? reinterpret_cast<uint4*>(own.shared.dq) : own.shared.p) +
+               own.thread / 32 * (Traits::kPiecesP / 4) + own.thread % 32) {}
 
   template <class Weights>
   CUTE_DEVICE void put(Weights const& weights) const {
-    if constexpr (kHalves) {
-      auto words = make_tensor<uint32_t>(Int<decltype(size(weights))::value / 2>{});
-      CUTE_UNROLL
-      for (int i = 0; i < size(words); ++i) {
-        words(i) = pack_finite(kUnit * weights(2 * i), kUnit * weights(2 * i + 1));
-      }
-      copy_out(words);
-    } else {
-      copy_out(weights);
-    }
-  }
-  template <class Weights>
-  CUTE_DEVICE void get(Weights& weights) const {
-    if constexpr (kHalves) {
-      auto words = make_tensor<uint32_t>(Int<decltype(size(weights))::value / 2>{});
-      copy_in(words);
-      CUTE_UNROLL
-      for (int i = 0; i < size(words); ++i) {
-        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words(i)));
-        weights(2 * i) = two.x / kUnit;
-        weights(2 * i + 1) = two.y / kUnit;
-      }
-    } else {
-      copy_in(weights);
-    }
-  }
-
- private:
-  // From scaled scores of 6e7 on, whose LSE is rounded to multiples of 4, P may be 16 and more.
-  CUTE_DEVICE static uint32_t pack_finite(float low, float high) {
-    uint32_t word;
-    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-  }
-
-  template <class Words>
-  CUTE_DEVICE void copy_out(Words const& words) const {
+    auto words = words_of(weights);
+    CUTE_UNROLL
+    for (int i = 0; i < size(weights) / 4; ++i) Packed::pack(&weights(4 * i), &words(kWords * i));
     auto const own = recast<uint4 const>(words);
     CUTE_UNROLL
     for (int i = 0; i < size(own); ++i) places[i * 32] = own(i);
   }
-  template <class Words>
-  CUTE_DEVICE void copy_in(Words& words) const {
+  template <class Weights>
+  CUTE_DEVICE void get(Weights& weights) const {
+    auto words = words_of(weights);
     auto own = recast<uint4>(words);
     CUTE_UNROLL
     for (int i = 0; i < size(own); ++i) own(i) = places[i * 32];
+    CUTE_UNROLL
+    for (int i = 0; i < size(weights) / 4; ++i) Packed::unpack(&words(kWords * i), &weights(4 * i));
+  }
+
+ private:
+  template <class Weights>
+  CUTE_DEVICE static auto words_of(Weights const& weights) {
+    return make_tensor<uint32_t>(Int<decltype(size(weights))::value / 4 * kWords>{});
   }
 };
 
@@ -106,6 +123,7 @@ struct BackwardWeightsSm90 {
     Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dv);
 
+    HeldSlices<Traits> held;
     auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
     auto add_sums = [&](auto&& beside) {
       sums.add(at_before, beside, [&] {
@@ -115,7 +133,7 @@ struct BackwardWeightsSm90 {
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       shared.ring_q.wait(at);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, hide_place(tSrK), tSrQ(_, _, _, at.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
         hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{},
@@ -151,6 +169,7 @@ struct BackwardWeightsSm90 {
     own.await_stored();
     if constexpr (Traits::kInCluster) own.release(shared.ring_v, at_keys);  // which dV has left
     shared.ring_k.wait(at_keys);
+    held.load(sK, own.thread);
     step(std::true_type{});
     if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
@@ -201,13 +220,14 @@ struct BackwardGradientsSm90 {
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
+    HeldSlices<Traits> held;
     auto at_before = at;  // as for the other warpgroup
     auto add_sums = [&](auto&& beside) { sums.add(at_before, beside, [] {}); };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, hide_place(tSrV), hide_place(tSrdO(_, _, _, at_dout.slot)),
-                    acc_ds);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_place(tSrV)),
+                    hide_place(tSrdO(_, _, _, at_dout.slot)), acc_ds);
       shared.ring_q.wait(at);
       shared.ring_p.wait(at_p);
       Tensor weights = make_fragment_like(acc_ds);
@@ -242,6 +262,7 @@ struct BackwardGradientsSm90 {
     if constexpr (Traits::kInCluster) own.release(shared.ring_peer_k, at_keys);  // which dK has left
     shared.ring_k.wait(at_keys);
     shared.ring_v.wait(at_keys);
+    held.load(sV, own.thread);
     step(std::true_type{});
     if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});

@@ -19,6 +19,7 @@ struct BackwardTile {
   bool knows_dq = false;    // two kernels, with and without sums of dQ, instead of one that asks
   int cluster = 1;          // thread blocks that share a tile: its keys, and its part of dQ by columns
   bool adds_terms = false;  // on Hopper: do queries add LSE and delta by a product (see QueryTerms)?
+  int held_slices = 0;      // on Hopper: of K and of V, 16 columns each, in registers (see HeldSlices)
   // On Ampere, where two halves of a block's warps split the work (see split_mainloop_sm80.hpp): those of a
   // half along the keys of dV or dK, others along the columns. Both above are then a half's, for S or dP.
   int split_warps_keys = 0;
@@ -114,7 +115,9 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
         return {.keys = {with_terms, tile}};
       }
       // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Terms, at 128
-      // (H100): 512 -0.3%, 1k +0.7 and -0.6%, 2k and 16k +1%; in the grid of two runs none of it shows.
+      // (H100): 512 -0.3%, 1k +0.7 and -0.6%, 2k and 16k +1%; in the grid of two runs none of it shows. Held
+      // slices (H100): 96 +0.5, +2 and +3% (512, 2k, 16k; four the same, six serialise products), 128 0, +0.3
+      // and +0.7% (two of K alone 0 to +0.5%, three spill). At 64 one of K alone spills.
       case 96:
       case 128:
         return {.keys = {{.block_m = 64,
@@ -122,11 +125,19 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .stages = 2,
                           .warps_keys = 8,
                           .warps_across = 1,
-                          .adds_terms = true}}};
-      // As head dim 256 had it alone: no other was measured.
+                          .adds_terms = true,
+                          .held_slices = head_dim == 96 ? 2 : 1}}};
+      // As head dim 256 had it alone: no other was measured. Held slices (H100): 16k +5.5 and +3%, else 0;
+      // four instead of eight +4%, all twelve serialise products.
       case 192:
-        return {.keys = {{.block_m = 64, .block_n = 64, .stages = 2, .warps_keys = 4, .warps_across = 2}}};
-      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it.
+        return {.keys = {{.block_m = 64,
+                          .block_n = 64,
+                          .stages = 2,
+                          .warps_keys = 4,
+                          .warps_across = 2,
+                          .held_slices = 8}}};
+      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices (H100): 512
+      // +0.3%, else 0; four 16k -0.8%.
       case 256:
         return {.keys = {{.block_m = 64,
                           .block_n = 128,
@@ -134,7 +145,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_keys = 4,
                           .warps_across = 2,
                           .stages_dout = 1,
-                          .cluster = 2}}};
+                          .cluster = 2,
+                          .held_slices = 2}}};
     }
   }
   return {};

@@ -45,12 +45,12 @@ struct BackwardTraitsSm90 {
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
   static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
-  // The loop of head dim 64 wants 240 (232: 3% slower at 16k).
-  static constexpr int kProducerRegisters = kHeadDim > 64 ? 40 : 24;
-  static constexpr int kConsumerRegisters = kHeadDim > 64 ? 232 : 240;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
-                    (1 + kConsumers) * (65536 / kThreads / 8 * 8),
-                "setmaxnreg would wait for registers that nobody gives back");
+  // The loop of head dim 64 wants 240 (232: 3% slower at 16k). Where groups are split, the loading thread of
+  // 256 spills with 40.
+  static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
+  static constexpr int kProducerRegisters = kHeadDim == 64 ? 24 : kHeadDim == 256 && kSplitsGroups ? 56 : 40;
+  static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;
+  static_assert(kConsumerRegisters % 8 == 0);
 
   // S and dP have keys as rows, so P and dS are left operands of dV and dK as they lie in registers.
   using KeyLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
@@ -129,14 +129,15 @@ struct BackwardTraitsSm90 {
   using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
-  static constexpr int kFoursP = kSplitsWork ? kBlockN * kBlockM / 4 : 0;
-  static constexpr int kSlotElements = kBlockM * kHeadDim;  // of Q and dO
+  static constexpr int kWordsOfWeights = std::is_same_v<Element, half_t> ? 3 : 2;  // four: see PackedWeights
+  static constexpr int kPiecesP = kSplitsWork ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
+  static constexpr int kSlotElements = kBlockM * kHeadDim;                                     // of Q and dO
   // In a cluster memory is short. P lies where the first warpgroup's part of dQ will, which comes once P has
   // been taken; the other one's part lies where the dS did that it is made of.
-  static constexpr int kSlotP = kInCluster ? 0 : kFoursP;
+  static constexpr int kSlotP = kInCluster ? 0 : kPiecesP;
   static constexpr int kSlotsDQ = kInCluster ? 1 : kConsumers;
   static constexpr int kSlotPeerK = kInCluster ? cosize_v<LayoutPeerKt> : 0;
-  static_assert(!kInCluster || (kFoursP * sizeof(float4) == kFloats * sizeof(float) &&
+  static_assert(!kInCluster || (kPiecesP * sizeof(uint4) <= kFloats * sizeof(float) &&
                                 kCluster * kSlotDS * sizeof(Element) == kFloats * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
@@ -166,7 +167,7 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) Element peer_k[kSlotPeerK];
     alignas(1024) float dq[kSlotsDQ * kFloats];
-    alignas(128) float4 p[kSlotP];
+    alignas(128) uint4 p[kSlotP];
     std::conditional_t<kAddsTerms, typename Terms::Storage, Stats> of_queries;
     TmaRing<1> ring_k, ring_v, ring_p;
     TmaRing<kStages> ring_q, ring_ds;

@@ -31,6 +31,23 @@ CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, A const& a, B c
   }
 }
 
+// A left operand whose first slices are in registers, as MmaHeld has them. These are off limits while
+// products are in flight.
+template <class MmaHeld, class Held, class Others>
+struct LeftOperand {
+  Held const& held;
+  Others others;
+};
+template <class MmaHeld, class Held, class Others, class Mma, class B, class Acc>
+CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, LeftOperand<MmaHeld, Held, Others> const& a,
+                                 B const& b, Acc& acc) {
+  MmaHeld mma_held;
+  multiply_slices(scale, mma_held, a.held, b, acc);
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  CUTE_UNROLL
+  for (int k = size<2>(a.held); k < size<2>(a.others); ++k) gemm(mma, a.others(_, _, k), b(_, _, k), acc);
+}
+
 // Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
 // waited for.
 template <class Mma, class A, class B, class Acc>
