@@ -36,7 +36,7 @@ struct PackedWeights {
 };
 // fp16, in whose gradients those 11 bits would show (RMS errors of dQ and dK were 1.2 times as high): of each
 // float all but the last byte, 16 bits of mantissa. The fourth's three take the places of the others' last
-// ones, which stay there.
+// ones.
 template <>
 struct PackedWeights<cutlass::half_t> {
   static constexpr int kWords = 3;
@@ -48,7 +48,9 @@ struct PackedWeights<cutlass::half_t> {
   }
   CUTE_DEVICE static void unpack(uint32_t const* words, float* weights) {
     CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) weights[i] = __uint_as_float(words[i]);
+    for (int i = 0; i < kWords; ++i) {
+      weights[i] = __uint_as_float(words[i] & ~0xffu);  // the fourth is another query's
+    }
     uint32_t const lower = __byte_perm(words[0], words[1], 0x0400);
     weights[3] = __uint_as_float(__byte_perm(lower, words[2], 0x4210));
   }
