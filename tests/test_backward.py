@@ -206,8 +206,8 @@ def test_softmax_scale(kernel, head_dim, softmax_scale, mask, dtype):
 def test_weights_that_pass_between_warpgroups(kernel, seqlen_k, head_dim, dtype):
     """In 16 or 24 bits, on Hopper, which must not show: neither where weights are many and small nor else.
 
-    Rounded once more as dS is, they would make the errors of dq and dk 1.2 times as large in float16. (Where few
-    weights are large, few roundings decide, and these differ by chance.)
+    Rounded once more as dS is, they would make the errors of dq and dk 1.2 times as large in float16. (Where
+    few weights are large, few roundings decide, and these differ by chance.)
     """
     q, k, v = make_inputs(Shape(1, 1, 1, 128, seqlen_k, head_dim), dtype, kernel.device)
     dout, _ = make_gradients(q)
