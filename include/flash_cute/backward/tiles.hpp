@@ -136,8 +136,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_keys = 4,
                           .warps_across = 2,
                           .held_slices = 8}}};
-      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices (H100): 512
-      // +0.3%, else 0; four 16k -0.8%.
+      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices (H100): 0,
+      // with 224 registers 0 to +0.8%; four 16k -0.8%.
       case 256:
         return {.keys = {{.block_m = 64,
                           .block_n = 128,
