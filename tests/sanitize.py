@@ -176,7 +176,8 @@ def under(tool: str, parts: list[str]) -> bool:
     said = [line for line in ran.stdout.splitlines() if line.startswith("=========")]
     print(f"{tool}, {time.perf_counter() - begin:.0f} s: {said[-1] if said else 'no summary'}", flush=True)
     if ran.returncode:
-        print("\n".join(said[:40]), ran.stderr, sep="\n")
+        drawn = [line for line in ran.stdout.splitlines() if line not in said]  # ends with the problem
+        print(*said[:40], *drawn[-2:], ran.stderr, sep="\n")
     return ran.returncode == 0
 
 
