@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> Path:
     yards, steady = {}, ({}, {})
     if options.lengths:
         mine = lengths.ours(options.families or contenders.families(device, direction))
-        default_peers = lengths.PEERS if device.type == "cuda" else ()
+        default_peers = default_peers if device.type == "cuda" else ()
     else:
         mine = options.families or contenders.mine(device, direction)
         yards = yardsticks(device)

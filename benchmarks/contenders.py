@@ -1,4 +1,6 @@
-"""Who is measured: each family of ours and PyTorch's own kernels, forward, backward or one after the other.
+"""Who is measured: each family of ours, PyTorch's own kernels, and newer_flash's where they are installed.
+
+Forward, backward or one after the other.
 
 A forward gives out and LSE, the others dq, dk and dv. A backward is called on what its own forward saved.
 """
@@ -14,7 +16,8 @@ from torch.utils import deterministic as memory
 
 import flash_cute
 
-from .problem import DTYPES, Problem
+from . import newer_flash
+from .problem import DTYPES, CannotRun, Problem
 
 aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
@@ -23,10 +26,6 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 
 # Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
 MATH_SCORES_LIMIT = 2**31
-
-
-class CannotRun(Exception):
-    """A contender has no kernel for a problem; the message says why."""
 
 
 def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
@@ -165,11 +164,17 @@ PEERS = {
     "efficient": efficient,
     "math": math,
 }
+NEWER = {name + how: version for name, version in newer_flash.VERSIONS.items() for how in ("", DETERMINISTIC)}
+PEERS |= {name: partial(newer_flash.forward, version=version) for name, version in NEWER.items()}
 BACKWARDS = {
     "flash": flash_backward,
     "flash" + DETERMINISTIC: flash_backward_deterministic,
     "cudnn": cudnn_backward,
     "efficient": efficient_backward,
+}
+BACKWARDS |= {
+    name: partial(newer_flash.backward, version=version, deterministic=name.endswith(DETERMINISTIC))
+    for name, version in NEWER.items()
 }
 FREE_PEERS = tuple(name for name in PEERS if not name.endswith(DETERMINISTIC))
 DEFAULT_PEERS = ("flash", "cudnn")
@@ -244,8 +249,8 @@ def attempt(run: Callable):
     """What the call gives; raises CannotRun where it has no kernel for its inputs."""
     try:
         return run()
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        raise CannotRun(str(error).splitlines()[0]) from error
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+        raise CannotRun(f"{error}\n".splitlines()[0] or type(error).__name__) from error
 
 
 def prepare_all(names: list[str], problem: Problem, *inputs) -> tuple[dict[str, Run], dict[str, str]]:

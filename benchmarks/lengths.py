@@ -12,6 +12,7 @@ import torch
 
 import flash_cute
 
+from . import newer_flash
 from .contenders import CPU, CannotRun, Run, agrees, aten, attempt, comparable, in_direction, prepare
 from .problem import Problem
 
@@ -259,4 +260,10 @@ def cudnn(problem: Ragged, q, k, v, *dout, offsets) -> Run:
     return in_direction(problem, forward, backward)
 
 
+def newer(problem: Ragged, q, k, v, *dout, offsets, version: newer_flash.Version) -> Run:
+    calls = newer_flash.packed(problem, q, k, v, dout, offsets=offsets, version=version)
+    return in_direction(problem, *calls)
+
+
 PEERS = {"flash": flash, "cudnn": cudnn}
+PEERS |= {name: partial(newer, version=version) for name, version in newer_flash.VERSIONS.items()}

@@ -12,6 +12,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LSE_BYTES = 4
 
 
+class CannotRun(Exception):
+    """A contender has no kernel for a problem; the message says why."""
+
+
 class Work(NamedTuple):
     """What one direction does: matrix products, and passes over tensors like q and k, and over the LSE."""
 

@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from . import newer_flash
 from .problem import paper_grid
 from .results import FOLDER
 from .timing import REGIMES
@@ -24,6 +25,7 @@ MIXED = "mixed (before regimes)"  # of the files that know none: contenders in t
 MISSING = "-"  # in a table
 SHORT = 2048  # sequences up to here have a geometric mean of their own
 FEW_QUERIES = 64  # up to here a problem is about the keys' bytes, and told in microseconds
+BEST_HERE = "best peer"  # of those measured in the cell, where they are more than PyTorch's
 BEST = "best known"  # of the peers: cuDNN's speed of this run times what is known of the best, same regime
 RATE, TIME = "TFLOP/s", "microseconds"
 # Okabe and Ito's colours, which the colour-blind tell apart; ours are the strong ones.
@@ -32,6 +34,8 @@ COLOURS = {
     "sm80": "#D55E00",
     "cpu": "#009E73",
     "flash": "#999999",
+    "flash3": "#009E73",
+    "flash4": "#CC79A7",
     "cudnn": "#56B4E9",
     "efficient": "#E69F00",
     "math": "#CC79A7",
@@ -134,10 +138,14 @@ def geometric_mean(values: Iterable[float]) -> float:
 def comparisons(results: dict, known: dict[tuple, float]) -> dict[str, dict[tuple, float]]:
     """Column title -> cell -> ours over a peer in speed; known is the best known peer over cuDNN."""
     columns: dict[str, dict[tuple, float]] = {}
+    newer = {peer for peer in results["peers"] if peer in newer_flash.VERSIONS}
     for mine in results["ours"]:
         for cell in results["cells"]:
             where = key(cell["problem"])
             ratios = cell["speedup"].get(mine, {})
+            if newer & ratios.keys():
+                best = min(ratios[peer] for peer in results["peers"] if peer in ratios)
+                columns.setdefault(f"{mine}/{BEST_HERE}", {})[where] = best
             for peer, ratio in ratios.items():
                 columns.setdefault(f"{mine}/{peer}", {})[where] = ratio
             if "cudnn" in ratios and where in known:
@@ -312,6 +320,13 @@ def plot(results: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
+def peer_title(name: str) -> str:
+    version, *mode = name.split()
+    if version not in newer_flash.VERSIONS:
+        return f"PyTorch's {name}"
+    return " ".join([newer_flash.VERSIONS[version].title, *mode])
+
+
 def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) -> None:
     """One panel: a group of bars per cell, each with its number."""
     from matplotlib.patheffects import withStroke
@@ -322,7 +337,7 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) 
     for i, name in enumerate(names):
         shown = {x: in_unit(cell, name, unit) for x, cell in enumerate(cells) if name in cell["times_us"]}
         at = [x + (i - (len(names) - 1) / 2) * width for x in shown]
-        label = f"flash_cute {name}" if name in ours else f"PyTorch's {name}"
+        label = f"flash_cute {name}" if name in ours else peer_title(name)
         hatch = HATCHES.get(name.split()[-1])
         bars = axis.bar(at, shown.values(), width * 0.92, color=colour(name), hatch=hatch, label=label)
         axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
