@@ -89,6 +89,9 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
         inputs = problem.inputs(device, options.layout)
         running, excluded = contenders.prepare_all(mine + peers, problem, *inputs)
         compared, scales = contenders.compared(mine, peers), {}
+    memory = {}
+    if device.type == "cuda":
+        memory = {"bytes_beside": {name: timing.bytes_beside(run) for name, run in running.items()}}
     if options.graph:
         running = {name: timing.graphed(run) for name, run in running.items()}
     regimes = {}
@@ -99,7 +102,7 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
         samples, power = map(operator.or_, timing.sustained(running, device, *turns), steady)
         regimes["sustained"] = in_regime(samples, compared, scales) | {"power": power}
     scaled = {"times_scaled": scales} if scales else {}
-    return {"problem": problem.to_json(), "regimes": regimes, "excluded": excluded} | scaled
+    return {"problem": problem.to_json(), "regimes": regimes, "excluded": excluded} | scaled | memory
 
 
 def problems(options) -> list[Problem] | list[lengths.Ragged]:

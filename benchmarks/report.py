@@ -228,9 +228,22 @@ def markdown(results: dict, baseline: Baseline) -> str:
         name = regime.capitalize() if direction == "Forward" else f"{direction}, {regime}"
         how = f": {REGIMES[regime]}" if regime in REGIMES else ""
         lines += ["", f"## {name}{how}", "", *section(measured, baseline.get(regime, {}))]
+    if any("bytes_beside" in cell for cell in results["cells"]):
+        lines += ["", "## The most memory that a call has beside its results, MB", "", *memory(results)]
     reasons = {(name, why) for cell in results["cells"] for name, why in cell["excluded"].items()}
     lines += ["", *(f"- {name} left out of some cells: {why}" for name, why in sorted(reasons))]
     return "\n".join(lines).rstrip()
+
+
+def memory(results: dict) -> list[str]:
+    names = results["ours"] + results["peers"]
+
+    def row(cell: dict) -> list[str]:
+        sizes = cell["bytes_beside"]
+        problem = f"d{cell['problem']['head_dim']}, {title(cell['problem'])}"
+        return [problem, *(f"{sizes[name] / 1e6:.2f}" if name in sizes else MISSING for name in names)]
+
+    return table(["", *names], (row(cell) for cell in results["cells"] if "bytes_beside" in cell))
 
 
 def section(results: dict, known: dict[tuple, float]) -> list[str]:

@@ -165,6 +165,19 @@ def paired_speedup(ours: list[float], theirs: list[float]) -> float:
     return round(statistics.median(paired_speedups(ours, theirs)), 4)
 
 
+def bytes_beside(function: Callable) -> int:
+    """The most that a call has of the GPU's memory at one time, beside its results."""
+
+    def requested(when: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    results = [result for result in function() if isinstance(result, torch.Tensor) and result.is_cuda]
+    storages = {result.untyped_storage().data_ptr(): result.untyped_storage().nbytes() for result in results}
+    return requested("peak") - before - sum(storages.values())
+
+
 def graphed(function: Callable, calls: int = 1) -> Callable[[], None]:
     """`calls` calls captured into one CUDA graph; the result replays it."""
     function()

@@ -106,6 +106,8 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("block_n", tile.block_n)
       .add("stages", tile.stages)
       .add("packed_heads", 1)
+      .add("group_parts", call.launch.group_parts)
+      .add_raw("adds_terms", tile.adds_terms ? "true" : "false")
       .add("threads", attributes.threads)
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)

@@ -70,7 +70,8 @@ class Explanation(dict):
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
     smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, and for every backward), seqlen_k_used.
-    Of a backward the kernel is the one that takes longest.
+    Of a backward, whose kernel is the one that takes longest: group_parts (into how many the query heads that
+    share K and V are split, each with tiles of its own), adds_terms (do LSE and delta come by a product?).
     """
 
     @classmethod
@@ -105,9 +106,14 @@ class Explanation(dict):
         heads = self["packed_heads"]
         direction = " backward" if self["backward"] else ""
         rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
+        tile = f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages"
+        if self.get("adds_terms"):
+            tile += ", LSE and delta by a product"
+        if self.get("group_parts", 1) > 1:
+            tile += f", query heads that share K and V in {self['group_parts']} parts"
         return {
             "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
-            "tile": f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages",
+            "tile": tile,
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",

@@ -312,6 +312,35 @@ def test_comparison_with_the_best_known_peer(h200_like, known, regime):
     assert report.geometric_mean(columns["sm80/flash"].values()) == pytest.approx(1.05)
 
 
+def test_best_peer_of_a_cell(h200_like):
+    """Where one is measured that PyTorch does not ship: the fastest of all of them."""
+    cells = []
+    for i, cell in enumerate(report.by_regime(h200_like)["burst"]["cells"]):
+        theirs = {"flash": 2.0, "cudnn": 1.5, "flash3": 1.2 + 0.1 * (i % 2), "flash4": 1.25}
+        cells.append(cell | {"speedup": {"sm90": theirs}})
+    results = h200_like | {"ours": ["sm90"], "peers": ["flash", "cudnn", "flash3", "flash4"], "cells": cells}
+    columns = report.comparisons(results, {})
+    assert next(iter(columns)) == "sm90/best peer"
+    assert list(columns["sm90/best peer"].values())[:3] == pytest.approx([1.2, 1.25, 1.2])
+    titles = [report.peer_title(peer) for peer in ("flash", "flash3 deterministic")]
+    assert titles == ["PyTorch's flash", "FlashAttention-3 deterministic"]
+
+
+def test_memory_beside_results_is_shown(h200_like):
+    cells = [cell | {"bytes_beside": {"sm90": 2_500_000}} for cell in h200_like["cells"][:1]]
+    shown = report.markdown(h200_like | {"cells": cells}, {})
+    assert "| d64, full, 512 | - | 2.50 | - | - |" in shown
+    assert "memory" not in report.markdown(h200_like, {})
+
+
+@pytest.mark.gpu
+def test_memory_beside_results():
+    """Of a call that has nothing else, and of one that has a step or two between."""
+    x = torch.zeros(1000, device="cuda")
+    assert timing.bytes_beside(lambda: (x + 1,)) == 0
+    assert timing.bytes_beside(lambda: ((x + 1) * 2 + 1,)) in (x.nbytes, 2 * x.nbytes)
+
+
 def test_best_known_peer_of_a_backward(h200_like):
     """A backward is compared with backwards, and results of before there were any are of forwards."""
     baseline = report.baseline_for(h200_like)["burst"]

@@ -64,6 +64,10 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     assert all(("sm90 backward, bf16" if backward else "sm90, bf16") in text for text in shown)
     assert "workspace none" in shown[0]
     assert "workspace 2.5 MB" in shown[1]
+    assert "parts" not in shown[0]
+    plan |= {"workspace_bytes": 0, "group_parts": 4, "adds_terms": True}
+    shown = str(Explanation.of(plan, torch.device("cpu")))
+    assert "LSE and delta by a product, query heads that share K and V in 4 parts" in shown
 
 
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.
@@ -105,6 +109,23 @@ def test_the_launch_fits_the_problem(shape, causal, expected):
     assert {name: plan[name] for name in expected} == expected
     packing = f"({plan['packed_heads']} heads of each query)"
     assert (packing in str(plan)) == (plan["packed_heads"] > 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Shape(32, 32, 32, 512, 512, 64), {"adds_terms": False, "group_parts": 1}),
+        (Shape(4, 32, 32, 4096, 4096, 64), {"adds_terms": True, "group_parts": 1}),
+        (Shape(1, 32, 1, 8192, 8192, 64), {"adds_terms": True, "group_parts": 32}),
+    ],
+)
+def test_a_plan_tells_which_backward_it_is(shape, expected):
+    gpu = torch.cuda.get_device_properties()
+    if (gpu.major, gpu.minor, gpu.multi_processor_count) != (9, 0, 132):
+        pytest.skip("these are the plans of the sm90 family on 132 multiprocessors")
+    plan = flash_cute.explain(*make_inputs(shape, torch.bfloat16, "cuda"), causal=True, backward=True)
+    assert {name: plan[name] for name in expected} == expected
 
 
 @pytest.mark.gpu

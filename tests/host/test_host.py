@@ -1214,6 +1214,8 @@ def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_d
         (64, (2, 6, 6, 1024, 1024), CAUSAL, True),
         (64, (2, 6, 6, 1000, 1000), CAUSAL, False),
         (64, (20, 60, 30, 300, 1100), FULL, False),  # a group's are all found before its first tile
+        (128, (1, 8, 1, 8192, 8192), CAUSAL, True),  # split into single heads
+        (64, (1, 8, 1, 8192, 8192), CAUSAL, False),  # likewise, where that warp would spill
         (64, (2, 6, 6, 2048, 2048), (2000, 0), True),
         (64, (2, 6, 6, 4096, 4096), (1000, 0), True),
         (64, (2, 6, 6, 4096, 4096), (500, 0), False),

@@ -84,10 +84,6 @@ struct BackwardConsumerSm90 {
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       issue_scores(Lse{}, at.slot, mma_s, held_k.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
-      if constexpr (kFirst) {
-        shared.ring_v.wait(at_keys);
-        held_v.load(sV, own.key_thread());
-      }
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
       issue_scores(Delta{}, at.slot, mma_s, held_v.of(hide_place(tSrV)), tSrdO(_, _, _, at.slot), acc_ds);
@@ -140,6 +136,8 @@ struct BackwardConsumerSm90 {
         });
       }
     };
+    shared.ring_v.wait(at_keys);
+    held_v.load(sV, own.key_thread());
     shared.ring_k.wait(at_keys);
     held_k.load(sK, own.key_thread());
     await_queries();

@@ -57,7 +57,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr (Traits::kMakesRows) {
+    if constexpr (Traits::kFindsStats) {
       if (warp == 3 && params.workspace.stats_known) QueryStatsFinder<Traits>{shared, params, maps}.run();
     }
     if (elect_one_sync()) {

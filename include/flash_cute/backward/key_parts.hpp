@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes f
   Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
   scale_gradient(params, which, sum);
   TensorView const& view = which == KeyGradient::dk ? params.dk : params.dv;
-  Tensor target = local_tensor<typename Traits::Element>(view, params.lengths.cu_seqlens_k ? 0 : b, head,
-                                                         int64_t(s.k_begin) + begin, TileKV{});
+  Tensor target = local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, TileKV{});
   store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, params.shape.head_dim, sum,
              coords);
 }

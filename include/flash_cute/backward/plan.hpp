@@ -308,8 +308,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     // -2% at head dim 64, -7% at 128, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1
     // to +2%). All of a pair's are found before its first tile, and a group has many (16k: -4%).
     constexpr int kPaysFrom = 512;  // visible keys
-    plan.finds_stats = plan.tile.has_room_for_sums() && !deterministic && shape.heads_q == shape.heads_kv &&
-                       keys_seen.mean >= kPaysFrom;
+    plan.finds_stats = plan.tile.may_find_stats(plan.group_parts > 1) && !deterministic &&
+                       shape.heads_q == shape.heads_kv && keys_seen.mean >= kPaysFrom;
     if (plan.finds_stats) {
       // Of the first round's they are known when the kernel begins (H200, head dim 128; 512 full +2%, 1k 0
       // and +1.3%, 2k +0.8 and +0.3%, 16k 0, behind a window of 1024 +0.5%; two rounds -0.6 to 0%).

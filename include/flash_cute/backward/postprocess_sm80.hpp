@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));
   clear_first_rows(dq, coords, s.mask.first_seeing_row() - m_begin);
-  Tensor target = local_tensor<Element>(params.dq, params.lengths.cu_seqlens_q ? 0 : b, head,
-                                        int64_t(s.queries.begin) + m_begin, TileQ{});
+  Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
   // Through shared memory, so that neighbouring threads write along a row. Its chunks of 16 bytes are
   // permuted against bank conflicts.
   constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kHeadDim / kChunk;

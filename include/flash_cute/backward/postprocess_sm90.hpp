@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
     dq(4 * i + 2) = params.softmax_scale * four.z;
     dq(4 * i + 3) = params.softmax_scale * four.w;
   }
-  Tensor target = local_tensor<typename Traits::Element>(params.dq, params.lengths.cu_seqlens_q ? 0 : b, head,
-                                                         int64_t(s.queries.begin) + m_begin, TileQ{});
+  Tensor target =
+      local_tensor<typename Traits::Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
   store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, dq, coords);
 }
 

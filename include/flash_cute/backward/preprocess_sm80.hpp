@@ -32,10 +32,9 @@ __global__ void __launch_bounds__(kThreads)
   number_keys<Family::sm80, kThreads>(params);
   if (!has_rows(m_begin, s.used)) return;
 
-  int const entry = params.lengths.cu_seqlens_q ? 0 : b, first_row = s.mask.first_seeing_row();
-  int const lane = threadIdx.x % kLanes;
+  int const first_row = s.mask.first_seeing_row(), lane = threadIdx.x % kLanes;
   auto chunk = [&](TensorView const& view, int row) {
-    auto const* const data = static_cast<Element const*>(view.data) + entry * view.batch_stride +
+    auto const* const data = static_cast<Element const*>(view.data) + b * view.batch_stride +
                              head * view.head_stride + int64_t(s.queries.begin + row) * view.row_stride;
     return *reinterpret_cast<uint4 const*>(data + lane * kChunk);
   };
@@ -52,8 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     }
     if (lane != 0) continue;
-    int64_t const at =
-        entry * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
+    int64_t const at = b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
     float const lse = sees ? params.lse[at] : INFINITY;
     // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
     params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);

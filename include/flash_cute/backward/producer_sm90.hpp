@@ -114,7 +114,7 @@ struct BackwardProducerSm90 {
                                      kBytes);
     };
 
-    if constexpr (Traits::kMakesRows) {
+    if constexpr (Traits::kFindsStats) {
       while (!are_stats_known(params, tile, kBlockM)) __nanosleep(50);
     }
     // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
   auto const [head, of_head] = tiles.of_block(blockIdx.x);
-  int const b = tiles.sequence(of_head), entry = params.lengths.cu_seqlens_q ? 0 : b;
+  int const b = tiles.sequence(of_head);
   Sequence const s = sequence(params, b);
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto load = [&](auto tile_shape, TensorView const& view, int of_head, int first, int begin,
                   TileInterior const& interior, auto&& target) {
     auto const loader = typename TensorCore::template TiledLoad<Traits::kThreads>{}.get_slice(thread);
-    Tensor source = local_tensor<Element>(view, entry, of_head, int64_t(first) + begin, tile_shape);
+    Tensor source = local_tensor<Element>(view, b, of_head, int64_t(first) + begin, tile_shape);
     copy_async(typename TensorCore::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
                loader.partition_S(make_identity_tensor(tile_shape)), interior);
   };
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.softmax_scale;
   Tensor dq_coords = thread_mma.partition_C(make_identity_tensor(TileQ{}));
   clear_first_rows(acc_dq, dq_coords, first_row);
-  Tensor target = local_tensor<Element>(params.dq, entry, head, int64_t(s.queries.begin) + m_begin, TileQ{});
+  Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
   store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, acc_dq, dq_coords);
 }
 

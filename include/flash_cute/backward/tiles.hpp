@@ -28,6 +28,11 @@ struct BackwardTile {
   constexpr int warps() const { return warps_keys * warps_across * (splits_work() ? 2 : 1); }
   // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
+  // And may the same kernel find LSE and delta? Where groups are split, not of 128 queries a step: a warp
+  // would spill, and the kernel before is faster (head dim 64, H100: 8k and 16k +1 to +2%; 128 -1%).
+  constexpr bool may_find_stats(bool splits_groups) const {
+    return has_room_for_sums() && !(splits_groups && block_m > 64);
+  }
   constexpr bool operator==(BackwardTile const&) const = default;
 
   // K and V; Q, dO and two floats of each query, or four; dS, P where warps share it, and as floats where

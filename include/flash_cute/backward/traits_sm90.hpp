@@ -141,6 +141,7 @@ struct BackwardTraitsSm90 {
                                 kCluster * kSlotDS * sizeof(Element) == kFloats * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
+  static constexpr bool kFindsStats = kTile.may_find_stats(kSplitsGroups);  // or else the kernel before
   // Of a block of queries. At head dim 64 there is no room for those of the last warp, which come to where
   // those of the first were.
   static constexpr int kSums = kBlockM * kSumColumns;
