@@ -21,9 +21,9 @@ CUTE_DEVICE float* handed_over_dq(typename Traits::SharedStorage& shared, int wa
 
 // The computing side. Sums of a block of queries lie warp by warp in the order of registers, four neighbours
 // of each lane side by side, so that shared memory has no bank conflicts in either direction.
-template <class Traits>
+// warpgroup_: in a cluster, where the two have their own columns.
+template <class Traits, int warpgroup_ = 0>
 struct QuerySums {
-  static constexpr int kWarpFloats = Traits::kWarpFloats;
   using AtDS = RingPosition<Traits::kStages>;
   typename Traits::SharedStorage& shared;
   bool wanted;
@@ -33,26 +33,35 @@ struct QuerySums {
   // dS of all keys is there: puts dQ = dS K in flight, in a cluster as two products.
   CUTE_DEVICE auto issue(AtDS const& at_ds) const {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{});  // (M, N, STAGE)
-    Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{});   // (D, N)
-    typename Traits::MmaQueries mma;
-    auto const slice = mma.get_slice(warpgroup * 128);
-    Tensor tQrdS = slice.partition_fragment_A(sdS);  // (MMA, MMA_M, MMA_N, STAGE)
-    Tensor tQrK = slice.partition_fragment_B(sKt);   // (MMA, MMA_D, MMA_N)
-    Tensor acc_dq = partition_fragment_C(mma, typename Traits::OwnQ{});
-    static_assert(decltype(size<1>(tQrK))::value == Traits::kCluster);
-    int const columns = Traits::kInCluster ? read_cluster_rank() : 0;
-    Tensor tQrK_own =
-        make_tensor(tQrK(_, columns, _).data(),
-                    make_layout(get<0>(tQrK.layout()), Layout<_1, _0>{}, get<2>(tQrK.layout())));
-    shared.ring_ds.wait(at_ds);
-    issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot), tQrK_own, acc_dq);
     if constexpr (Traits::kInCluster) {
-      Tensor sPeerKt = make_tensor(make_smem_ptr(shared.peer_k), typename Traits::LayoutPeerKt{});  // (D, N)
+      constexpr int kColumns = Traits::columns_of(warpgroup_), kFirst = warpgroup_ * Traits::columns_of(0);
+      typename Traits::template MmaSums<kColumns> mma;
+      auto const slice = mma.get_slice(0);
+      auto columns_from = [&](auto* keys, int column) {  // (MMA, MMA_D, MMA_N)
+        return slice.partition_fragment_B(make_tensor(make_smem_ptr(keys + column * Traits::kBlockN),
+                                                      typename Traits::template LayoutColumns<kColumns>{}));
+      };
+      Tensor tQrdS = slice.partition_fragment_A(sdS);  // (MMA, MMA_M, MMA_N, STAGE)
+      Tensor acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<kColumns>>{});
+      int const own_columns = read_cluster_rank() * Traits::kOwnColumns;
+      shared.ring_ds.wait(at_ds);
+      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot),
+                    columns_from(shared.k, own_columns + kFirst), acc_dq);
       shared.peer_ds[at_ds.slot].wait(at_ds.phase);
       issue_product(GMMA::ScaleOut::One, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot + 1),
-                    slice.partition_fragment_B(sPeerKt), acc_dq);
+                    columns_from(shared.peer_k, kFirst), acc_dq);
+      return acc_dq;
+    } else {
+      typename Traits::MmaQueries mma;
+      auto const slice = mma.get_slice(warpgroup * 128);
+      Tensor tQrdS = slice.partition_fragment_A(sdS);  // (MMA, MMA_M, MMA_N, STAGE)
+      Tensor tQrK = slice.partition_fragment_B(
+          make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{}));  // (MMA, MMA_D, MMA_N)
+      Tensor acc_dq = partition_fragment_C(mma, typename Traits::TileQ{});
+      shared.ring_ds.wait(at_ds);
+      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at_ds.slot), tQrK, acc_dq);
+      return acc_dq;
     }
-    return acc_dq;
   }
 
   // This warp's part has been computed, and dS read for it.
@@ -69,7 +78,8 @@ struct QuerySums {
   // stores that wait behind products.
   template <class Accumulator>
   CUTE_DEVICE void put(Accumulator const& acc_dq, AtDS const& at_ds) {
-    static_assert(32 * decltype(size(acc_dq))::value == kWarpFloats);
+    constexpr int kWarpPart = Traits::kInCluster ? Traits::floats_of(warpgroup_) / 4 : Traits::kWarpPart;
+    static_assert(32 * decltype(size(acc_dq))::value == kWarpPart * Traits::kHalves);
     if constexpr (!Traits::kInCluster) {
       if (!wanted) return;
     } else if (warpgroup == 1) {
@@ -77,9 +87,9 @@ struct QuerySums {
     }
     int const lane = thread % 32;
     // Both ways are the same place, but ptxas makes 2% more of the one at head dim 64, of the other at 128.
-    float* const rows = Traits::kHeadDim == 64 ? shared.dq + (4 * warpgroup + thread / 32) * Traits::kWarpPart
-                                               : handed_over_dq<Traits>(shared, warpgroup, at_ds.slot) +
-                                                     thread / 32 * Traits::kWarpPart;
+    float* const rows = Traits::kHeadDim == 64
+                            ? shared.dq + (4 * warpgroup + thread / 32) * kWarpPart
+                            : handed_over_dq<Traits>(shared, warpgroup, at_ds.slot) + thread / 32 * kWarpPart;
     auto* const staged = reinterpret_cast<float4*>(rows) + lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
@@ -133,7 +143,8 @@ struct QuerySumsWriter {
  private:
   CUTE_DEVICE void add(KeyTile const& tile) {
     QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
-    int const own = warpgroup * Traits::kCluster + (Traits::kInCluster ? read_cluster_rank() : 0);
+    int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
+    int const own = warpgroup * Traits::kCluster + rank;
     int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
     // 20 us until rows are made of them, where this kernel makes them (1% at head dims 128 and 256).
     auto const hint =
@@ -162,7 +173,8 @@ struct QuerySumsWriter {
       cutlass::arch::fence_view_async_shared();
       float const* const handed_over = handed_over_dq<Traits>(shared, warpgroup, at_ds.slot);
       if (params.workspace.dq) {
-        float* const sums = params.workspace.dq + place * Traits::kBlockFloats + own * Traits::kFloats;
+        float* const sums =
+            params.workspace.dq + place * Traits::kBlockFloats + Traits::place_of_part(warpgroup, rank);
         int const bytes = Traits::floats_of(warpgroup) * sizeof(float);
         if (first) {
           bulk_store(sums, handed_over, bytes, hint);

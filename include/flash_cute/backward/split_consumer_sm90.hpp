@@ -57,8 +57,8 @@ struct PackedWeights<cutlass::half_t> {
 };
 
 // P passes from thread to thread, as both own the same places of a tile: 16 bytes at a time, so that neither
-// way has bank conflicts. In a cluster it lies where dQ of all warps does, neither of which comes before the
-// other has been read as a whole.
+// way has bank conflicts. It may lie where dQ of all warps does, neither of which comes before the other has
+// been read as a whole.
 template <class Traits>
 struct WeightsSlot {
   using Packed = PackedWeights<typename Traits::Element>;
@@ -67,7 +67,7 @@ struct WeightsSlot {
   uint4* places;  // of this thread
 
   CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
-      : places((Traits::kInCluster ? reinterpret_cast<uint4*>(own.shared.dq) : own.shared.p) +
+      : places((Traits::kSharesP ? reinterpret_cast<uint4*>(own.shared.dq) : own.shared.p) +
                own.thread / 32 * (Traits::kPiecesP / 4) + own.thread % 32) {}
 
   template <class Weights>
@@ -106,7 +106,7 @@ struct BackwardWeightsSm90 {
   RingPosition<1> at_keys{}, at_p{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
-  QuerySums<Traits> sums = own.query_sums();
+  QuerySums<Traits, 0> sums = own.template query_sums<0>();
 
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
@@ -129,7 +129,7 @@ struct BackwardWeightsSm90 {
     auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
     auto add_sums = [&](auto&& beside) {
       sums.add(at_before, beside, [&] {
-        if constexpr (Traits::kInCluster) shared.ring_p.acquire(at_p);  // P has been taken
+        if constexpr (Traits::kSharesP) shared.ring_p.acquire(at_p);  // P has been taken
       });
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
@@ -145,7 +145,7 @@ struct BackwardWeightsSm90 {
       own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release_queries(shared.ring_q, at);
-      if constexpr (Traits::kInCluster) sums.await_read();  // where P comes now
+      if constexpr (Traits::kSharesP) sums.await_read();  // where P comes now
       auto& full = shared.ring_p.acquire(at_p);
       WeightsSlot<Traits>(own).put(acc_s);
       own.announce(full);
@@ -169,27 +169,17 @@ struct BackwardWeightsSm90 {
       steps.advance();
     };
     own.await_stored();
-    if constexpr (Traits::kInCluster) own.release(shared.ring_v, at_keys);  // which dV has left
+    own.release(shared.ring_v, at_keys);  // which dV has left
     shared.ring_k.wait(at_keys);
     held.load(sK, own.thread);
     step(std::true_type{});
-    if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
+    shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
-    auto store = [&] {
-      if (!own.params.dv.data) return;
-      own.template store<Traits::kInCluster>(KeyGradient::dv, tile, acc_dv);
-    };
-    if constexpr (Traits::kInCluster) {
-      shared.ring_p.acquire(at_p);  // who took the last P has read V, through which dV leaves
-      store();
-    }
+    shared.ring_p.acquire(at_p);  // who took the last P has read V, through which dV leaves
+    if (own.params.dv.data) own.template store</*kAllFit=*/true>(KeyGradient::dv, tile, acc_dv);
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
-    if constexpr (!Traits::kInCluster) {
-      sums.await_read();
-      store();
-    }
   }
 };
 
@@ -204,7 +194,7 @@ struct BackwardGradientsSm90 {
   RingPosition<1> at_keys{}, at_p{};
   RingPosition<Traits::kStages> at{};
   RingPosition<Traits::kStagesDO> at_dout{};
-  QuerySums<Traits> sums = own.query_sums();
+  QuerySums<Traits, 1> sums = own.template query_sums<1>();
 
   CUTE_DEVICE void compute(KeyTile const& tile) {
     auto& shared = own.shared;
@@ -261,21 +251,17 @@ struct BackwardGradientsSm90 {
       steps.advance();
     };
     own.await_stored();
-    if constexpr (Traits::kInCluster) own.release(shared.ring_peer_k, at_keys);  // which dK has left
+    own.release(shared.ring_peer_k, at_keys);  // which dK has left
     shared.ring_k.wait(at_keys);
     shared.ring_v.wait(at_keys);
     held.load(sV, own.thread);
     step(std::true_type{});
-    if constexpr (Traits::kInCluster) shared.ring_peer_k.wait(at_keys);
+    shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
-    if constexpr (!Traits::kInCluster) own.release(shared.ring_v, at_keys);
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
-    if (own.params.dk.data) {
-      if constexpr (!Traits::kInCluster) sums.await_read();
-      own.store(KeyGradient::dk, tile, acc_dk);
-    }
+    if (own.params.dk.data) own.store(KeyGradient::dk, tile, acc_dk);
   }
 };
 

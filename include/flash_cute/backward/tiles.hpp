@@ -132,14 +132,15 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_across = 1,
                           .adds_terms = true,
                           .held_slices = head_dim == 96 ? 2 : 1}}};
-      // As head dim 256 had it alone: no other was measured. Held slices (H100): 16k +5.5 and +3%, else 0;
-      // four instead of eight +4%, all twelve serialise products.
+      // 64 keys, by one thread block: 14 to 32% less (H100). Held slices: four 0.5 to 2% less; all twelve
+      // serialise products.
       case 192:
         return {.keys = {{.block_m = 64,
-                          .block_n = 64,
+                          .block_n = 128,
                           .stages = 2,
                           .warps_keys = 4,
                           .warps_across = 2,
+                          .cluster = 2,
                           .held_slices = 8}}};
       // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices (H100): 0,
       // with 224 registers 0 to +0.8%; four 16k -0.8%.

@@ -45,10 +45,12 @@ struct BackwardTraitsSm90 {
   static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
   static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
-  // The loop of head dim 64 wants 240 (232: 3% slower at 16k). Where groups are split, the loading thread of
-  // 256 spills with 40.
+  // The loop of head dim 64 wants 240 (232: 3% slower at 16k). With 40 threads that load or add spill at 192,
+  // and at 256 where groups are split.
   static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
-  static constexpr int kProducerRegisters = kHeadDim == 64 ? 24 : kHeadDim == 256 && kSplitsGroups ? 56 : 40;
+  static constexpr int kProducerRegisters = kHeadDim == 64                                     ? 24
+                                            : kHeadDim == 192 || (kInCluster && kSplitsGroups) ? 56
+                                                                                               : 40;
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;
   static_assert(kConsumerRegisters % 8 == 0);
 
@@ -70,15 +72,22 @@ struct BackwardTraitsSm90 {
   // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns.
   // They come in panels of 32 or 64, so at head dim 96 more are computed than there are.
   static constexpr int kSumColumns = ceil_div(kHeadDim, 64) * 64, kOwnColumns = kSumColumns / kCluster;
-  static constexpr int kRowsQ = kBlockM / 64, kColumnsQ = kOwnColumns * kRowsQ / kConsumers;
+  static constexpr int kRowsQ = kBlockM / 64;
+  static constexpr int columns_of(int warpgroup) {
+    int const even = kOwnColumns * kRowsQ / kConsumers;
+    if (!kInCluster || even % 32 == 0) return even;
+    return warpgroup == 0 ? 64 : kOwnColumns - 64;  // of 96
+  }
+  static constexpr int kColumnsQ = columns_of(0);
   using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
-  using OwnQ = Shape<Int<kBlockM>, Int<kOwnColumns>>;
-  using MmaQueries = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kColumnsQ>, Int<kBlockN>>, GMMA::Major::MN,
+  template <int columns, class Warpgroups = Layout<Shape<_1, _1, _1>>>
+  using MmaSums = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<columns>, Int<kBlockN>>, GMMA::Major::MN,
                            GMMA::Major::MN>(),
-      Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>{}));
+      Warpgroups{}));
+  using MmaQueries = MmaSums<kColumnsQ, Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>>;
   static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
-  static_assert(!kInCluster || kSplitsWork);
+  static_assert(kInCluster == kSplitsWork);
 
   // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each is read both ways: its rows are
   // rows of an operand of S and dP, and its columns those of one of dV, dK and dQ.
@@ -91,9 +100,10 @@ struct BackwardTraitsSm90 {
   // With room for columns that are summed up although nobody loads them.
   using LayoutKt =
       decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kSumColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
-  // The own columns of the other block's keys.
-  using LayoutPeerKt =
-      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kOwnColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
+  // Columns of K side by side, a panel after the other: in a cluster those of a warpgroup's part of dQ.
+  template <int columns>
+  using LayoutColumns =
+      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<columns>, Int<kBlockN>>{}, Step<_2, _1>{}));
   using LayoutQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutQt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
@@ -111,10 +121,16 @@ struct BackwardTraitsSm90 {
   // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
   static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
   static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup
-  // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long.
+  // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long, and in
+  // a cluster each has its columns of both blocks one behind the other.
   static constexpr int kBlockFloats = kBlockM * kHeadDim, kLeftOver = kBlockM * kSumColumns - kBlockFloats;
   static constexpr int floats_of(int warpgroup) {
+    if (kInCluster) return kBlockM * columns_of(warpgroup);
     return warpgroup == kConsumers - 1 ? kFloats - kLeftOver : kFloats;
+  }
+  FLASH_CUTE_HOST_DEVICE static constexpr int place_of_part(int warpgroup, int rank) {
+    if (!kInCluster) return warpgroup * kFloats;
+    return warpgroup * kCluster * floats_of(0) + rank * floats_of(warpgroup);
   }
   // Sums lie in the order of registers: a warp's fours of neighbours one after the other, those of a lane 32
   // apart. At head dim 96 what is summed up of all warps comes first.
@@ -122,7 +138,7 @@ struct BackwardTraitsSm90 {
   static_assert(kLeftOver == 0 || (kHalves * kLeftOver == kFloats && kRowsQ == 1));
   static constexpr int place_of_four(int i) {
     constexpr int kFours = kWarpPart / 4 / 32;
-    return i / kFours * kWarpPart + i % kFours * 32;
+    return kHalves == 1 ? i * 32 : i / kFours * kWarpPart + i % kFours * 32;
   }
   static constexpr int kStoreColumns = kHeadDim / kCluster;
   using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
@@ -132,13 +148,14 @@ struct BackwardTraitsSm90 {
   static constexpr int kWordsOfWeights = std::is_same_v<Element, half_t> ? 3 : 2;  // four: see PackedWeights
   static constexpr int kPiecesP = kSplitsWork ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
   static constexpr int kSlotElements = kBlockM * kHeadDim;                                     // of Q and dO
-  // In a cluster memory is short. P lies where the first warpgroup's part of dQ will, which comes once P has
-  // been taken; the other one's part lies where the dS did that it is made of.
-  static constexpr int kSlotP = kInCluster ? 0 : kPiecesP;
-  static constexpr int kSlotsDQ = kInCluster ? 1 : kConsumers;
-  static constexpr int kSlotPeerK = kInCluster ? cosize_v<LayoutPeerKt> : 0;
-  static_assert(!kInCluster || (kPiecesP * sizeof(uint4) <= kFloats * sizeof(float) &&
-                                kCluster * kSlotDS * sizeof(Element) == kFloats * sizeof(float)));
+  // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
+  // At head dim 256 P lies where the other one's part will, which comes once P has been taken (192 2 to 3%).
+  static constexpr bool kSharesP = kHeadDim == 256;
+  static constexpr int kSlotP = kSharesP ? 0 : kPiecesP;
+  static constexpr int kSlotDQ = kInCluster ? floats_of(0) : kConsumers * kFloats;
+  static constexpr int kSlotPeerK = kInCluster ? kBlockN * kOwnColumns : 0;
+  static_assert(!kInCluster || (kPiecesP * sizeof(uint4) <= kSlotDQ * sizeof(float) &&
+                                kCluster * kSlotDS * sizeof(Element) >= floats_of(1) * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
   static constexpr bool kFindsStats = kTile.may_find_stats(kSplitsGroups);  // or else the kernel before
@@ -167,7 +184,7 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) Element peer_k[kSlotPeerK];
-    alignas(1024) float dq[kSlotsDQ * kFloats];
+    alignas(1024) float dq[kSlotDQ];
     alignas(128) uint4 p[kSlotP];
     std::conditional_t<kAddsTerms, typename Terms::Storage, Stats> of_queries;
     TmaRing<1> ring_k, ring_v, ring_p;

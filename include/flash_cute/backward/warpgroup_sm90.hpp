@@ -37,7 +37,8 @@ struct BackwardWarpgroup {
     return (Traits::kAddsTerms ? scale_of_scores(scale) : scale) * float(M_LOG2E);
   }
 
-  CUTE_DEVICE QuerySums<Traits> query_sums() const {
+  template <int warpgroup_ = 0>
+  CUTE_DEVICE QuerySums<Traits, warpgroup_> query_sums() const {
     return {shared, params.workspace.dq != nullptr, warpgroup, thread};
   }
 
