@@ -91,7 +91,8 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
         compared, scales = contenders.compared(mine, peers), {}
     memory = {}
     if device.type == "cuda":
-        memory = {"bytes_beside": {name: timing.bytes_beside(run) for name, run in running.items()}}
+        memory = {n: timing.bytes_beside(run) for n, run in running.items() if n not in scales}
+        memory = {"bytes_beside": memory}
     if options.graph:
         running = {name: timing.graphed(run) for name, run in running.items()}
     regimes = {}

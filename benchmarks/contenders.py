@@ -249,8 +249,8 @@ def attempt(run: Callable):
     """What the call gives; raises CannotRun where it has no kernel for its inputs."""
     try:
         return run()
-    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
-        raise CannotRun(f"{error}\n".splitlines()[0] or type(error).__name__) from error
+    except (RuntimeError, NotImplementedError, ValueError, CannotRun) as error:
+        raise CannotRun(f"{error}\n".splitlines()[0]) from error
 
 
 def prepare_all(names: list[str], problem: Problem, *inputs) -> tuple[dict[str, Run], dict[str, str]]:

@@ -1,7 +1,7 @@
 """FlashAttention-3 and -4, which PyTorch does not ship: peers where a package of them is installed.
 
     pip install --no-deps xformers==0.0.34 nvidia-cuda-runtime-cu12        FlashAttention-3
-    pip install --pre 'flash-attn-4[cu13]'                                 FlashAttention-4
+    pip install 'flash-attn-4[cu13]==4.0.0b36'                             FlashAttention-4
 
 Of xformers only the library that has FlashAttention-3's operators is loaded. Tensors are (batch, seqlen,
 heads, head_dim), or (tokens, heads, head_dim) with offsets; a backward takes what its own forward gave.
@@ -51,9 +51,12 @@ def operators_3():
     library = find("flash_attn_3", "_C*.so") or find("xformers", "flash_attn_3/_C*.so")
     if not library:
         raise CannotRun("FlashAttention-3 is not installed (xformers 0.0.34 has it)")
-    if runtime := find("nvidia", "cuda_runtime/lib/libcudart.so.12"):  # of what xformers was built with
-        ctypes.CDLL(str(runtime))
-    torch.ops.load_library(str(library))
+    try:
+        if runtime := find("nvidia", "cuda_runtime/lib/libcudart.so.12"):  # of what xformers was built with
+            ctypes.CDLL(str(runtime))
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise CannotRun(f"FlashAttention-3 cannot be loaded: {error}") from error
     return torch.ops.flash_attn_3
 
 
@@ -68,15 +71,18 @@ def forward_3(q, k, v, mask: Mask, **lengths) -> Tensors:
 
 def backward_3(dout, q, k, v, out, lse, mask: Mask, deterministic: bool = False, **lengths) -> Tensors:
     options = {**options_3(mask), "deterministic": deterministic}
-    return operators_3().bwd(dout, q, k, v, out, lse, **options, **lengths)[:3]
+    # Made here, as the operator would: which of its results are the gradients depends on its version.
+    gradients = dict(zip(("dq", "dk", "dv"), map(torch.empty_like, (q, k, v)), strict=True))
+    operators_3().bwd(dout, q, k, v, out, lse, **gradients, **options, **lengths)
+    return tuple(gradients.values())
 
 
 @cache
 def interface_4():
     try:
         from flash_attn.cute import interface
-    except ImportError as error:
-        raise CannotRun("FlashAttention-4 is not installed (flash-attn-4 has it)") from error
+    except Exception as error:  # of any kind where the packages that it builds on are others
+        raise CannotRun(f"FlashAttention-4 is not installed (flash-attn-4 has it): {error}") from error
     return interface
 
 
@@ -84,13 +90,22 @@ def options_4(mask: Mask) -> dict:
     return {"causal": mask.causal, "window_size_left": mask.left, "window_size_right": mask.right}
 
 
+def call_4(name: str, *arguments, **options) -> Tensors:
+    """It compiles its kernels when it is called first, which fails by exceptions of its compiler's own."""
+    function = getattr(interface_4(), name)
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        raise CannotRun(f"{type(error).__name__}: {error}") from error
+
+
 def forward_4(q, k, v, mask: Mask, **lengths) -> Tensors:
-    return interface_4()._flash_attn_fwd(q, k, v, **options_4(mask), return_lse=True, **lengths)[:2]
+    return call_4("_flash_attn_fwd", q, k, v, **options_4(mask), return_lse=True, **lengths)[:2]
 
 
 def backward_4(dout, q, k, v, out, lse, mask: Mask, deterministic: bool = False, **lengths) -> Tensors:
     options = {**options_4(mask), "deterministic": deterministic}
-    return interface_4()._flash_attn_bwd(q, k, v, out, dout, lse, **options, **lengths)
+    return call_4("_flash_attn_bwd", q, k, v, out, dout, lse, **options, **lengths)
 
 
 VERSIONS = {
@@ -111,9 +126,10 @@ def forward(problem, q, k, v, *, version: Version) -> Callable[[], Tensors]:
     """A contender's call, on (batch, heads, seqlen, head_dim)."""
     version.load()
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    mask = mask_of(problem)
 
     def run():
-        out, lse = version.forward(q, k, v, mask_of(problem))
+        out, lse = version.forward(q, k, v, mask)
         return out.transpose(1, 2), lse
 
     return run
@@ -124,9 +140,10 @@ def backward(
 ) -> Callable[[], Tensors]:
     out, lse = saved
     dout, q, k, v, out = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
+    mask = mask_of(problem)
 
     def run():
-        gradients = version.backward(dout, q, k, v, out, lse, mask_of(problem), deterministic)
+        gradients = version.backward(dout, q, k, v, out, lse, mask, deterministic)
         return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
     return run

@@ -28,14 +28,14 @@ FEW_QUERIES = 64  # up to here a problem is about the keys' bytes, and told in m
 BEST_HERE = "best peer"  # of those measured in the cell, where they are more than PyTorch's
 BEST = "best known"  # of the peers: cuDNN's speed of this run times what is known of the best, same regime
 RATE, TIME = "TFLOP/s", "microseconds"
-# Okabe and Ito's colours, which the colour-blind tell apart; ours are the strong ones.
+# Okabe and Ito's colours and two of Paul Tol's, which the colour-blind tell apart; ours are the strong ones.
 COLOURS = {
     "sm90": "#0072B2",
     "sm80": "#D55E00",
     "cpu": "#009E73",
     "flash": "#999999",
-    "flash3": "#009E73",
-    "flash4": "#CC79A7",
+    "flash3": "#117733",
+    "flash4": "#882255",
     "cudnn": "#56B4E9",
     "efficient": "#E69F00",
     "math": "#CC79A7",

@@ -10,11 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).parent / "results"
+PACKAGES = ("flash_attn_3", "xformers", "flash-attn-4")  # in which peers come
 
 
 def _output(*command: str) -> str | None:
@@ -22,6 +24,13 @@ def _output(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -50,6 +59,7 @@ def environment(device: torch.device) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "python": platform.python_version(),
         "commit": os.environ.get("FLASH_CUTE_COMMIT") or _output("git", "describe", "--always", "--dirty"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

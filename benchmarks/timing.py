@@ -166,7 +166,10 @@ def paired_speedup(ours: list[float], theirs: list[float]) -> float:
 
 
 def bytes_beside(function: Callable) -> int:
-    """The most that a call has of the GPU's memory at one time, beside its results."""
+    """The most that a call has of the GPU's memory at one time, beside its results.
+
+    Of a forward and its backward as one call what the former leaves for the latter, too.
+    """
 
     def requested(when: str) -> int:
         return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]

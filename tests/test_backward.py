@@ -143,13 +143,14 @@ def test_dk_and_dv_repeat(kernel, heads, head_dim):
 @pytest.mark.gpu  # where two thread blocks share a tile of 128 keys
 @repeats
 @full_and_causal
+@pytest.mark.parametrize("head_dim", [192, 256])
 @pytest.mark.parametrize("heads", [(3, 3), (300, 300), (6, 2)], ids=str)
 @pytest.mark.parametrize(
     "seqlens", [(1, 1), (1, 1000), (64, 64), (64, 65), (30, 200), (65, 128), (300, 449), (449, 300)], ids=str
 )
-def test_tiles_of_two_blocks(kernel, seqlens, heads, mask, deterministic):
+def test_tiles_of_two_blocks(kernel, seqlens, heads, head_dim, mask, deterministic):
     """One step a tile and more, the second block without keys, more tiles than clusters."""
-    check(kernel, Shape(2, *heads, *seqlens, 256), torch.bfloat16, mask, deterministic=deterministic)
+    check(kernel, Shape(2, *heads, *seqlens, head_dim), torch.bfloat16, mask, deterministic=deterministic)
 
 
 @kernel_dtypes

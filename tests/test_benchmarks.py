@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from benchmarks import (
     contenders,
     lengths,
     masks,
+    newer_flash,
     overhead,
     power,
     profile,
@@ -117,7 +119,8 @@ PEERS_CALLED = {  # without a GPU: the operators take fake tensors, and so show 
 def test_peers_are_called_rightly(problem, able):
     with FakeTensorMode() as mode:
         inputs = on_fake_gpu(mode, problem)
-        for name, peer in contenders.PEERS.items():
+        for name in contenders.PEERS.keys() - contenders.NEWER.keys():
+            peer = contenders.PEERS[name]
             if name.removesuffix(contenders.DETERMINISTIC) not in able:
                 with pytest.raises(contenders.CannotRun):
                     peer(problem, *inputs)
@@ -139,13 +142,77 @@ def test_gradients_of_peers_are_called_rightly(problem, able, direction):
     able = able - {"math"} - ({"efficient"} if problem.heads_q != problem.heads_kv else set())
     with FakeTensorMode() as mode:
         inputs = on_fake_gpu(mode, problem)
-        for name in contenders.PEERS:
+        for name in contenders.PEERS.keys() - contenders.NEWER.keys():
             if name.removesuffix(contenders.DETERMINISTIC) not in able:
                 with pytest.raises(contenders.CannotRun):
                     contenders.prepare(name, problem, *inputs)
                 continue
             gradients = contenders.prepare(name, problem, *inputs)()[:3]
             assert [x.shape for x in gradients] == [x.shape for x in inputs[:3]]
+
+
+NEWER_MASKS = {  # the problem's causal and window -> what the newer ones are asked for
+    "full": ((False, None), (False, None, None)),
+    "causal": ((True, None), (True, None, None)),
+    "window": ((False, (9, 4)), (False, 9, 4)),
+    "causal window": ((True, (9, None)), (False, 9, 0)),
+    "right": ((False, (None, 0)), (False, None, 0)),
+}
+
+
+@pytest.mark.parametrize(("mask", "expected"), NEWER_MASKS.values(), ids=NEWER_MASKS)
+def test_newer_peers_are_called_rightly(mask, expected, monkeypatch):
+    """By a stand-in: rows of tokens first, a backward with what its forward gave."""
+    seen = []
+
+    def forward(q, k, v, mask, **lengths):
+        seen.append((q.shape, k.shape, mask, lengths))
+        return 2 * q, q[..., 0].float()
+
+    def backward(dout, q, k, v, out, lse, mask, deterministic=False, **lengths):
+        assert torch.equal(out, 2 * q)
+        assert torch.equal(lse, q[..., 0].float())
+        seen.append((dout.shape, k.shape, mask, lengths, deterministic))
+        return q + 1, k + 2, v + 3
+
+    version = newer_flash.Version("stand-in", lambda: None, forward, backward)
+    monkeypatch.setitem(contenders.PEERS, "flash3", partial(newer_flash.forward, version=version))
+    run_backward = partial(newer_flash.backward, version=version, deterministic=True)
+    monkeypatch.setitem(contenders.BACKWARDS, "flash3", run_backward)
+    problem = Problem(2, 4, 2, 33, 40, 64, *mask, direction="backward")
+    inputs = problem.inputs("cpu")
+    found = contenders.prepare("flash3", problem, *inputs)()
+    assert all(torch.equal(x, y + i) for i, (x, y) in enumerate(zip(found, inputs, strict=False), 1))
+    shapes = (2, 33, 4, 64), (2, 40, 2, 64)
+    assert seen[0] == (*shapes, expected, {})
+    assert seen[1] == (*shapes, expected, {}, True)
+
+    seen.clear()
+    packed = lengths.Ragged("equal:20", (20, 13), 4, 64, mask[0], "bf16", "backward")
+    offsets = torch.tensor([0, 20, 33], dtype=torch.int32)
+    lengths.newer(packed, *packed.inputs(torch.device("cpu")), offsets=offsets, version=version)()
+    told = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 20, "max_seqlen_k": 20}
+    assert seen[0] == ((33, 4, 64), (33, 4, 64), (mask[0], None, None), told)
+    assert seen[-1] == ((33, 4, 64), (33, 4, 64), (mask[0], None, None), told, False)
+
+
+def test_newer_peers_that_cannot_run_are_left_out(monkeypatch):
+    class OfTheirCompiler(Exception):
+        pass
+
+    def fail(*_, **__):
+        raise OfTheirCompiler("no such tile\nat a line")
+
+    monkeypatch.setattr(newer_flash, "find", lambda *_: None)
+    with pytest.raises(contenders.CannotRun, match="not installed"):
+        newer_flash.operators_3.__wrapped__()
+    monkeypatch.setattr(newer_flash, "find", lambda *_: Path(__file__))  # no library
+    with pytest.raises(contenders.CannotRun, match="cannot be loaded"):
+        newer_flash.operators_3.__wrapped__()
+    interface = SimpleNamespace(_flash_attn_fwd=fail)
+    monkeypatch.setattr(newer_flash, "interface_4", lambda: interface)
+    with pytest.raises(contenders.CannotRun, match=r"^OfTheirCompiler: no such tile$"):
+        contenders.attempt(partial(newer_flash.forward_4, None, None, None, newer_flash.Mask(True)))
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])

@@ -53,15 +53,17 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
 
 
 def test_spills_are_tolerated_of_the_kernels_that_are_named():
-    def found(element, spill_bytes, kernel="row_softmax"):
-        record = {"instance": f"softmax_{element}", "kernel": kernel, "tile": ""}
-        record |= {"architecture": "sm_90a", "spill_bytes": spill_bytes, "stack_bytes": 0}
+    def found(instance, kernel, spill_bytes):
+        record = {"instance": instance, "kernel": kernel, "tile": "", "architecture": "sm_90a"}
+        record |= {"spill_bytes": spill_bytes, "stack_bytes": 0}
         return build_report.faults({"kernels": [record], "serialised": []})
 
     most, _ = build_report.TOLERATED["row_softmax", "bf16"]
-    assert found("bf16", most) == found("bf16", 0, "backward_kernel_sm90") == []
-    assert found("bf16", most + 4)
-    assert found("bf16", 4, "backward_kernel_sm90")
+    assert found("softmax_bf16", "row_softmax", most) == []
+    assert found("softmax_bf16", "row_softmax", most + 4)
+    for head_dim in (64, 256):
+        assert found(f"backward_sm90_bf16_{head_dim}", "backward_kernel_sm90", 0) == []
+        assert found(f"backward_sm90_bf16_{head_dim}", "backward_kernel_sm90", 4)
 
 
 def test_a_log_without_its_measure():

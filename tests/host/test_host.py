@@ -893,15 +893,16 @@ def counters(plan, heads, pairs):
     return 4 * math.ceil(cleared / 4)
 
 
+@pytest.mark.parametrize("head_dim", [192, 256])
 @pytest.mark.parametrize("heads", [4, 100])
-def test_two_thread_blocks_share_a_tile(host, heads):
-    """At head dim 256: whole clusters, and each block has sums of its own."""
-    plan = plan_backward(host, 256, (2, heads, heads, 100, 300, 256), family="sm90")
+def test_two_thread_blocks_share_a_tile(host, heads, head_dim):
+    """Whole clusters, and each block has sums of its own."""
+    plan = plan_backward(host, head_dim, (2, heads, heads, 100, 300, head_dim), family="sm90")
     assert (plan.tile.block_m, plan.tile.block_n) == (64, 128)
     assert (plan.key_blocks, plan.tiles) == (2 * 3, 2 * 3 * heads)
     assert plan.blocks == 2 * min(plan.tiles, 132 // 2)
     blocks = heads * plan.query_blocks
-    assert plan.workspace_bytes == 4 * (64 * blocks * 256 + counters(plan, heads, 2 * heads))
+    assert plan.workspace_bytes == 4 * (64 * blocks * head_dim + counters(plan, heads, 2 * heads))
 
 
 @pytest.mark.parametrize("packed", [False, True])

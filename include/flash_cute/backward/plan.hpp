@@ -279,7 +279,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     // other, and head by head. On Hopper, over sections of one round of thread blocks: 512 +3 to +5%, causal
     // +1 to +3% up to 4k, else 0 (H200). Not so in turns, for which they would wait: there in sections of two
     // rounds; and in sections of one where a tile has several heads (causal, 1k to 4k: +1 to +6%; on Ampere,
-    // where heads share K and V, -2 to +36%), or all are alike at head dims 192 and 256 (1% up to 1k).
+    // where heads share K and V, -2 to +36%), or all are alike at head dims 192 and 256 (256: 1% up to 1k).
     bool const uneven = are_seen_unevenly(params);
     bool const by_pair = one_kernel
                              ? !deterministic && shape.heads_q == shape.heads_kv && (one_by_one || uneven)

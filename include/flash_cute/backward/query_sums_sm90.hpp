@@ -1,5 +1,5 @@
-// A warpgroup's half of a tile's part of dQ, and its way to the sums in global memory: through shared memory,
-// from which a thread of its own adds it in bulk.
+// A warpgroup's part of a tile's dQ, and its way to the sums in global memory: through shared memory, from
+// which a thread of its own adds it in bulk.
 #pragma once
 
 #include "flash_cute/backward/key_order.hpp"
@@ -146,7 +146,7 @@ struct QuerySumsWriter {
     int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
     int const own = warpgroup * Traits::kCluster + rank;
     int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
-    // 20 us until rows are made of them, where this kernel makes them (1% at head dims 128 and 256).
+    // 20 us until rows are made of them, where this kernel makes them (1% at head dim 128; 256 0 to 1%).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
     bool const in_order = offsets_in_order(params),

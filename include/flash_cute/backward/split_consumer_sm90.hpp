@@ -1,5 +1,5 @@
 // The Hopper family's backward maths where registers do not hold dK and dV of 64 keys: one warpgroup has P
-// and dV, another dS and dK, and each half of the block's part of dQ.
+// and dV, another dS and dK, and each its columns of the block's part of dQ.
 #pragma once
 
 #include "flash_cute/backward/gradient_store_sm90.hpp"
@@ -57,8 +57,8 @@ struct PackedWeights<cutlass::half_t> {
 };
 
 // P passes from thread to thread, as both own the same places of a tile: 16 bytes at a time, so that neither
-// way has bank conflicts. It may lie where dQ of all warps does, neither of which comes before the other has
-// been read as a whole.
+// way has bank conflicts. At head dim 256 it lies where the first warpgroup's part of dQ does, neither of
+// which comes before the other has been read as a whole.
 template <class Traits>
 struct WeightsSlot {
   using Packed = PackedWeights<typename Traits::Element>;

@@ -69,7 +69,7 @@ struct BackwardTraitsSm90 {
                     size<1>(typename MmaKeys::AtomShape_MNK{}) == kHeadDim,
                 "CuTe makes do with narrow products where it has none of this width");
   // Of a tile's part of dQ each thread block of a cluster has half of the columns, made of all of the tile's
-  // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns.
+  // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns (of 96 64 and 32).
   // They come in panels of 32 or 64, so at head dim 96 more are computed than there are.
   static constexpr int kSumColumns = ceil_div(kHeadDim, 64) * 64, kOwnColumns = kSumColumns / kCluster;
   static constexpr int kRowsQ = kBlockM / 64;
@@ -118,9 +118,9 @@ struct BackwardTraitsSm90 {
       LayoutDS{},
       Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kSlotsDS>>, Stride<Int<kBlockM>, _1, Int<kSlotDS>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through the same memory.
+  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through memory as large (see way_out).
   static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
-  static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup
+  static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup; of sums in a cluster floats_of
   // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long, and in
   // a cluster each has its columns of both blocks one behind the other.
   static constexpr int kBlockFloats = kBlockM * kHeadDim, kLeftOver = kBlockM * kSumColumns - kBlockFloats;
@@ -149,7 +149,7 @@ struct BackwardTraitsSm90 {
   static constexpr int kPiecesP = kSplitsWork ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
   static constexpr int kSlotElements = kBlockM * kHeadDim;                                     // of Q and dO
   // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
-  // At head dim 256 P lies where the other one's part will, which comes once P has been taken (192 2 to 3%).
+  // At 256 P lies where the other one's part will, which comes once P has been taken (192: 2 to 3% slower).
   static constexpr bool kSharesP = kHeadDim == 256;
   static constexpr int kSlotP = kSharesP ? 0 : kPiecesP;
   static constexpr int kSlotDQ = kInCluster ? floats_of(0) : kConsumers * kFloats;
