@@ -91,8 +91,8 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
         compared, scales = contenders.compared(mine, peers), {}
     memory = {}
     if device.type == "cuda":
-        memory = {n: timing.bytes_beside(run) for n, run in running.items() if n not in scales}
-        memory = {"bytes_beside": memory}
+        its_own = {name: run for name, run in running.items() if name not in scales}
+        memory["bytes_beside"] = {name: timing.bytes_beside(run) for name, run in its_own.items()}
     if options.graph:
         running = {name: timing.graphed(run) for name, run in running.items()}
     regimes = {}

@@ -92,9 +92,9 @@ def options_4(mask: Mask) -> dict:
 
 def call_4(name: str, *arguments, **options) -> Tensors:
     """It compiles its kernels when it is called first, which fails by exceptions of its compiler's own."""
-    function = getattr(interface_4(), name)
+    interface = interface_4()
     try:
-        return function(*arguments, **options)
+        return getattr(interface, name)(*arguments, **options)
     except Exception as error:
         raise CannotRun(f"{type(error).__name__}: {error}") from error
 
