@@ -74,7 +74,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     BackwardWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
-    if constexpr (!Traits::kSplitsWork) {
+    if constexpr (!Traits::kInCluster) {
       own.run(BackwardConsumerSm90<Traits>{own});
     } else if (warpgroup == 1) {
       own.run(BackwardWeightsSm90<Traits>{own});

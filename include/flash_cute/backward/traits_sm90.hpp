@@ -40,9 +40,9 @@ struct BackwardTraitsSm90 {
   // A warpgroup that loads, and two that compute. setmaxnreg shares the registers out.
   static constexpr int kConsumers = kTile.warps() / 4;
   static_assert(kConsumers * kCluster == sum_parts(kTile) && (kBlockM == 64 || kBlockM == 128));
-  // Each has its own keys; or all of them the same, one S, P and dV, the other dP, dS and dK.
-  static constexpr bool kSplitsWork = kTile.warps_across > 1;
-  static constexpr int kKeyGroups = kSplitsWork ? 1 : kConsumers;
+  // Each has its own keys; or, in a cluster, both the same, one S, P and dV, the other dP, dS and dK.
+  static_assert(kInCluster == (kTile.warps_across > 1));
+  static constexpr int kKeyGroups = kInCluster ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
   static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
   // The loop of head dim 64 wants 240 (232: 3% slower at 16k). With 40 threads that load or add spill at 192,
@@ -87,7 +87,6 @@ struct BackwardTraitsSm90 {
       Warpgroups{}));
   using MmaQueries = MmaSums<kColumnsQ, Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>>;
   static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
-  static_assert(kInCluster == kSplitsWork);
 
   // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each is read both ways: its rows are
   // rows of an operand of S and dP, and its columns those of one of dV, dK and dQ.
@@ -146,8 +145,8 @@ struct BackwardTraitsSm90 {
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kWordsOfWeights = std::is_same_v<Element, half_t> ? 3 : 2;  // four: see PackedWeights
-  static constexpr int kPiecesP = kSplitsWork ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
-  static constexpr int kSlotElements = kBlockM * kHeadDim;                                     // of Q and dO
+  static constexpr int kPiecesP = kInCluster ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
+  static constexpr int kSlotElements = kBlockM * kHeadDim;                                    // of Q and dO
   // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
   // At 256 P lies where the other one's part will, which comes once P has been taken (192: 2 to 3% slower).
   static constexpr bool kSharesP = kHeadDim == 256;

@@ -30,7 +30,7 @@ struct BackwardWarpgroup {
   int thread;     // of the warpgroup
 
   // The thread's number among those that share the keys of a tile, and its warp's.
-  CUTE_DEVICE int key_thread() const { return (Traits::kSplitsWork ? 0 : 128 * warpgroup) + thread; }
+  CUTE_DEVICE int key_thread() const { return (Traits::kInCluster ? 0 : 128 * warpgroup) + thread; }
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
   CUTE_DEVICE float scale_log2() const {
     float const scale = params.softmax_scale;
@@ -185,7 +185,7 @@ struct BackwardWarpgroup {
   CUTE_DEVICE int* turn(KeyGradient which, int slot, int rank) const {
     auto* const turns = reinterpret_cast<int*>(params.workspace.dkv + 2 * params.workspace.floats_of_dk);
     int64_t const block = int64_t(slot) * Traits::kCluster + rank;
-    return turns + 2 * (block * Traits::kKeyGroups + (Traits::kSplitsWork ? 0 : warpgroup)) + int(which);
+    return turns + 2 * (block * Traits::kKeyGroups + (Traits::kInCluster ? 0 : warpgroup)) + int(which);
   }
   CUTE_DEVICE void await_turn(KeyGradient which, int slot, int rank, int part) const {
     if (read_thread_index() % 128 == 0) {
