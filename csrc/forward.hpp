@@ -17,7 +17,7 @@ ForwardResult forward_cpu(AttentionArguments const& arguments);
 std::string plan_cuda(AttentionArguments const& arguments);
 std::string plan_cpu(AttentionArguments const& arguments);
 
-// JSON: every kernel in this build.
+// JSON: every kernel of the forward in this build.
 std::string compiled_kernels();
 
 }  // namespace flash_cute

@@ -65,7 +65,7 @@ def collect(logs: dict[str, str]) -> dict:
     }
 
 
-# (kernel, head dim, or of softmax the element): spill_bytes, stack_bytes. Softmax spills where rows have
+# (kernel, element): spill_bytes, stack_bytes. Softmax spills where rows have
 # edges and blocks share them: a thread has 64 registers, as with more of them fewer rows would be on an SM,
 # which costs more (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
 TOLERATED = {

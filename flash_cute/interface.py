@@ -254,9 +254,9 @@ def explain(
 def supported() -> dict[str, Any]:
     """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "kernels": [...]}.
 
-    A kernel serves every head_dim up to its own; "kernels" lists them with their tile and shared memory in
-    bytes, once for each tile that the launch chooses from. Both are empty in a build without CUDA. The CPU
-    needs no kernel and is always supported.
+    A kernel serves every head_dim up to its own; "kernels" lists those of the forward, with their tile and
+    shared memory in bytes, once for each tile that the launch chooses from. Both are empty in a build without
+    CUDA. The CPU needs no kernel and is always supported.
     """
     kernels = json.loads(ops.compiled())
     families: dict[str, dict[str, list[int]]] = {}

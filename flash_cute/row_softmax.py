@@ -29,7 +29,8 @@ def softmax(
 
     Args:
         x: (..., columns), float32, float16 or bfloat16, any strides; on a CUDA GPU, Ampere or newer, or on
-            the CPU. A last dimension that is not contiguous is copied first. At most 2**31 - 2 rows.
+            the CPU. A last dimension that is not contiguous is copied first. At most 2**31 - 2 rows
+            and 2**28 columns.
         scale: multiplies the scores; finite and > 0.
         causal: x is (..., rows, columns), and row i sees column j iff j <= i + columns - rows.
         seqused_k: int32 (batch,), on x's device; x is (batch, ..., columns), with causal

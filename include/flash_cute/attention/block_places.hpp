@@ -42,11 +42,6 @@ struct BlockPlaces {
     return owned(sequence).begin / block + sequence;
   }
 
-  // All of a sequence, if offsets are in order: the first one has those before it, too (see sequence).
-  FLASH_CUTE_HOST_DEVICE Rows places(int sequence) const {
-    return {sequence == 0 ? 0 : first(sequence), sequence + 1 < batch ? first(sequence + 1) : count()};
-  }
-
   // The rows that a sequence has; senseless offsets are cut to what is there.
   FLASH_CUTE_HOST_DEVICE Rows owned(int sequence) const {
     if (!offsets) return {0, rows};

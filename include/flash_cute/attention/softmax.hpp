@@ -4,23 +4,13 @@
 #include <cute/tensor.hpp>
 
 #include "flash_cute/core/layout.hpp"
+#include "flash_cute/core/math.hpp"
 
 namespace flash_cute {
 
 struct MaxOp {
   CUTE_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-struct SumOp {
-  CUTE_DEVICE float operator()(float a, float b) const { return a + b; }
-};
-
-// 2^x as one MUFU instruction; exp2f would add two more to treat results below 2^-126, which vanish here
-// anyway.
-CUTE_DEVICE float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 template <class Op>
 CUTE_DEVICE float reduce_quad(float value, Op op) {

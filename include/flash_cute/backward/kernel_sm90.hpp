@@ -26,7 +26,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     if (threadIdx.x < 16) Traits::Terms::set_ones(shared.of_queries, threadIdx.x);
   }
   if (threadIdx.x == 0) {
-    // Those of the warpgroup that has dS are half of them where the work is split.
+    // In a cluster both have the same keys, so kWarpsDS are those of one.
     constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;
     shared.ring_k.init(kWarps);
     shared.ring_v.init(kWarpsDS);
@@ -67,8 +67,8 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
         QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
       } else if constexpr (Traits::kInCluster) {
         PeerExchange<Traits>{shared, params, maps}.run();
-      } else if constexpr (Traits::kMakesRows) {
-        if (params.workspace.finished) QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
+      } else if (params.workspace.finished) {
+        QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
       }
     }
   } else {

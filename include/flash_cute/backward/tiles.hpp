@@ -11,7 +11,8 @@ struct BackwardTile {
   int block_m, block_n;     // queries of a step, keys of a thread block, or of all that share a tile
   int stages;               // of Q and dO in shared memory
   int warps_keys;           // warps side by side along the keys
-  int warps_across;         // and along the queries of S, or the columns of dK and dV
+  int warps_across;         // and along the queries of S, or the columns of dK and dV; in a cluster, where
+                            // warpgroups split the work, two
   int warps_queries = 0;    // on Ampere, of the same warps: along the queries of dQ, others along its columns
   int blocks_per_sm = 1;    // thread blocks that registers must leave room for
   int pays_from = 0;        // queries that see a key
@@ -35,8 +36,8 @@ struct BackwardTile {
   }
   constexpr bool operator==(BackwardTile const&) const = default;
 
-  // K and V; Q, dO and two floats of each query, or four; dS, P where warps share it, and as floats where
-  // they split the work.
+  // Of the Ampere family's, exactly: K and V; Q, dO and two floats of each query, or four; dS, P where warps
+  // share it, and as floats where they split the work. On Hopper every tile fits, whatever this says.
   constexpr int smem_bytes(int head_dim) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
     int const floats = (adds_terms ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);

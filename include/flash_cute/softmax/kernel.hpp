@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       held.forget_floats();
       total = place.tiles == 1 ? float2{highest_of_warp, sum} : op(total, {highest_of_warp, sum});
     }
-    total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
+    total.y = reduce_lanes<Traits::kLanes>(total.y, SumOp{});
     total = reduce(total, op, {params.workspace, int64_t(place.row) * gridDim.y});
     if (place.first_of_row()) {
       params.lse[place.row] = isinf(total.x) ? total.x : op.lse(total, params.scale);
@@ -282,10 +282,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
     }
     if constexpr (Traits::kFromScores) {
-      total.y = reduce_lanes<Traits::kLanes>(total.y, Sum{});
-      total.z = reduce_lanes<Traits::kLanes>(total.z, Sum{});
+      total.y = reduce_lanes<Traits::kLanes>(total.y, SumOp{});
+      total.z = reduce_lanes<Traits::kLanes>(total.z, SumOp{});
     } else {
-      total.x = reduce_lanes<Traits::kLanes>(total.x, Sum{});
+      total.x = reduce_lanes<Traits::kLanes>(total.x, SumOp{});
     }
     total = reduce(total, op, {params.workspace, int64_t(place.row) * gridDim.y});
     float whole = 1.f, dot = total.x;

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "flash_cute/core/math.hpp"
 #include "flash_cute/softmax/chunk.hpp"
 
 namespace flash_cute {
@@ -12,15 +13,6 @@ namespace flash_cute {
 struct MaxOrNan {
   __device__ float operator()(float a, float b) const { return max_or_nan(a, b); }
 };
-struct Sum {
-  __device__ float operator()(float a, float b) const { return a + b; }
-};
-
-__device__ inline float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // {highest score, sum of exp(scale * (score - highest))}; {-inf, 0} of no score, or of scores of -inf.
 struct LogSumOp {
@@ -32,7 +24,7 @@ struct LogSumOp {
   // exp(scale * (score - highest)). The difference first: of scores of which the product with the scale is
   // rounded by more than 128, the highest one would have no weight, or an infinite one.
   __device__ float weight(float score, float highest) const {
-    return exp2_approx((score - highest) * scale_log2);
+    return fast_exp2((score - highest) * scale_log2);
   }
   // What turns weights relative to one highest score into those relative to another.
   __device__ float change(float from, float to) const { return from == -INFINITY ? 0.f : weight(from, to); }
@@ -85,13 +77,13 @@ __device__ Value reduce_lanes(Value value, Op const& op) {
 template <int kLanes>
 __device__ float2 reduce_lanes(float2 value, LogSumOp const& op) {
   float const max = reduce_lanes<kLanes>(value.x, MaxOrNan{});
-  return {max, reduce_lanes<kLanes>(value.y * op.change(value.x, max), Sum{})};
+  return {max, reduce_lanes<kLanes>(value.y * op.change(value.x, max), SumOp{})};
 }
 template <int kLanes>
 __device__ float4 reduce_lanes(float4 value, LogSumDotOp const& op) {
   float const max = reduce_lanes<kLanes>(value.x, MaxOrNan{}), factor = op.sum.change(value.x, max);
-  return {max, reduce_lanes<kLanes>(value.y * factor, Sum{}), reduce_lanes<kLanes>(value.z * factor, Sum{}),
-          0.f};
+  return {max, reduce_lanes<kLanes>(value.y * factor, SumOp{}),
+          reduce_lanes<kLanes>(value.z * factor, SumOp{}), 0.f};
 }
 
 // What thread blocks tell each other about a row: each writes its own share, of words that are never
