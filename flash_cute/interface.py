@@ -285,7 +285,10 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic
     if deterministic is not False and not isinstance(deterministic, bool):
         raise TypeError(f"flash_cute.{name}: deterministic is {deterministic!r}; True or False is accepted")
     if not (scale is None or type(scale) is float or _is_number(scale)):
-        raise TypeError(f"flash_cute.{name}: softmax_scale is {scale!r}; a number or None is accepted")
+        shown = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
+        raise TypeError(f"flash_cute.{name}: softmax_scale is {shown}; a number or None is accepted")
+    if not (family is None or isinstance(family, str)):
+        raise TypeError(f"flash_cute.{name}: family is {family!r}; 'sm80', 'sm90' or None is accepted")
     left, right = (None, None) if window is None else _limits(name, window)
     try:
         if q.is_nested and op is not ops.forward_varlen:
@@ -310,7 +313,7 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic
         options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
         return op(q, k, v, causal=causal, deterministic=deterministic, **options, **given)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-        raise _in_python_terms(name, error, left, right, q=q, k=k, v=v, **given) from None
+        raise _in_python_terms(name, error, q=q, k=k, v=v, **given) from None
 
 
 def _call_nested(name, op, q, k, v, causal, scale, window, given, family, deterministic):
@@ -338,8 +341,9 @@ def _meant(name: str, misnamed: str, *others: str) -> str:
         "window_size": "window",
         "cache_seqlens": "seqused_k",
     }.get(misnamed)
-    meant = [meant] if meant else get_close_matches(misnamed, arguments, n=1)
-    hint = f"did you mean {meant[0]}?" if meant else f"there are {', '.join(arguments)}"
+    if not torch.compiler.is_compiling():  # which can't look into difflib
+        meant = meant or next(iter(get_close_matches(misnamed, arguments, n=1)), None)
+    hint = f"did you mean {meant}?" if meant else f"there are {', '.join(arguments)}"
     return f"there is no argument {misnamed}; {hint}"
 
 
@@ -352,6 +356,11 @@ def _limits(name: str, window: Window) -> tuple[int | None, int | None]:
     left, right = (
         limit if limit is None or isinstance(limit, int | torch.SymInt) else index(limit) for limit in limits
     )
+    for side, limit in (("left", left), ("right", right)):
+        if isinstance(limit, int) and not -(2**63) <= limit < 2**63:
+            raise ValueError(
+                f"flash_cute.{name}: window's {side} limit is {limit}; less than 2**63 keys are accepted"
+            )
     return left, right
 
 
@@ -360,11 +369,15 @@ def _is_integer(limit: object) -> bool:
         return not isinstance(limit, bool)
     if isinstance(limit, torch.Tensor):
         is_inexact = limit.is_floating_point() or limit.is_complex()
-        return limit.numel() == 1 and limit.dtype != torch.bool and not is_inexact
-    return hasattr(type(limit), "__index__")
+        return limit.numel() == 1 and limit.dtype != torch.bool and not is_inexact and not limit.is_meta
+    try:
+        index(limit)
+    except TypeError:  # of an array, too, though its type has an __index__
+        return False
+    return True
 
 
-def _in_python_terms(name: str, error: Exception, left, right, **tensors: object) -> Exception:
+def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
     ours = f"flash_cute.{name}: "
     for argument, value in tensors.items():
@@ -379,15 +392,15 @@ def _in_python_terms(name: str, error: Exception, left, right, **tensors: object
         if foreign and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
-    for side, limit in (("left", left), ("right", right)):
-        if isinstance(limit, int) and not -(2**63) <= limit < 2**63:
-            return ValueError(f"{ours}window's {side} limit is {limit}; less than 2**63 keys are accepted")
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
         return TypeError(f"{ours}expected {expected.removesuffix('.')}")
     for argument, tensor in tensors.items():
+        accepted = "torch.int32 is" if argument in LENGTHS else "torch.float16 and torch.bfloat16 are"
         if foreign and tensor.is_quantized:
-            return ValueError(f"{ours}{argument} is quantized; torch.float16 and torch.bfloat16 are accepted")
+            return ValueError(f"{ours}{argument} is quantized; {accepted} accepted")
+        if ops.is_unknown_type(message, tensor):
+            return ValueError(f"{ours}{argument} has dtype {tensor.dtype}; {accepted} accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"

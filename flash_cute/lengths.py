@@ -45,8 +45,15 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
     }
     if k.offsets() is q.offsets():
         del given["cu_seqlens_k"]
-    given = {name: tensor.to(torch.int32) for name, tensor in given.items() if tensor is not None}
+    given = {name: _as_int32(tensor) for name, tensor in given.items() if tensor is not None}
     return *(tensor.values().transpose(0, 1) for tensor in (q, k, v)), given
+
+
+def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    if CHECKED and tensor.dtype != torch.int32:  # what is too large must not look small
+        bounds = torch.iinfo(torch.int32)
+        tensor = tensor.clamp(bounds.min, bounds.max)
+    return tensor.to(torch.int32)
 
 
 def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,21 +67,25 @@ def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torc
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> None:
     """Raises ValueError if a sequence leaves its tensor, or more of its rows are to count than it has.
 
-    Values that nobody knows yet, as while a compiler traces or a CUDA graph is captured, are not looked at,
-    nor those of subclasses of torch.Tensor.
+    Values that nobody knows yet are not looked at.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return
-    if torch._C._are_functorch_transforms_active():
-        return
-    plain = torch.Tensor, torch.nn.Parameter
-    if any(type(tensor) not in plain or tensor.is_meta for tensor in given.values()):
-        return
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not are_known(q, *given.values()):
         return
     rules.check(*ops.as_cast(q, k, v), **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
+
+
+def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
+    """Can values be read? Not while a compiler traces or a CUDA graph is captured, nor of subclasses."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    plain = torch.Tensor, torch.nn.Parameter
+    if any(type(tensor) not in plain or tensor.is_meta for tensor in given):
+        return False
+    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
@@ -137,8 +148,9 @@ def work(
 def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
     last = torch.arange(seqlen_k - seqlen_q, seqlen_k, device="cpu")  # the key at which each query stands
     unlimited = seqlen_q + seqlen_k
-    first = (last - (unlimited if left is None else left)).clamp(min=0)
-    last = (last + (unlimited if right is None else right)).clamp(max=seqlen_k - 1)
+    left, right = (unlimited if limit is None else min(limit, unlimited) for limit in (left, right))
+    first = (last - left).clamp(min=0)
+    last = (last + right).clamp(max=seqlen_k - 1)
     return int((last - first + 1).clamp(min=0).sum())
 
 

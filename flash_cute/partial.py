@@ -29,6 +29,10 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1, which does this block by block.
     """
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        if not isinstance(tensors, Iterable):
+            kind = type(tensors).__name__
+            raise TypeError(f"flash_cute.merge: {name} is of type {kind}; a list of tensors is accepted")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     stacked = torch.stack(lses)
@@ -63,10 +67,12 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
                 kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
                 raise ValueError(f"flash_cute.merge: {name}[{index}] is {kind}; dense tensors are accepted")
             wide = (torch.float32, torch.float64)
-            if not tensor.is_floating_point() or (name == "lses" and tensor.dtype not in wide):
-                accepted = "torch.float32" if name == "lses" else "floating point"
+            accepted = wide if name == "lses" else (torch.float16, torch.bfloat16, *wide)
+            if tensor.dtype not in accepted:
+                *others, last = map(str, accepted)
                 raise ValueError(
-                    f"flash_cute.merge: {name}[{index}] has dtype {tensor.dtype}; {accepted} is accepted"
+                    f"flash_cute.merge: {name}[{index}] has dtype {tensor.dtype}; {', '.join(others)} and "
+                    f"{last} are accepted"
                 )
             if tensor.device != outs[0].device:
                 raise ValueError(

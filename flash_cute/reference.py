@@ -23,7 +23,10 @@ def visible(
 
     Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
     """
-    left, right = window if isinstance(window, tuple | list) else (window, window)
+    limits = window if isinstance(window, tuple | list) else (window, window)
+    if len(limits) != 2 or any(limit is not None and limit < 0 for limit in limits):
+        raise ValueError(f"window is {window!r}; None, an int >= 0 or a pair of these is accepted")
+    left, right = limits
     right = 0 if causal else right
     diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k, device=device)
@@ -52,7 +55,9 @@ def forward(
     Returns out, (batch, heads_q, seqlen_q, head_dim) in dtype, and lse, (batch, heads_q, seqlen_q) in
     dtype or float32, whichever is wider.
     """
-    group = q.shape[1] // max(1, k.shape[1])
+    group, rest = divmod(q.shape[1], max(1, k.shape[1]))
+    if rest:
+        raise ValueError(f"q has {q.shape[1]} heads and k {k.shape[1]}; a multiple of k's is accepted")
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
     seen = visible(q.shape[2], k.shape[2], causal, window, q.device)
     sees_nothing, unreachable = ~seen.any(1, keepdim=True), ~seen.any(0).unsqueeze(1)
@@ -101,5 +106,7 @@ def error(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, float]:
     """Maximum and root mean square of result - oracle, both inf where only one of the two is finite."""
     if not torch.equal(result.isfinite(), oracle.isfinite()):
         return math.inf, math.inf
+    if result.numel() == 0:
+        return 0.0, 0.0
     difference = (result - oracle).where(oracle.isfinite(), 0)
     return difference.abs().max().item(), difference.square().mean().sqrt().item()

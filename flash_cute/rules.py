@@ -115,10 +115,11 @@ def vmap(op, info, in_dims, tensors, options):
         if tensor is None:
             return None
         mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        if mapped.dim() == 1:
+            accepted = "(batch,)" if name in LENGTHS else "(batch, heads, seqlen, head_dim)"
+            raise ValueError(f"flash_cute.forward: {name} has shape (); {accepted} is accepted")
         if name not in LENGTHS:
             return mapped.flatten(0, 1)
-        if mapped.dim() == 1:
-            raise ValueError(f"flash_cute.forward: {name} has shape (); (batch,) is accepted")
         return mapped.flatten(0, 1).contiguous()
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from cases import SHAPES, make_inputs
@@ -48,10 +49,13 @@ WRONG_TYPES = {
     "window of a float": (lambda t: {"window": (1.5, None)}, "window 1.5"),
     "window of text": (lambda t: {"window": "wide"}, "window wide"),
     "window of a boolean tensor": (lambda t: {"window": torch.tensor(True)}, "window tensor(True)"),
+    "window of an array": (lambda t: {"window": np.array([1, 2])}, "window array([1, 2])"),
+    "a limit that is an array": (lambda t: {"window": (np.array([1, 2]), 0)}, "window array([1, 2])"),
+    "window of a meta tensor": (lambda t: {"window": torch.tensor(3, device="meta")}, "window meta"),
     "window of a bool": (lambda t: {"window": True}, "window True"),
     "scale is text": (lambda t: {"softmax_scale": "half"}, "softmax_scale half"),
     "scale is a bool": (lambda t: {"softmax_scale": True}, "softmax_scale True"),
-    "scale is a tensor": (lambda t: {"softmax_scale": torch.tensor(0.5)}, "softmax_scale 0.5"),
+    "scale is a tensor": (lambda t: {"softmax_scale": torch.tensor(0.5)}, "softmax_scale a tensor"),
     "causal is text": (lambda t: {"causal": "yes"}, "causal yes True False"),
     "causal is a number": (lambda t: {"causal": 0.1}, "causal 0.1 True False"),
     "causal is None": (lambda t: {"causal": None}, "causal None True False"),
@@ -141,6 +145,14 @@ WRONG_VALUES = {
     "scale is negative": (lambda t: {"softmax_scale": -1.0}, "softmax_scale -1 > 0"),
     "scale overflows float32": (lambda t: {"softmax_scale": 1e300}, "softmax_scale 1e+300"),
     "no such family": (lambda t: {"family": "sm70"}, "family sm70 sm80"),
+    "a type that torch's stable ABI does not know": (
+        lambda t: {"q": torch.empty(t["q"].shape, dtype=torch.float8_e8m0fnu, device=t["q"].device)},
+        "q dtype torch.float8_e8m0fnu torch.float16 and torch.bfloat16",
+    ),
+    "seqused of such a type": (
+        lambda t: {"seqused_k": torch.empty(2, dtype=torch.uint4, device=t["q"].device)},
+        "seqused_k dtype torch.uint4 torch.int32",
+    ),
     "seqused of int64": (lambda t: lengths(t, "seqused_q", (2,), torch.int64), "seqused_q int64 torch.int32"),
     "seqused of bfloat16": (lambda t: lengths(t, "seqused_k", (2,), torch.bfloat16), "seqused_k torch.int32"),
     "leftpad of bools": (lambda t: lengths(t, "leftpad_k", (2,), torch.bool), "leftpad_k torch.bool int32"),

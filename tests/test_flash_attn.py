@@ -22,6 +22,7 @@ from cases import (
 )
 from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
+import flash_cute
 from flash_cute.compat import flash_attn as fa2
 from flash_cute.compat import flash_attn_interface as fa3
 
@@ -316,6 +317,21 @@ WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
         "flash_cute.compat: cache_seqlens is torch.int64",
         lambda k, v: {"cache_seqlens": torch.tensor([5, 5], device=k.device)},
     ),
+    "a bool": ("flash_cute.compat: cache_seqlens is True; 0 to 17", lambda k, v: {"cache_seqlens": True}),
+    "v is a list": ("flash_cute.compat: v is of type list", lambda k, v: {"v": [1]}),
+    "left padding is a list": (
+        "flash_cute.compat: cache_leftpad is of type list",
+        lambda k, v: {"cache_leftpad": [1, 2]},
+    ),
+    "v is elsewhere": ("flash_cute.compat: v is on device meta", lambda k, v: {"v": v.to("meta")}),
+    "left padding is elsewhere": (
+        "flash_cute.compat: cache_leftpad is on device meta",
+        lambda k, v: {"cache_leftpad": torch.ones(2, dtype=torch.int32, device="meta")},
+    ),
+    "more rows than the cache has": (
+        "flash_cute.compat: k has 21 rows and k_cache 20",
+        lambda k, v: {"k": k[:, :1].expand(2, 21, 2, 16), "v": v[:, :1].expand(2, 21, 2, 16)},
+    ),
     "scale": ("flash_cute.forward: softmax_scale is -1", lambda k, v: {"softmax_scale": -1.0}),
     "window": ("flash_cute.forward: window's left limit is -2", lambda k, v: {"window_size": (-2, 0)}),
 }
@@ -334,6 +350,49 @@ def test_a_refused_call_leaves_the_cache(device, name):
     assert all(map(torch.equal, cache, before))
 
 
+ROWS = [-(2**31), 2], [-1, 2], [18, 2], [2**31 - 1, 2]  # the first of which has no room in a cache of 20
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_of_a_tensor_are_cut_to_the_cache(device, rows):
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    expected = [x.clone() for x in cache]
+    k, v = (x[:, :3] + 1 for x in expected)
+    begin = 0 if rows[0] < 0 else 17
+    for mine, new in zip(expected, (k, v), strict=True):
+        mine[0, begin : begin + 3], mine[1, 2:5] = new
+    used = torch.tensor(rows, dtype=torch.int32, device=device)
+    out = fa2.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=used)
+    assert all(map(torch.equal, cache, expected))
+    assert torch.equal(out, fa2.flash_attn_with_kvcache(q, *cache, cache_seqlens=used.clamp(0, 17) + 3))
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_rows_of_a_tensor_are_checked_before_any_is_written(device, rows, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    before = [x.clone() for x in cache]
+    used = torch.tensor(rows, dtype=torch.int32, device=device)
+    sentence = f"^flash_cute.compat: sequence 0 has cache_seqlens {rows[0]}; 0 to 17, for which"
+    with pytest.raises(ValueError, match=sentence):
+        fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), cache_seqlens=used)
+    assert all(map(torch.equal, cache, before))
+    fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), cache_seqlens=used.clamp(0, 17))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_decoding_loop_is_compiled(device, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(fa2.flash_attn_with_kvcache, fullgraph=True, dynamic=dynamic, backend="eager")
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    expected = [x.clone() for x in cache]
+    for rows in (3, 4, 5, 6):
+        new = torch.randn(2, 2, 1, 2, 16, device=device).to(DTYPE)
+        out = compiled(q, *cache, *new, cache_seqlens=rows, softcap=0.0)
+        assert torch.equal(out, fa2.flash_attn_with_kvcache(q, *expected, *new, cache_seqlens=rows))
+        assert all(map(torch.equal, cache, expected))
+
+
 def test_a_cache_gets_no_gradient(device):
     q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
     new = torch.ones(2, 3, 2, 16, device=device, dtype=DTYPE, requires_grad=True)
@@ -347,9 +406,18 @@ def test_no_tensors_of_four_dimensions(wrong):
         fa2.flash_attn_func(wrong, wrong, wrong)
 
 
-def test_heads_that_do_not_add_up(device):
-    with pytest.raises(ValueError, match="qkv has 8 heads and num_heads_q is 5; num_heads_q"):
-        fa3.flash_attn_qkvpacked_func(torch.ones(2, 5, 8, 16, device=device, dtype=DTYPE), num_heads_q=5)
+@pytest.mark.parametrize("heads", [5, 0, -2, 8, True, "four"])
+def test_heads_that_do_not_add_up(device, heads):
+    with pytest.raises(ValueError, match=f"qkv has 8 heads and num_heads_q is {heads!r}; num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(torch.ones(2, 5, 8, 16, device=device, dtype=DTYPE), num_heads_q=heads)
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
+def test_no_stack(module):
+    with pytest.raises(
+        TypeError, match=r"^flash_cute\.compat: qkv is of type list; a torch\.Tensor is accepted"
+    ):
+        module.flash_attn_qkvpacked_func([1.0])
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -154,6 +154,28 @@ def test_lengths(is_causal):
         assert_attention(q, k, v, is_causal=is_causal, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_blind_queries_reach_no_gradient(garbage, lengths):
+    """What they hold, and the gradients of their rows: of queries that see nothing but padding."""
+    q, k, v = inputs((2, 9, 5, 2, 1, 32))
+    options = {"key_value_left_padding": jnp.array([2, 0], jnp.int32), "is_causal": True}
+    if lengths:
+        options["key_value_seq_lengths"] = jnp.array([4, 5], jnp.int32)
+    wild = q.at[0, :2].set(garbage)
+
+    def loss(q, k, v):
+        out, lse = attention(q, k, v, return_residual=True, **options)
+        seen = jnp.isfinite(lse)
+        return jnp.where(seen[..., None], out, 0).astype(jnp.float32).sum() + jnp.where(seen, lse, 0).sum()
+
+    for function in (loss, jax.grad(loss, (0, 1, 2))):
+        for result, clean in zip(
+            *map(jax.tree.leaves, (function(wild, k, v), function(q, k, v))), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(result, np.float32), np.asarray(clean, np.float32))
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_drops_in_for_jax(mask):
     """Rows that see a key are as jax.nn.dot_product_attention gives them."""

@@ -338,6 +338,25 @@ def test_checked_values(kernel, checked, change, words, packed):
         assert word in str(caught.value)
 
 
+def test_offsets_of_nested_tensors_are_checked_before_they_are_cast(checked):
+    """2**32 + 8 would be 8, which is right."""
+    offsets = torch.tensor([0, 3, 2**32 + 8])
+    values = torch.zeros(8, 2, 64, dtype=torch.bfloat16)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.forward: sequence 1 has cu_seqlens_q 3 to 2147483647"
+    ):
+        flash_cute.forward(x, x, x)
+
+
+@pytest.mark.parametrize("window", [2**63 - 1, (2**63 - 1, 0), (0, 2**63 - 1)], ids=str)
+def test_explain_counts_the_work_of_enormous_windows(window):
+    q = torch.zeros(2, 2, 10, 64, dtype=torch.bfloat16)
+    used = int32([10, 10], "cpu")
+    given, dense = (flash_cute.explain(q, q, q, window=window, seqused_k=x) for x in (used, None))
+    assert given["flops"] == dense["flops"] > 0
+
+
 def test_checks_are_asked_for_by_the_environment():
     script = "from flash_cute import lengths; print(lengths.CHECKED)"
     path = os.pathsep.join(sys.path)

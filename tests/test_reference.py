@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -58,6 +59,25 @@ def test_reference_ignores_unreachable_garbage():
     k[:, :, :20], v[:, :, :20] = torch.nan, torch.inf
     for result, clean in zip(reference.forward(q, k, v, window=(3, 3)), expected, strict=True):
         assert torch.equal(result, clean)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "heads", "window"),
+    [
+        ("window is -1; None, an int >= 0", 4, -1),
+        ("window is (1, 2, 3); None, an int >= 0", 4, (1, 2, 3)),
+        ("q has 3 heads and k 2; a multiple of k's", 3, None),
+    ],
+)
+def test_reference_refuses(sentence, heads, window):
+    q, k, v = make_inputs(Shape(1, 4, 2, 4, 30, 8), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        reference.forward(q[:, :heads], k, v, window=window)
+
+
+def test_reference_of_nothing_has_no_error():
+    nothing = torch.zeros(0, 2, 4, 8)
+    assert reference.error(nothing, nothing.double()) == (0, 0)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -150,6 +150,12 @@ def test_vmap_of_lengths_of_one_sequence(kernel):
         torch.vmap(attend)(q, k, v, used)
 
 
+def test_vmap_of_the_elements_of_a_vector(kernel):
+    k = torch.zeros(1, 2, 5, 64, dtype=torch.float16, device=kernel.device)
+    with pytest.raises(ValueError, match=r"q has shape \(\); \(batch, heads, seqlen, head_dim\) is accepted"):
+        torch.vmap(lambda x: flash_cute.forward(x, k, k, family=kernel.family))(k[0, 0, 0, :3])
+
+
 def test_vmap_of_packed_sequences_is_refused(kernel):
     batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.bfloat16, kernel.device, packed=True)
     q = torch.stack([batch.q, batch.q])

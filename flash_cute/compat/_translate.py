@@ -66,20 +66,24 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
             "accepted"
         )
     tensors = _heads_first(q=q, k_cache=cache[0], v_cache=cache[1])
-    count = 0 if k is None else _heads_first(k=k)[0].shape[2]
-    used = _rows_of_cache(cache_seqlens, q, cache[0].shape[1] - count)
+    count = 0 if k is None else _heads_first(k=k, v=v)[0].shape[2]
+    most = cache[0].shape[1] - count
+    if most < 0:
+        raise ValueError(
+            f"flash_cute.compat: k has {count} rows and k_cache {cache[0].shape[1]}; no more than these are "
+            "accepted"
+        )
+    used = _rows_of_cache(cache_seqlens, q, most)
     lengths = {"seqused_k": used if used is None else used + count, "leftpad_k": cache_leftpad}
     if k is not None:
-        for name, rows, whole in (("k", k, cache[0]), ("v", v, cache[1])):
-            expected = (whole.shape[0], count, *whole.shape[2:])
-            if tuple(rows.shape) != expected or rows.dtype != whole.dtype:
-                raise ValueError(
-                    f"flash_cute.compat: {name} is {rows.dtype} of shape {tuple(rows.shape)}; "
-                    f"{whole.dtype} of shape {expected}, as the cache, is accepted"
-                )
-        # What is wrong with a call, one on meta tensors says before a row is written.
+        _check_new(q, cache, new, cache_seqlens, cache_leftpad)
+        # What else is wrong with a call, one on meta tensors says before a row is written.
         on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
         flash_cute.forward(*(x.to("meta") for x in tensors), **on_meta, **options)
+        if isinstance(cache_seqlens, torch.Tensor):
+            _check_rows(q, cache_seqlens, most)
+            used = used.clamp(0, most)
+            lengths["seqused_k"] = used + count
         entry = torch.arange(k.shape[0], device=k.device)[:, None]
         row = used[:, None] + torch.arange(count, device=k.device)
         with torch.no_grad():
@@ -88,17 +92,51 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
     return out.transpose(1, 2), lse
 
 
+def _check_new(q, cache, new, cache_seqlens, cache_leftpad):
+    """Do k and v fit the cache, and is all of it where q is? On meta tensors nobody sees."""
+    if cache_leftpad is not None:
+        check_tensor("cache_leftpad", cache_leftpad)
+    named = {"k_cache": cache[0], "v_cache": cache[1], "k": new[0], "v": new[1]}
+    named |= {"cache_seqlens": cache_seqlens, "cache_leftpad": cache_leftpad}
+    for name, x in named.items():
+        if isinstance(x, torch.Tensor) and x.device != q.device:
+            raise ValueError(
+                f"flash_cute.compat: {name} is on device {x.device} and q on {q.device}; they must be the "
+                "same"
+            )
+    for name, rows, whole in (("k", new[0], cache[0]), ("v", new[1], cache[1])):
+        expected = (whole.shape[0], new[0].shape[1], *whole.shape[2:])
+        if tuple(rows.shape) != expected or rows.dtype != whole.dtype:
+            raise ValueError(
+                f"flash_cute.compat: {name} is {rows.dtype} of shape {tuple(rows.shape)}; "
+                f"{whole.dtype} of shape {expected}, as the cache, is accepted"
+            )
+
+
+def _check_rows(q, cache_seqlens, most):
+    """What a tensor holds, where FLASH_CUTE_CHECK asks for it."""
+    if not (flash_cute.lengths.CHECKED and flash_cute.lengths.are_known(q, cache_seqlens)):
+        return
+    for sequence, rows in enumerate(cache_seqlens.tolist()):
+        if not 0 <= rows <= most:
+            raise ValueError(
+                f"flash_cute.compat: sequence {sequence} has cache_seqlens {rows}; 0 to {most}, for which "
+                "the cache has room, are accepted"
+            )
+
+
 def _rows_of_cache(cache_seqlens, q, most):
     """cache_seqlens as int32 (batch,), or None."""
     if cache_seqlens is None:
         return None
     if not isinstance(cache_seqlens, torch.Tensor):
-        if not hasattr(cache_seqlens, "__index__") or not 0 <= index(cache_seqlens) <= most:
+        rows = integer(cache_seqlens)
+        if rows is None or not 0 <= rows <= most:
             raise ValueError(
                 f"flash_cute.compat: cache_seqlens is {cache_seqlens!r}; 0 to {most}, for which the cache "
                 "has room, or a tensor is accepted"
             )
-        return torch.full((q.shape[0],), index(cache_seqlens), dtype=torch.int32, device=q.device)
+        return torch.full((q.shape[0],), rows, dtype=torch.int32, device=q.device)
     shape = tuple(cache_seqlens.shape)
     if cache_seqlens.dtype != torch.int32 or shape != (q.shape[0],):
         raise ValueError(
@@ -108,12 +146,17 @@ def _rows_of_cache(cache_seqlens, q, most):
     return cache_seqlens
 
 
+def integer(value):
+    """An integer's value, symbolic or not; None of anything else."""
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    return index(value) if hasattr(value, "__index__") else None
+
+
 def _heads_first(**tensors):
     """(batch, seqlen, heads, head_dim) as flash_cute takes them."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__
-            raise TypeError(f"flash_cute.compat: {name} is of type {kind}; a torch.Tensor is accepted")
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             shape = tuple(tensor.shape)
             raise ValueError(
@@ -122,8 +165,15 @@ def _heads_first(**tensors):
     return [tensor.transpose(1, 2) for tensor in tensors.values()]
 
 
+def check_tensor(name, value):
+    if not isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        raise TypeError(f"flash_cute.compat: {name} is of type {kind}; a torch.Tensor is accepted")
+
+
 def unstacked(name, tensor, count):
     """The `count` tensors that lie in one, (..., count, heads, head_dim)."""
+    check_tensor(name, tensor)
     if tensor.dim() < 4 or tensor.shape[-3] != count:
         raise ValueError(
             f"flash_cute.compat: {name} has shape {tuple(tensor.shape)}; "
@@ -134,7 +184,9 @@ def unstacked(name, tensor, count):
 
 def _options(softmax_scale, causal, window_size, deterministic, refused):
     for name, value in refused.items():
-        is_tensor = bool(getattr(value, "shape", ()))  # or an array
+        # Of numbers dynamo may know no attribute.
+        is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
+        is_tensor = not is_number and bool(getattr(value, "shape", ()))  # or an array
         if is_tensor or value not in _ACCEPTED[name]:
             shown = "a tensor" if is_tensor else repr(value)
             accepted = " or ".join(map(repr, _ACCEPTED[name]))

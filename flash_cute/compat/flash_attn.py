@@ -194,8 +194,8 @@ def flash_attn_with_kvcache(
     Args:
         k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, or None. They get no
             gradient, as in flash_attn.
-        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all. What
-            a tensor holds is not looked at: the cache must have room for k and v.
+        cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
+            Values of a tensor for which the cache has no room are cut to those for which it has.
         cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
         rotary_interleaved: not needed, as rotary_cos and rotary_sin are None.
         cache_batch_idx, block_table: None. num_splits: 0 or 1. The others: as in flash_attn_func.

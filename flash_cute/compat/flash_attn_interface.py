@@ -10,7 +10,7 @@ Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 
 
 from __future__ import annotations
 
-from flash_cute.compat._translate import dense, packed, unstacked, with_cache
+from flash_cute.compat._translate import check_tensor, dense, integer, packed, unstacked, with_cache
 
 
 def flash_attn_func(
@@ -68,13 +68,15 @@ def flash_attn_qkvpacked_func(
 
     With num_heads_q also (batch, seqlen, num_heads_q + 2 * heads_kv, head_dim).
     """
-    if num_heads_q is None or qkv.dim() == 5:
+    check_tensor("qkv", qkv)
+    if num_heads_q is None or qkv.dim() != 4:
         q, k, v = unstacked("qkv", qkv, 3)
     else:
-        heads_kv, odd = divmod(qkv.shape[-2] - num_heads_q, 2)
-        if heads_kv < 1 or odd:
+        of_queries = integer(num_heads_q)
+        heads_kv, odd = (0, 0) if of_queries is None else divmod(qkv.shape[-2] - of_queries, 2)
+        if heads_kv < 1 or odd or of_queries < 1:
             raise ValueError(
-                f"flash_cute.compat: qkv has {qkv.shape[-2]} heads and num_heads_q is {num_heads_q}; "
+                f"flash_cute.compat: qkv has {qkv.shape[-2]} heads and num_heads_q is {num_heads_q!r}; "
                 "num_heads_q + 2 * heads_kv of them are accepted"
             )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)

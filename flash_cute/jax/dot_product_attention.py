@@ -135,8 +135,9 @@ def _with_lengths(query, key, value, lengths, is_causal, same, options):
     """(out, lse) of entries with lengths of their own.
 
     A causal mask of the kernels is aligned at the end of each entry's lengths. That is JAX's in the square of
-    an entry's first queries and keys; the queries after it see all the keys. same: queries and keys have the
-    same lengths.
+    an entry's first queries and keys; the queries after it see all the keys, and those of the square are
+    hidden from that second call: what they hold, if they see nothing, is to reach no gradient. same: queries
+    and keys have the same lengths.
     """
     used_q, used_k, skipped = lengths
     if not is_causal:
@@ -156,8 +157,9 @@ def _with_lengths(query, key, value, lengths, is_causal, same, options):
     if used_k is None and seqlen_q <= seqlen_k:
         return out, lse
     if_needed = jnp.where(count_q > count_k, count_k, 0)
-    all_out, all_lse = _attend(query, key, value, (count_q, if_needed, skipped), options)
     inside = jnp.arange(seqlen_q, dtype=jnp.int32)[None] < square[:, None]
+    behind = jnp.where(inside[:, :, None, None], 0, query)
+    all_out, all_lse = _attend(behind, key, value, (count_q, if_needed, skipped), options)
     return (
         jnp.where(inside[:, :, None, None], out, all_out),
         jnp.where(inside[:, None, :], lse, all_lse),
