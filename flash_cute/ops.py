@@ -86,7 +86,7 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What stands for the tensors as autocast gives them to forward; without autocast they themselves."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
-    return tuple(torch.empty_like(tensor, dtype=_autocast_dtype(tensor)) for tensor in tensors)
+    return tuple(torch.empty_like(tensor, dtype=autocast_dtype(tensor)) for tensor in tensors)
 
 
 def _options(causal, softmax_scale, window_left, window_right, family) -> dict[str, Any]:
@@ -292,10 +292,10 @@ class _Gradients(torch.autograd.Function):
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as autocast gives it to PyTorch's own attention."""
-    return tensor.to(_autocast_dtype(tensor))
+    return tensor.to(autocast_dtype(tensor))
 
 
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     # Not any device that autocast is available for: dynamo can't trace that question.

@@ -380,6 +380,28 @@ def test_rows_of_a_tensor_are_checked_before_any_is_written(device, rows, monkey
     fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), cache_seqlens=used.clamp(0, 17))
 
 
+def test_left_padding_is_checked_before_a_row_is_written(device, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    before = [x.clone() for x in cache]
+    padding = torch.tensor([0, 9], dtype=torch.int32, device=device)
+    given = {"cache_seqlens": 5, "cache_leftpad": padding}
+    with pytest.raises(ValueError, match="sequence 1 has leftpad_k 9; 0 to 8, its keys that count"):
+        fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), **given)
+    assert all(map(torch.equal, cache, before))
+
+
+@pytest.mark.parametrize("cached", [torch.float32, DTYPE])
+def test_a_cache_under_autocast(device, cached):
+    q, *cache = (x.transpose(1, 2).float() for x in make_inputs(CACHE, torch.float32, device))
+    cache = [x.to(cached) for x in cache]
+    new = [x[:, :3] + 1 for x in cache]
+    with torch.autocast(device.type, DTYPE):
+        out = fa2.flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=5)
+        assert torch.equal(out, fa2.flash_attn_with_kvcache(q, *cache, cache_seqlens=8))
+    assert out.dtype == DTYPE
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_decoding_loop_is_compiled(device, dynamic):
     torch._dynamo.reset()
@@ -391,6 +413,10 @@ def test_a_decoding_loop_is_compiled(device, dynamic):
         out = compiled(q, *cache, *new, cache_seqlens=rows, softcap=0.0)
         assert torch.equal(out, fa2.flash_attn_with_kvcache(q, *expected, *new, cache_seqlens=rows))
         assert all(map(torch.equal, cache, expected))
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="cache_seqlens is 20; 0 to 19, for which the cache"
+    ):
+        compiled(q, *cache, *new, cache_seqlens=20, softcap=0.0)
 
 
 def test_a_cache_gets_no_gradient(device):
@@ -458,6 +484,12 @@ try:
     import flash_attn.bert_padding
 except ImportError as error:
     assert str(error).startswith("flash_cute.compat: flash_attn.bert_padding is imported; flash_attn, ")
+else:
+    raise AssertionError
+try:
+    from flash_attn import layers
+except ModuleNotFoundError as error:
+    assert str(error).startswith("flash_cute.compat: flash_attn.layers is imported; flash_attn, ")
 else:
     raise AssertionError
 """

@@ -411,6 +411,15 @@ def test_deterministic_is_passed_on(device, monkeypatch):
     assert seen[0]["deterministic"] is True
 
 
+def test_a_mask_that_the_model_handles_itself():
+    mask = CuteMask((3, 3), {"causal": True})
+    sentence = r"^flash_cute\.transformers: the model takes \.repeat of its mask; "
+    with pytest.raises(AttributeError, match=sentence):
+        mask.repeat(1, 2)
+    assert not hasattr(mask, "dtype")
+    assert copy.deepcopy(mask) == mask
+
+
 def test_a_mask_moves_to_another_device():
     mask = cute_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).to(
         "meta", non_blocking=True

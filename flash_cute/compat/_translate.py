@@ -7,6 +7,7 @@ from operator import index
 import torch
 
 import flash_cute
+from flash_cute.ops import autocast_dtype
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
@@ -79,11 +80,13 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
         _check_new(q, cache, new, cache_seqlens, cache_leftpad)
         # What else is wrong with a call, one on meta tensors says before a row is written.
         on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
-        flash_cute.forward(*(x.to("meta") for x in tensors), **on_meta, **options)
+        flash_cute.forward(*(x.to("meta", autocast_dtype(x)) for x in tensors), **on_meta, **options)
         if isinstance(cache_seqlens, torch.Tensor):
             _check_rows(q, cache_seqlens, most)
             used = used.clamp(0, most)
             lengths["seqused_k"] = used + count
+        if flash_cute.lengths.CHECKED:
+            flash_cute.lengths.check(*tensors, {name: x for name, x in lengths.items() if x is not None})
         entry = torch.arange(k.shape[0], device=k.device)[:, None]
         row = used[:, None] + torch.arange(count, device=k.device)
         with torch.no_grad():
@@ -132,8 +135,11 @@ def _rows_of_cache(cache_seqlens, q, most):
     if not isinstance(cache_seqlens, torch.Tensor):
         rows = integer(cache_seqlens)
         if rows is None or not 0 <= rows <= most:
+            shown = (
+                repr(cache_seqlens) if rows is None else int(rows)
+            )  # of a symbolic one dynamo knows no repr
             raise ValueError(
-                f"flash_cute.compat: cache_seqlens is {cache_seqlens!r}; 0 to {most}, for which the cache "
+                f"flash_cute.compat: cache_seqlens is {shown}; 0 to {most}, for which the cache "
                 "has room, or a tensor is accepted"
             )
         return torch.full((q.shape[0],), rows, dtype=torch.int32, device=q.device)

@@ -238,9 +238,11 @@ class _Refusal:
     """Among Python's finders of modules: says which of flash_attn's are offered."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("flash_attn."):
-            raise ModuleNotFoundError(
-                f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
-                "flash_attn_interface are offered",
-                name=name,
-            )
+        for prefix in ("flash_attn.", f"{__name__}."):  # as `from flash_attn import ...` asks for it
+            if name.startswith(prefix):
+                name = "flash_attn." + name.removeprefix(prefix)
+                raise ModuleNotFoundError(
+                    f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
+                    "flash_attn_interface are offered",
+                    name=name,
+                )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -48,6 +48,12 @@ class CuteMask:
     # generate() makes the masks of a static cache before it calls the model. That takes them for padding of
     # two dimensions, handles them so, and asks cute_mask for the mask that goes with them.
     ndim = 2
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Of models that handle their mask themselves."""
+        raise AttributeError(
+            str(_error(f"the model takes .{name} of its mask", "a mask that only attention reads"))
+        )
 
     def contiguous(self) -> CuteMask:
         return self
