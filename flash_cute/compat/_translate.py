@@ -135,9 +135,8 @@ def _rows_of_cache(cache_seqlens, q, most):
     if not isinstance(cache_seqlens, torch.Tensor):
         rows = integer(cache_seqlens)
         if rows is None or not 0 <= rows <= most:
-            shown = (
-                repr(cache_seqlens) if rows is None else int(rows)
-            )  # of a symbolic one dynamo knows no repr
+            # Of a symbolic one dynamo knows no repr.
+            shown = repr(cache_seqlens) if rows is None else int(rows)
             raise ValueError(
                 f"flash_cute.compat: cache_seqlens is {shown}; 0 to {most}, for which the cache "
                 "has room, or a tensor is accepted"
