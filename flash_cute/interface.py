@@ -370,9 +370,11 @@ def _is_integer(limit: object) -> bool:
     if isinstance(limit, torch.Tensor):
         is_inexact = limit.is_floating_point() or limit.is_complex()
         return limit.numel() == 1 and limit.dtype != torch.bool and not is_inexact and not limit.is_meta
+    if not hasattr(type(limit), "__index__"):
+        return False
     try:
         index(limit)
-    except TypeError:  # of an array, too, though its type has an __index__
+    except TypeError:  # of an array of several numbers
         return False
     return True
 

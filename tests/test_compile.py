@@ -227,6 +227,18 @@ def test_compiling_a_wrong_call_says_what_is_wrong(device, dynamic):
         compiled(q.float(), k.float(), v.float())
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_an_enormous_window(device, fullgraph):
+    inputs = make_inputs(SHAPES["few_of_each"], torch.bfloat16, device)
+    compiled = torch.compile(
+        lambda: flash_cute.forward(*inputs, window=2**70), backend="aot_eager", fullgraph=fullgraph
+    )
+    with pytest.raises(
+        RuntimeError if fullgraph else ValueError, match=rf"window's left limit is {2**70}; less"
+    ):
+        compiled()
+
+
 def test_compiling_a_wrong_window_falls_back_to_our_sentence(device):
     inputs = make_inputs(SHAPES["few_of_each"], torch.bfloat16, device)
     with pytest.raises(TypeError, match=r"flash_cute\.attention: window is 3\.0"):
@@ -241,6 +253,9 @@ def test_compiling_a_wrong_window_falls_back_to_our_sentence(device):
         ({"k": None}, "k is of type NoneType; a torch.Tensor is accepted"),
         ({"seqused_q": [1]}, "seqused_q is of type list; a torch.Tensor is accepted"),
         ({"window": 3.0}, "window is 3.0; None, an int or a pair of these (left, right) is accepted"),
+        ({"family": 90}, "family is 90; 'sm80', 'sm90' or None is accepted"),
+        ({"softmax_scale": torch.tensor(0.5)}, "softmax_scale is a tensor; a number or None is accepted"),
+        ({"softmax_scal": 0.5}, "there is no argument softmax_scal; "),
     ],
     ids=str,
 )
