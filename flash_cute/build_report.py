@@ -65,9 +65,9 @@ def collect(logs: dict[str, str]) -> dict:
     }
 
 
-# (kernel, element): spill_bytes, stack_bytes. Softmax spills where rows have
-# edges and blocks share them: a thread has 64 registers, as with more of them fewer rows would be on an SM,
-# which costs more (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
+# (kernel, element): spill_bytes, stack_bytes. Softmax spills where rows have edges and blocks share them: a
+# thread has 64 registers, as with more of them fewer rows would be on an SM, which costs more
+# (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
 TOLERATED = {
     ("row_softmax", "bf16"): (56, 16),
     ("row_softmax", "fp16"): (56, 16),

@@ -401,7 +401,7 @@ def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exceptio
         accepted = "torch.int32 is" if argument in LENGTHS else "torch.float16 and torch.bfloat16 are"
         if foreign and tensor.is_quantized:
             return ValueError(f"{ours}{argument} is quantized; {accepted} accepted")
-        if ops.is_unknown_type(message, tensor):
+        if ops.NAMELESS in message and str(tensor.dtype) not in accepted:
             return ValueError(f"{ours}{argument} has dtype {tensor.dtype}; {accepted} accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):

@@ -164,15 +164,8 @@ def as_python_error(error: Exception, name: str) -> Exception:
     return kind(f"flash_cute.{name}: {sentence}")
 
 
-# Some of those that the stable ABI has names for.
-_KNOWN_TYPES = frozenset(
-    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
-)
-
-
-def is_unknown_type(message: str, tensor: torch.Tensor) -> bool:
-    """Does this error of torch's stable ABI say that it has no name for the tensor's dtype?"""
-    return "Not yet supported ScalarType" in message and tensor.dtype not in _KNOWN_TYPES
+# In errors of torch's stable ABI about a dtype that it has no name for.
+NAMELESS = "Not yet supported ScalarType"
 
 
 def for_outer_levels(op, *args, **options):

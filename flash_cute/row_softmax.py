@@ -76,14 +76,16 @@ def softmax(
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
-        for name, tensor in {"x": x, "seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
-            if tensor is not None and ops.is_unknown_type(str(error), tensor):
-                accepted = (
-                    "torch.float32, torch.float16 and torch.bfloat16 are" if name == "x" else "torch.int32 is"
-                )
-                raise ValueError(
-                    f"flash_cute.softmax: {name} has dtype {tensor.dtype}; {accepted} accepted"
-                ) from None
+        of_lengths = "torch.int32 is"
+        for name, tensor, accepted in (
+            ("x", x, "torch.float32, torch.float16 and torch.bfloat16 are"),
+            ("seqused_k", seqused_k, of_lengths),
+            ("leftpad_k", leftpad_k, of_lengths),
+        ):
+            is_refused = tensor is not None and str(tensor.dtype) not in accepted
+            if ops.NAMELESS in str(error) and is_refused:
+                sentence = f"flash_cute.softmax: {name} has dtype {tensor.dtype}; {accepted} accepted"
+                raise ValueError(sentence) from None
         raise ops.as_python_error(error, "softmax") from None
 
 

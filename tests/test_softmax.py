@@ -389,6 +389,16 @@ def test_no_second_derivative(device, call):
 WRONG = {
     "x is a list": (TypeError, lambda x: flash_cute.softmax([1.0]), "x is list"),
     "float64": (ValueError, lambda x: flash_cute.softmax(x.double()), "x has dtype Double"),
+    "a type that torch's stable ABI does not know": (
+        ValueError,
+        lambda x: flash_cute.softmax(torch.empty(3, 4, dtype=torch.uint4, device=x.device)),
+        "x has dtype torch.uint4; torch.float32, torch.float16 and torch.bfloat16 are accepted",
+    ),
+    "lengths of such a type": (
+        ValueError,
+        lambda x: flash_cute.softmax(x, seqused_k=torch.empty(2, dtype=torch.uint4, device=x.device)),
+        "seqused_k has dtype torch.uint4; torch.int32 is accepted",
+    ),
     "no dimension": (ValueError, lambda x: flash_cute.softmax(x.sum()), "x has 0 dimensions; at least 1"),
     "causal vector": (
         ValueError,

@@ -75,16 +75,16 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
             "accepted"
         )
     used = _rows_of_cache(cache_seqlens, q, most)
-    lengths = {"seqused_k": used if used is None else used + count, "leftpad_k": cache_leftpad}
     if k is not None:
         _check_new(q, cache, new, cache_seqlens, cache_leftpad)
-        # What else is wrong with a call, one on meta tensors says before a row is written.
-        on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
-        flash_cute.forward(*(x.to("meta", autocast_dtype(x)) for x in tensors), **on_meta, **options)
         if isinstance(cache_seqlens, torch.Tensor):
             _check_rows(q, cache_seqlens, most)
             used = used.clamp(0, most)
-            lengths["seqused_k"] = used + count
+    lengths = {"seqused_k": used if used is None else used + count, "leftpad_k": cache_leftpad}
+    if k is not None:
+        # What else is wrong with a call, one on meta tensors says before a row is written.
+        on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
+        flash_cute.forward(*(x.to("meta", autocast_dtype(x)) for x in tensors), **on_meta, **options)
         if flash_cute.lengths.CHECKED:
             flash_cute.lengths.check(*tensors, {name: x for name, x in lengths.items() if x is not None})
         entry = torch.arange(k.shape[0], device=k.device)[:, None]
@@ -96,7 +96,7 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
 
 
 def _check_new(q, cache, new, cache_seqlens, cache_leftpad):
-    """Do k and v fit the cache, and is all of it where q is? On meta tensors nobody sees."""
+    """Do k and v fit the cache, and are all tensors where q is, which meta tensors would not tell?"""
     if cache_leftpad is not None:
         check_tensor("cache_leftpad", cache_leftpad)
     named = {"k_cache": cache[0], "v_cache": cache[1], "k": new[0], "v": new[1]}
