@@ -61,7 +61,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
 
   std::optional<Tensor> list;
   if (call.launch.workspace_bytes > 0) {
-    list = allocate("the list of tiles", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
+    list = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.lengths.workspace = list->mutable_data_ptr();
   }
   call.run(current_stream(device_index));

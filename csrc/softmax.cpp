@@ -107,8 +107,7 @@ ScoreShape score_shape(IntHeaderOnlyArrayRef sizes, bool has_lengths) {
 void validate_softmax(Operand const& x, double scale, bool causal, std::optional<Operand> const& seqused_k,
                       std::optional<Operand> const& leftpad_k) {
   require(x.type == ScalarType::Float || x.type == ScalarType::Half || x.type == ScalarType::BFloat16,
-          "x has dtype ", torch::headeronly::toString(x.type),
-          "; torch.float32, torch.float16 and torch.bfloat16 are accepted");
+          "x has dtype ", DtypeOf{x.type}, "; torch.float32, torch.float16 and torch.bfloat16 are accepted");
   bool const has_lengths = seqused_k || leftpad_k;
   int64_t const dims = x.sizes.size(), needed = 1 + has_lengths + causal;
   require(dims >= needed, "x has ", dims, " dimensions; at least ", needed,
@@ -125,8 +124,8 @@ void validate_softmax(Operand const& x, double scale, bool causal, std::optional
           "; a finite number > 0 is accepted");
   for (auto const& length : {seqused_k, leftpad_k}) {
     if (!length) continue;
-    require(length->type == ScalarType::Int, length->name, " has dtype ",
-            torch::headeronly::toString(length->type), "; torch.int32 is accepted");
+    require(length->type == ScalarType::Int, length->name, " has dtype ", DtypeOf{length->type},
+            "; torch.int32 is accepted");
     require(length->device == x.device, length->name, " is on device ", name_of(length->device), " and x on ",
             name_of(x.device), "; they must be the same");
     int64_t elements = 1;
@@ -145,8 +144,8 @@ void validate_softmax_backward(Operand const& kept, std::optional<Operand> const
     bool same = gradient.sizes.size() == dims;
     for (size_t dim = 0; same && dim < dims; ++dim) same = gradient.sizes[dim] == kept.sizes[dim];
     require(same, gradient.name, " has another shape than the result that it is the gradient of");
-    require(gradient.type == type, gradient.name, " has dtype ", torch::headeronly::toString(gradient.type),
-            "; ", torch::headeronly::toString(type), " is accepted");
+    require(gradient.type == type, gradient.name, " has dtype ", DtypeOf{gradient.type}, "; ", DtypeOf{type},
+            " is accepted");
     require(gradient.device == kept.device, gradient.name, " is on device ", name_of(gradient.device),
             " and x on ", name_of(kept.device), "; they must be the same");
   };

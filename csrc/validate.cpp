@@ -27,34 +27,6 @@ struct ShapeOf {
   }
 };
 
-// As Python writes it.
-struct DtypeOf {
-  ScalarType type;
-
-  friend std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype) {
-    switch (dtype.type) {
-      case ScalarType::Half: return text << "torch.float16";
-      case ScalarType::BFloat16: return text << "torch.bfloat16";
-      case ScalarType::Float: return text << "torch.float32";
-      case ScalarType::Double: return text << "torch.float64";
-      case ScalarType::Bool: return text << "torch.bool";
-      case ScalarType::Byte: return text << "torch.uint8";
-      case ScalarType::Char: return text << "torch.int8";
-      case ScalarType::Short: return text << "torch.int16";
-      case ScalarType::Int: return text << "torch.int32";
-      case ScalarType::Long: return text << "torch.int64";
-      case ScalarType::ComplexFloat: return text << "torch.complex64";
-      case ScalarType::ComplexDouble: return text << "torch.complex128";
-      default:
-        text << "torch.";
-        for (char const* letter = torch::headeronly::toString(dtype.type); *letter; ++letter) {
-          text << char(std::tolower(*letter));
-        }
-        return text;
-    }
-  }
-};
-
 ElementType element_type(Operand const& q) {
   require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16, "q has dtype ", DtypeOf{q.type},
           "; torch.float16 and torch.bfloat16 are accepted");
@@ -111,6 +83,29 @@ Operand operand(char const* name, Tensor const& tensor) {
 }
 
 }  // namespace
+
+std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype) {
+  switch (dtype.type) {
+    case ScalarType::Half: return text << "torch.float16";
+    case ScalarType::BFloat16: return text << "torch.bfloat16";
+    case ScalarType::Float: return text << "torch.float32";
+    case ScalarType::Double: return text << "torch.float64";
+    case ScalarType::Bool: return text << "torch.bool";
+    case ScalarType::Byte: return text << "torch.uint8";
+    case ScalarType::Char: return text << "torch.int8";
+    case ScalarType::Short: return text << "torch.int16";
+    case ScalarType::Int: return text << "torch.int32";
+    case ScalarType::Long: return text << "torch.int64";
+    case ScalarType::ComplexFloat: return text << "torch.complex64";
+    case ScalarType::ComplexDouble: return text << "torch.complex128";
+    default:
+      text << "torch.";
+      for (char const* letter = torch::headeronly::toString(dtype.type); *letter; ++letter) {
+        text << char(std::tolower(*letter));
+      }
+      return text;
+  }
+}
 
 std::string name_of(Device const& device) {
   std::ostringstream text;

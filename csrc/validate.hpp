@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <ostream>
 #include <string>
 #include <string_view>
 
@@ -25,6 +26,12 @@ struct AttentionOptions {
   std::optional<int64_t> window_left, window_right;
   std::optional<std::string> family;
 };
+
+// Written as Python does.
+struct DtypeOf {
+  ScalarType type;
+};
+std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype);
 
 // Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for
 // all. A sequence's rows are offsets[b] .. offsets[b + 1] - 1 of a packed tensor, all of entry b of a padded

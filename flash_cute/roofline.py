@@ -69,7 +69,8 @@ class Explanation(dict):
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
-    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, and for every backward), seqlen_k_used.
+    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, where tiles are claimed
+    one by one, and for every backward), seqlen_k_used.
     Of a backward, whose kernel is the one that takes longest: group_parts (into how many the query heads that
     share K and V are split, each with tiles of its own), adds_terms (do LSE and delta come by a product?).
     """

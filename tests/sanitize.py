@@ -144,6 +144,15 @@ def check_dense() -> None:
             assert_gradients(found, *inputs, *given, mask)
 
 
+def check_claimed() -> None:
+    """Forwards with more tiles than multiprocessors, long ones of unequal length, which are claimed."""
+    for element, head_dims in flash_cute.supported()["families"].get("sm90", {}).items():
+        for head_dim in head_dims:
+            inputs = make_inputs(Shape(1, 45, 9, 300, 4300, head_dim), DTYPES[element], "cpu")
+            result = flash_cute.forward(*(tensor.to("cuda") for tensor in inputs), causal=True)
+            assert_attention([tensor.cpu() for tensor in result], *inputs, MASKS["causal"])
+
+
 def gradients(function, inputs, given, mask, family: str, deterministic: bool) -> list[torch.Tensor]:
     """dq, dk and dv, on the CPU, of a call with these inputs on the GPU."""
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
@@ -152,7 +161,7 @@ def gradients(function, inputs, given, mask, family: str, deterministic: bool) -
     return [tensor.cpu() for tensor in found]
 
 
-PARTS = {"ragged": check_ragged, "dense": check_dense, "softmax": check_softmax}
+PARTS = {"ragged": check_ragged, "dense": check_dense, "claimed": check_claimed, "softmax": check_softmax}
 
 
 def under(tool: str, parts: list[str]) -> bool:

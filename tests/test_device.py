@@ -90,6 +90,27 @@ def test_graph_replays_with_new_inputs(kernel, causal, head_dim, layout):
         assert_same(results, kernel.forward(*fresh, causal=causal))
 
 
+def test_calls_that_claim_their_tiles(kernel):
+    """Replays of a graph, each of which begins with the counter of the one before, and calls beside them."""
+    inputs = make_inputs(Shape(1, 16, 16, 4200, 4200, 128), torch.bfloat16, kernel.device)
+    expected = [kernel.forward(*inputs, causal=causal) for causal in (True, False)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = kernel.forward(*inputs, causal=True)
+    side = torch.cuda.Stream(kernel.device)
+    for _ in range(5):
+        for tensor in results:
+            tensor.fill_(torch.nan)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            beside = [kernel.forward(*inputs, causal=causal) for causal in (True, False)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(results, expected[0])
+        for mine, others in zip(beside, expected, strict=True):
+            assert_same(mine, others)
+
+
 def test_graph_without_keys(kernel):
     """Nothing to attend to is filled in by PyTorch's kernels; these too belong to the graph."""
     q, k, v = make_inputs(Shape(2, 4, 4, 30, 0, 64), torch.bfloat16, kernel.device)

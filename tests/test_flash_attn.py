@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -313,6 +314,10 @@ WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
     "no room": ("flash_cute.compat: cache_seqlens is 18; 0 to 17", lambda k, v: {"cache_seqlens": 18}),
     "negative": ("flash_cute.compat: cache_seqlens is -3; 0 to 17", lambda k, v: {"cache_seqlens": -3}),
     "a list": ("flash_cute.compat: cache_seqlens is [5, 5]", lambda k, v: {"cache_seqlens": [5, 5]}),
+    "an array": (
+        "flash_cute.compat: cache_seqlens is array([5, 5])",
+        lambda k, v: {"cache_seqlens": np.array([5, 5])},
+    ),
     "int64": (
         "flash_cute.compat: cache_seqlens is torch.int64",
         lambda k, v: {"cache_seqlens": torch.tensor([5, 5], device=k.device)},
@@ -334,6 +339,10 @@ WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
     ),
     "scale": ("flash_cute.forward: softmax_scale is -1", lambda k, v: {"softmax_scale": -1.0}),
     "window": ("flash_cute.forward: window's left limit is -2", lambda k, v: {"window_size": (-2, 0)}),
+    "window of an array": (
+        "flash_cute.forward: window",
+        lambda k, v: {"window_size": (np.array([1, 2]), 0)},
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from cases import (
     MASKS,
     ODD_HEAD_DIMS,
     SHAPES,
+    Mask,
     Shape,
     make_inputs,
     with_head_dim,
@@ -78,6 +79,15 @@ def test_softmax_scale(kernel, softmax_scale, mask, dtype):
 @pytest.mark.parametrize("seqlen", [2048, 4000])
 def test_long_sequences(kernel, seqlen, dtype):
     check(kernel, Shape(1, 2, 1, seqlen, seqlen, 128), dtype, MASKS["causal"])
+
+
+@dtypes
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [MASKS["causal"], Mask(True, (4300, 0))], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [*BUCKETS, 80])
+def test_claimed_tiles(kernel, head_dim, mask, dtype):
+    """More long tiles of unequal length than multiprocessors: see claims_tiles in forward/plan.hpp."""
+    check(kernel, Shape(1, 10, 5, 5000, 5100, head_dim), dtype, mask)
 
 
 def test_attention_is_forwards_output(kernel):

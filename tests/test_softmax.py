@@ -313,7 +313,7 @@ def test_exported_and_dynamic(device):
     for count in (4, 7):
         x = scores(device, count, 50)
         torch.testing.assert_close(program.module()(x), flash_cute.softmax(x, causal=True))
-    with pytest.raises(ValueError, match=r"^flash_cute.softmax: x has dtype Double"):
+    with pytest.raises(ValueError, match=r"^flash_cute.softmax: x has dtype torch.float64"):
         torch.export.export(Module(), (scores(device, 4, 50).double(),))
 
 
@@ -388,7 +388,7 @@ def test_no_second_derivative(device, call):
 
 WRONG = {
     "x is a list": (TypeError, lambda x: flash_cute.softmax([1.0]), "x is list"),
-    "float64": (ValueError, lambda x: flash_cute.softmax(x.double()), "x has dtype Double"),
+    "float64": (ValueError, lambda x: flash_cute.softmax(x.double()), "x has dtype torch.float64"),
     "a type that torch's stable ABI does not know": (
         ValueError,
         lambda x: flash_cute.softmax(torch.empty(3, 4, dtype=torch.uint4, device=x.device)),
@@ -449,7 +449,7 @@ WRONG = {
     "lengths in int64": (
         ValueError,
         lambda x: flash_cute.softmax(x, seqused_k=torch.ones(2, dtype=torch.int64, device=x.device)),
-        "seqused_k has dtype Long; torch.int32 is accepted",
+        "seqused_k has dtype torch.int64; torch.int32 is accepted",
     ),
 }
 

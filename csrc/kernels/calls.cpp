@@ -114,7 +114,7 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
-  if (!problem.ragged) return 0;
+  if (!problem.ragged) return sizeof(int);
   return largest<ForwardParams>(problem, forward_kernel, [](Family family, int bucket, auto const& params) {
     ForwardParams const mean = plan::of_equal_lengths(params, 1);
     ForwardTiles const tiles = forward_tiles(family, bucket);

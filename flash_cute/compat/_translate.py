@@ -155,7 +155,10 @@ def integer(value):
     """An integer's value, symbolic or not; None of anything else."""
     if isinstance(value, int | torch.SymInt):
         return None if isinstance(value, bool) else value
-    return index(value) if hasattr(value, "__index__") else None
+    try:
+        return index(value)
+    except TypeError:  # also of an array, whose __index__ is for one element
+        return None
 
 
 def _heads_first(**tensors):
@@ -201,6 +204,6 @@ def _options(softmax_scale, causal, window_size, deterministic, refused):
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window": tuple(None if limit == -1 else limit for limit in window_size),
+        "window": tuple(None if integer(limit) == -1 else limit for limit in window_size),
         "deterministic": deterministic,
     }

@@ -502,6 +502,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("tile", &ForwardPlan::tile)
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepares", &ForwardPlan::prepares)
+      .def_readonly("claims", &ForwardPlan::claims)
+      .def_readonly("order", &ForwardPlan::order)
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_property_readonly("expected",
                              [](ForwardPlan const& plan) {

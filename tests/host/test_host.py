@@ -568,6 +568,56 @@ def test_grids(host, shape, family, head_dim):
         assert rounds == -(-blocks // MULTIPROCESSORS)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "seqlen", "window", "claims"),
+    [
+        (64, 32, 8192, CAUSAL, True),
+        (128, 16, 8192, CAUSAL, True),
+        (256, 8, 8192, CAUSAL, True),
+        (128, 16, 8192, FULL, False),  # alike
+        (128, 16, 1024, CAUSAL, True),
+        (128, 16, 512, CAUSAL, False),  # short
+        (128, 16, 8192, (1024, 0), False),  # nearly alike
+        (128, 1, 8192, CAUSAL, False),  # one tile a multiprocessor
+    ],
+)
+def test_long_tiles_of_unequal_length_are_claimed(host, head_dim, heads, seqlen, window, claims):
+    sizes = (16384 // seqlen, heads, heads, seqlen, seqlen, head_dim)
+    chosen = plan(host, "sm90", head_dim, sizes, window)
+    assert chosen.claims == claims
+    assert chosen.workspace_bytes == 4 * claims
+    assert not claims or chosen.blocks == MULTIPROCESSORS
+    assert not plan(host, "sm80", head_dim, sizes, window).claims
+
+
+@pytest.mark.parametrize(
+    ("heads", "sections"), [(4, [1, 3]), (16, [2] * 5 + [6]), (2, [2])], ids=["three rounds", "many", "two"]
+)
+def test_sections_of_claimed_tiles(host, heads, sections):
+    """Tiles of a section come longest first; the last one's are two or three rounds."""
+    order = plan(host, "sm90", 128, (1, heads, heads, 16384, 16384, 128), CAUSAL).order
+    starts = [order(index)[0] for index in range(order.tiles())]
+    rises = [0, *(i for i in range(1, len(starts)) if starts[i] > starts[i - 1]), len(starts)]
+    assert [(end - begin) * heads // len(starts) for begin, end in pairwise(rises)] == sections
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(4000, 9000),
+    st.sampled_from([64, 96, 128, 192, 256]),
+)
+def test_claimed_tiles_are_all_tiles(host, batch, heads_kv, group, seqlen, head_dim):
+    sizes = (batch, heads_kv * group, heads_kv, seqlen, seqlen, head_dim)
+    chosen = plan(host, "sm90", head_dim, sizes, CAUSAL)
+    tiles = [chosen.order(index) for index in range(chosen.order.tiles())]
+    starts = range(0, seqlen, chosen.tile_queries)
+    heads = [(head, head // group) for head in range(heads_kv * group)]
+    assert sorted(tiles) == sorted((m, *head, b) for m in starts for head in heads for b in range(batch))
+    assert chosen.claims == (len(tiles) > MULTIPROCESSORS)
+
+
 @given(st.data(), st.sampled_from(["sm80", "sm90"]))
 def test_plans_of_unequal_lengths(host, data, family):
     """Room for every tile there can be, whatever the lengths; the tile is the mean's if they may be alike."""

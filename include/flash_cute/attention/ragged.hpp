@@ -72,7 +72,8 @@ inline int64_t place_capacity(ForwardParams const& params, PackedRows const& row
 // Sequence by sequence, as TileOrder goes through the entries of a batch: tiles that share K and V run side
 // by side, so that L2 serves many multiprocessors by one read (tiles of several sequences in turns lose a
 // third at head dim 128, causal). Heads of K and V form sections of about `wanted_tiles`, in which the
-// longest tiles come first: in sections of one head the short ones are spent too early to even out the end.
+// longest tiles come first: in sections of one head the short ones are spent too early to even out the end,
+// and so they are where the last section is left with few heads.
 struct RaggedOrder {
   static constexpr bool kListed = true;
   TileListHeader* header;  // of the prepared list, or null
@@ -121,7 +122,9 @@ struct RaggedOrder {
   FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place,
                                                bool alike = false) const {
     int const of_sequence = m_blocks(s);
-    int const section = wanted_tiles / larger(1, of_sequence * int(packs.value));
+    int const tiles_of_head = larger(1, of_sequence * int(packs.value));
+    int const section = larger(1, (wanted_tiles + tiles_of_head / 2) / tiles_of_head);
+    int const sections = larger(1, heads_kv / section);
     return {.batch = b,
             .first_place = first_place,
             .q_begin = s.queries.begin,
@@ -129,7 +132,7 @@ struct RaggedOrder {
             .k_begin = s.k_begin,
             .seqlen_k = s.mask.seqlen_k,
             .m_blocks = of_sequence,
-            .section_heads = alike ? 1 : larger(1, smaller(heads_kv, section))};
+            .section_heads = alike ? 1 : ceil_div(heads_kv, sections)};
   }
 
   // Of a prepared list.

@@ -1,5 +1,5 @@
-// How the thread blocks of a persistent kernel come to their tiles: shared out beforehand where the host
-// knows them all (TileStream), else claimed one by one, unless lengths turn out to be as the host expected.
+// How the thread blocks of a persistent kernel come to their tiles: shared out beforehand (TileStream), or
+// claimed one by one (QueuedTiles), unless unequal lengths turn out to be as the host expected.
 // In both cases a thread goes through them by first(), and next(), through() and get() for each: next() is
 // asked when a tile begins, and gives what get() makes the upcoming tile of, once through(left) has said that
 // there is one; left is count() at first.
@@ -10,12 +10,23 @@
 
 namespace flash_cute {
 
+// TileOrder, of tiles that are claimed. Those of a RaggedOrder are, too.
+struct ClaimedOrder : TileOrder {
+  int* claimed;  // tiles, beside each block's first
+};
+
+template <class Order>
+constexpr bool kIsClaimed = requires(Order order) { order.claimed; };
+
 // In shared memory: a block's next tiles, from the thread that claims them to those that load and compute.
 struct TileQueue {
-  SequenceList list;
+  SequenceList list;  // where sequences differ
   cutlass::arch::ClusterBarrier wanted;
   TmaRing<2> ring;
-  RaggedTile tiles[2];
+  union {
+    RaggedTile ragged;
+    TileCoord alike;
+  } tiles[2];              // upcoming ones
   bool volatile computes;  // until the block's last tile is known
   int volatile round;      // of tiles that are shared out; the thread that counts has no register left
 
@@ -25,6 +36,26 @@ struct TileQueue {
     ring.init(consumers + 1);
     computes = true;
   }
+
+  // Of a list, or of an order that needs none.
+  CUTE_DEVICE RaggedTile& slot(RaggedOrder const&, int i) { return tiles[i].ragged; }
+  CUTE_DEVICE TileCoord& slot(ClaimedOrder const&, int i) { return tiles[i].alike; }
+  CUTE_DEVICE bool shares_out(RaggedOrder const&) const { return list.alike; }
+  CUTE_DEVICE static bool shares_out(ClaimedOrder const&) { return false; }
+  CUTE_DEVICE int shared_place(RaggedOrder const& order) const {
+    return shared_out(blockIdx.x, order.expected.blocks, round);
+  }
+  CUTE_DEVICE static int shared_place(ClaimedOrder const&) { return kThrough; }
+  CUTE_DEVICE int count(RaggedOrder const& order) const { return list.tiles(order); }
+  CUTE_DEVICE static int count(ClaimedOrder const& order) { return order.tiles(); }
+  CUTE_DEVICE RaggedTile tile(ForwardParams const& params, RaggedOrder const& order, int index) const {
+    return list.tile(params, order, index);
+  }
+  CUTE_DEVICE static TileCoord tile(ForwardParams const&, ClaimedOrder const& order, int index) {
+    return order(index);
+  }
+  CUTE_DEVICE RaggedTile first_tile(RaggedOrder const& order) const { return list.first_tile(order); }
+  CUTE_DEVICE static TileCoord first_tile(ClaimedOrder const& order) { return order(blockIdx.x); }
 };
 
 struct Unannounced {};  // a tile that nobody knows yet
@@ -35,21 +66,24 @@ struct Unannounced {};  // a tile that nobody knows yet
 // the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
 // Tiles that are shared out it names as far ahead as there is room.
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
-template <int kHeadDim>
-CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& order, TileQueue& queue) {
+template <int kHeadDim, class Order>
+CUTE_DEVICE void claim_tiles(ForwardParams const& params, Order const& order, TileQueue& queue) {
   RingPosition<2> at{};
   queue.round = 0;
+  // Nobody cleared the counter before (nor that of a list, see SequenceList::make).
+  if (!Order::kListed && blockIdx.x == 0) *order.claimed = 0;
   while (true) {
     queue.round = queue.round + 1;
-    bool const shares = ExpectedLengths::pay(kHeadDim) && queue.list.alike;
+    bool const shares = ExpectedLengths::pay(kHeadDim) && queue.shares_out(order);
     if (!shares) queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = shares          ? shared_out(blockIdx.x, order.expected.blocks, queue.round)
+    int const index = shares          ? queue.shared_place(order)
                       : order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1)
                                       : kThrough;
-    bool const is_tile = unsigned(index) < unsigned(queue.list.tiles(order));
+    bool const is_tile = unsigned(index) < unsigned(queue.count(order));
     auto& announced = queue.ring.acquire(at);
-    if (is_tile) queue.tiles[at.slot] = queue.list.tile(params, order, index);
-    if (!is_tile) queue.tiles[at.slot].m_begin = kThrough;
+    auto& slot = queue.slot(order, at.slot);
+    if (is_tile) slot = queue.tile(params, order, index);
+    if (!is_tile) slot.m_begin = kThrough;
     announced.arrive();
     at.advance();
     if (!is_tile) break;
@@ -57,37 +91,40 @@ CUTE_DEVICE void claim_tiles(ForwardParams const& params, RaggedOrder const& ord
   queue.computes = false;
 }
 
+template <class Order>
 struct QueuedTiles {
-  RaggedOrder const& order;
+  Order const& order;
   TileQueue& queue;
   unsigned lanes;  // of this warp, that go through them together
-  RaggedTile tile;
+  decltype(queue.first_tile(order)) tile;
   RingPosition<2> at{};
 
   // A block's first one is that of its own index.
-  CUTE_DEVICE RaggedTile const& first() const { return tile; }
+  CUTE_DEVICE auto const& first() const { return tile; }
   CUTE_DEVICE static int count() { return 0; }
   CUTE_DEVICE static Unannounced next() { return {}; }
   CUTE_DEVICE bool through(int) {
     queue.ring.wait(at);
-    tile = queue.tiles[at.slot];
+    tile = queue.slot(order, at.slot);
     __syncwarp(lanes);
     if (threadIdx.x % 32 == __ffs(lanes) - 1) queue.ring.release(at);
     at.advance();
     return tile.m_begin == kThrough;
   }
-  CUTE_DEVICE RaggedTile const& get(Unannounced) const { return tile; }
+  CUTE_DEVICE auto const& get(Unannounced) const { return tile; }
   CUTE_DEVICE void claim() {
-    if (!queue.list.alike) queue.wanted.arrive();
+    if (!queue.shares_out(order)) queue.wanted.arrive();
   }
 };
 
 CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {
   return {order, int(blockIdx.x), int(gridDim.x)};
 }
-CUTE_DEVICE QueuedTiles tiles_of(ForwardParams const&, RaggedOrder const& order, TileQueue& queue,
-                                 unsigned lanes) {
-  return {order, queue, lanes, queue.list.first_tile(order)};
+template <class Order>
+  requires kIsClaimed<Order>
+CUTE_DEVICE QueuedTiles<Order> tiles_of(ForwardParams const&, Order const& order, TileQueue& queue,
+                                        unsigned lanes) {
+  return {order, queue, lanes, queue.first_tile(order)};
 }
 
 }  // namespace flash_cute

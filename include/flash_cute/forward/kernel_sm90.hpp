@@ -1,6 +1,6 @@
 // The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
-// compute. Where sequences differ in length, the loading warp's neighbours, which would idle, claim tiles and
-// clear the rows that no tile writes.
+// compute. The loading warp's neighbours, which would idle, claim tiles where these are not shared out, and
+// clear the rows that no tile writes where sequences differ in length.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
     shared.ring_k.init(kConsumerWarps);
     shared.ring_v.init(kConsumerWarps);
-    if constexpr (Order::kListed) shared.queue.init(kConsumerWarps);
+    if constexpr (kIsClaimed<Order>) shared.queue.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
     if constexpr (Order::kListed) {
-      constexpr int kClearing = 2, kClaiming = 3;  // the warps 1 and 2, and 3
+      constexpr int kClearing = 2;  // the warps 1 and 2
       if (warp > 0 && warp <= kClearing) {
         if (shared.queue.list.unwritten) {
           // Beside products at half the memory's bandwidth: at all of it, loads of K and V wait (3% at five
@@ -55,6 +55,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         shared.queue.computes = false;
         return;
       }
+    }
+    if constexpr (kIsClaimed<Order>) {
+      constexpr int kClaiming = 3;
       if (warp == kClaiming && elect_one_sync()) claim_tiles<Traits::kHeadDim>(params, order, shared.queue);
     }
     if (warp == 0 && elect_one_sync()) {

@@ -54,8 +54,9 @@ template <class Instance, class Visitor>
 auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
   auto with = [&](auto traits) {
-    return plan.ragged ? visitor(traits, std::type_identity<RaggedOrder>{})
-                       : visitor(traits, std::type_identity<TileOrder>{});
+    return plan.ragged   ? visitor(traits, std::type_identity<RaggedOrder>{})
+           : plan.claims ? visitor(traits, std::type_identity<ClaimedOrder>{})
+                         : visitor(traits, std::type_identity<TileOrder>{});
   };
   if constexpr (kTiles.small.warps > 0) {
     if (plan.tile == kTiles.small) return with(ForwardTraitsSm90<Instance, kTiles.small>{});
@@ -76,6 +77,8 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
       Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares, plan.expected);
       if (plan.prepares) launch_prepare<kStartsEarly>(params, order, stream);
       launch(order);
+    } else if constexpr (kIsClaimed<Order>) {
+      launch({plan.order, static_cast<int*>(params.lengths.workspace)});
     } else {
       launch(plan.order);
     }

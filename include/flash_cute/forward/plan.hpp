@@ -20,6 +20,7 @@ struct ForwardPlan {
   bool ragged = false;    // sequences differ in length: a list of them is made on the device,
   bool prepares = false;  // by a kernel of its own
   int section_tiles = 0;  // of it, see RaggedOrder
+  bool claims = false;    // are tiles of sequences that are alike claimed, not shared out?
   ExpectedLengths expected = {};
   TileOrder order = {};         // of sequences that are alike
   int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
@@ -31,25 +32,65 @@ inline PackedRows rows_sm90(ForwardTile const& tile, int packed) {
   return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
 }
 
-// What a multiprocessor has to do with these tiles: the pairs of queries and keys that a tile covers, visible
-// or not, times the rounds of tiles.
-inline int64_t work(ForwardParams const& params, ForwardTile const& tile, int packed) {
-  constexpr int kSamples = 16;  // tiles that are looked at
+// Tiles of unequal length are claimed one by one, as multiprocessors become free, unless they are so short
+// that a claim matters more than who is left with the last long tile. Behind a narrow window the few short
+// tiles of a section's heads come last in it and even out what full rounds of long ones leave.
+inline bool claims_tiles(ForwardParams const& params, TileOrder const& order) {
+  constexpr int kLong = 1024;  // keys
+  auto length = [&](int m_block) {
+    int const queries = order.rows.tile_queries();
+    BlockRange const visited = params.mask.visited(m_block * queries, queries, 1);
+    return visited.end - visited.begin;
+  };
+  int const first = length(0), last = length(order.m_blocks - 1);
+  return first != last && larger(first, last) >= kLong && !order.few_keys &&
+         order.tiles() > params.device.multiprocessors;
+}
+
+// The order of claimed tiles, by a model of the schedule (docs/forward_sm90_experiments.md): sections of two
+// heads, the last one of three rounds of tiles, so that enough short ones come at the end; up to three rounds
+// in all, sections of one head and the last of two rounds, whose tiles then pair up, long with short. In a
+// last section that does not stay in L2, tiles would wait for their keys.
+inline TileOrder claimed_order(ForwardParams const& params, PackedRows const& rows) {
   ProblemShape const& shape = params.shape;
-  int const queries = rows_sm90(tile, packed).tile_queries();
-  int const m_blocks = ceil_div(shape.seqlen_q, queries), step = ceil_div(2 * m_blocks, kSamples);
-  int64_t blocks = 0, samples = 0;
+  DeviceInfo const& device = params.device;
+  auto order_by = [&](int heads) {
+    int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
+    int const wanted = heads * m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
+    return TileOrder::make(shape, params.mask, rows, device.l2_bytes, wanted);
+  };
+  TileOrder order = order_by(2);
+  bool const few = 4 * int64_t(order.tiles()) < 13 * device.multiprocessors;
+  if (few) order = order_by(1);
+  int const last_tiles = (few ? 2 : 3) * device.multiprocessors;
+  int64_t const kv_bytes = 2 * int64_t(kElementBytes) * shape.seqlen_k * shape.head_dim;
+  int64_t const in_l2 = larger<int64_t>(1, 2 * device.l2_bytes / 3 / larger<int64_t>(1, kv_bytes));
+  order.widen_last(int(smaller<int64_t>(in_l2, (last_tiles + order.m_blocks / 2) / order.m_blocks)));
+  return order;
+}
+
+// What a multiprocessor has to do with these tiles: the pairs of queries and keys that a tile covers, visible
+// or not, times the rounds of tiles. Claimed tiles need no whole rounds, but time for the longest.
+inline double work(ForwardParams const& params, ForwardTile const& tile, int packed) {
+  constexpr int kSamples = 16;  // tiles that are looked at
+  PackedRows const rows = rows_sm90(tile, packed);
+  TileOrder const order = TileOrder::make(params.shape, params.mask, rows, params.device.l2_bytes, 0);
+  int const queries = rows.tile_queries(), m_blocks = order.m_blocks, step = ceil_div(2 * m_blocks, kSamples);
+  double blocks = 0, longest = 0;
+  int samples = 0;
   for (int from_end = 0; from_end < m_blocks; from_end += step) {
     for (int m_block : {from_end, m_blocks - 1 - from_end}) {  // their mean is the mean of all
       BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
-      blocks += larger(1, visited.end - visited.begin);  // see visited_blocks
+      double const length = larger(1, visited.end - visited.begin);  // see visited_blocks
+      blocks += length;
+      longest = larger(longest, length);
       ++samples;
     }
   }
-  int const packs = rows_sm90(tile, packed).packs(shape.heads_q / shape.heads_kv);
-  int64_t const tiles = int64_t(m_blocks) * packs * shape.heads_kv * shape.batch;
-  int64_t const rounds = ceil_div(tiles, int64_t(params.device.multiprocessors));
-  return rounds * blocks * tile.block_m * tile.block_n / samples;
+  int const multiprocessors = params.device.multiprocessors;
+  double const mean = blocks / samples, pairs = tile.block_m * tile.block_n;
+  if (claims_tiles(params, order)) return larger(longest, mean * order.tiles() / multiprocessors) * pairs;
+  return ceil_div(order.tiles(), multiprocessors) * mean * pairs;
 }
 
 // Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
@@ -66,23 +107,11 @@ inline PackedRows rows_of(Family family, ForwardTile const& tile, ProblemShape c
 }
 
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
-// block more than these need is started. Long tiles of unequal length that don't share out evenly are better
-// handed out one by one, as SMs become free: there the start of a block matters less than who is left with
-// the last long tile. Behind a narrow window the few short tiles of a section's heads come last in it and
-// even out what full rounds of long ones leave (docs/forward_sm90_experiments.md has the sweep).
-inline int persistent_blocks(ForwardParams const& params, TileOrder const& order, int block_n) {
-  constexpr int kLongTile = 64;  // blocks of keys
-  if (order.few_keys) return smaller(order.tiles(), params.device.multiprocessors);
-  int const rounds = ceil_div(order.tiles(), params.device.multiprocessors);
-  int const blocks = ceil_div(order.tiles(), rounds);
-  auto length = [&](int m_block) {
-    int const queries = order.rows.tile_queries();
-    BlockRange const visited = params.mask.visited(m_block * queries, queries, block_n);
-    return visited.end - visited.begin;
-  };
-  int const first = length(0), last = length(order.m_blocks - 1);
-  bool const even = first == last || blocks % order.m_blocks == 0 || order.m_blocks % blocks == 0;
-  return even || larger(first, last) < kLongTile ? blocks : order.tiles();
+// block more than these need is started; behind a narrow window there are few short ones, which even out what
+// full rounds leave (docs/forward_sm90_experiments.md has the sweep).
+inline int persistent_blocks(TileOrder const& order, int multiprocessors) {
+  int const rounds = ceil_div(order.tiles(), multiprocessors);
+  return order.few_keys ? smaller(order.tiles(), multiprocessors) : ceil_div(order.tiles(), rounds);
 }
 
 // Stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many means
@@ -105,14 +134,15 @@ inline bool lengths_differ(ForwardParams const& params) {
   return params.lengths.cu_seqlens_q && params.shape.seqlen_q % larger(1, params.shape.batch) != 0;
 }
 
-// Else they may be alike: how tiles would then be shared out. Not so where they would be handed out one by
-// one, or where heads would go through their tiles side by side.
+// Else they may be alike: how tiles would then be shared out. Not so where they would be claimed, or where
+// heads would go through their tiles side by side.
 inline ExpectedLengths expect_equal_lengths(int bucket, ForwardParams const& params,
                                             ForwardPlan const& plan) {
   ForwardParams const equal = of_equal_lengths(params, 1);
   TileOrder const order = TileOrder::make(equal.shape, equal.mask, plan.rows, params.device.l2_bytes, 0);
-  int const blocks = persistent_blocks(equal, order, plan.tile.block_n);
-  bool const pays = ExpectedLengths::pay(bucket) && !order.side_by_side && blocks <= plan.blocks;
+  int const blocks = persistent_blocks(order, params.device.multiprocessors);
+  bool const pays = ExpectedLengths::pay(bucket) && !order.side_by_side && blocks <= plan.blocks &&
+                    !claims_tiles(equal, order);
   if (lengths_differ(params) || !pays) return {};
   return {equal.shape.seqlen_q, equal.shape.seqlen_k, blocks};
 }
@@ -143,7 +173,7 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
   bool const differ = ragged && lengths_differ(params);
   auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
   auto work_with = [&](ForwardTile const& tile) {
-    return differ ? work_of_unequal(params, tile, packed(tile)) : double(work(mean, tile, packed(tile)));
+    return differ ? work_of_unequal(params, tile, packed(tile)) : work(mean, tile, packed(tile));
   };
   double const enough = differ ? tiles.enough_unequal : tiles.enough;
   bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
@@ -158,8 +188,8 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
-  // Tiles that share K and V come in sections (see TileOrder, RaggedOrder): on sm80 of two rounds, of blocks
-  // one an SM; on sm90 of one head of K and V, or of one round where claimed tiles differ in length.
+  // Tiles that share K and V come in sections (see TileOrder, RaggedOrder): of two rounds, of blocks one an
+  // SM; on sm90, where tiles are alike or shared out, of one head of K and V.
   if (result.ragged) {
     int64_t const places = place_capacity(params, result.rows);
     int64_t const tiles =
@@ -168,7 +198,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
       throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
     }
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
-    result.section_tiles = persistent ? (alike ? 0 : multiprocessors) : 2 * multiprocessors;
+    result.section_tiles = persistent && alike ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     if (persistent) result.expected = plan::expect_equal_lengths(bucket, params, result);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
@@ -179,8 +209,15 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   } else {
     result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
                                    persistent ? 0 : 2 * multiprocessors);
-    result.blocks = persistent ? plan::persistent_blocks(params, result.order, result.tile.block_n)
-                               : result.order.tiles();
+    result.claims = persistent && plan::claims_tiles(params, result.order);
+    if (result.claims) {
+      result.order = plan::claimed_order(params, result.rows);
+      result.blocks = multiprocessors;
+      result.workspace_bytes = sizeof(int);
+    } else {
+      result.blocks =
+          persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();
+    }
   }
   return result;
 }
