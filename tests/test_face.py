@@ -72,12 +72,18 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
 
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.
 PLANS = {
-    "long": (Shape(4, 32, 32, 4096, 4096, 64), True, {"block_m": 192, "packed_heads": 1}),
+    "long": (
+        Shape(4, 32, 32, 4096, 4096, 64),
+        True,
+        {"block_m": 192, "packed_heads": 1, "grid": 132, "workspace_bytes": 4},
+    ),
     "short full": (Shape(32, 32, 32, 512, 512, 64), False, {"block_m": 192}),
     "one long head": (Shape(1, 1, 1, 16384, 16384, 64), False, {"block_m": 128, "grid": 128}),
     "short causal": (Shape(32, 32, 32, 512, 512, 64), True, {"block_m": 128}),
     "long full, 128": (Shape(4, 16, 16, 4096, 4096, 128), False, {"block_m": 192}),
-    "long causal, 128": (Shape(4, 16, 16, 4096, 4096, 128), True, {"block_m": 128}),
+    "long causal, 128": (Shape(4, 16, 16, 4096, 4096, 128), True, {"block_m": 128, "workspace_bytes": 4}),
+    "longer causal, 128": (Shape(2, 16, 16, 8192, 8192, 128), True, {"block_m": 192, "workspace_bytes": 4}),
+    "short causal, 128": (Shape(32, 16, 16, 512, 512, 128), True, {"block_m": 128, "workspace_bytes": 0}),
     "short full, 128": (Shape(32, 16, 16, 512, 512, 128), False, {"block_m": 128}),
     "long causal, 96": (Shape(4, 21, 21, 4096, 4096, 96), True, {"block_m": 192}),
     "fits 192": (SHAPES["rows_that_fit_192"], False, {"block_m": 192}),
