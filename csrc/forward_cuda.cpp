@@ -59,10 +59,10 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   params.out = Readable{target, 0}.view();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
 
-  std::optional<Tensor> list;
+  std::optional<Tensor> workspace;
   if (call.launch.workspace_bytes > 0) {
-    list = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
-    params.lengths.workspace = list->mutable_data_ptr();
+    workspace = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
+    params.lengths.workspace = workspace->mutable_data_ptr();
   }
   call.run(current_stream(device_index));
   if (!direct) {

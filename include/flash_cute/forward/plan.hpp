@@ -32,19 +32,26 @@ inline PackedRows rows_sm90(ForwardTile const& tile, int packed) {
   return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
 }
 
+inline int64_t count_tiles(ProblemShape const& shape, PackedRows const& rows) {
+  int64_t const packs = rows.packs(shape.heads_q / shape.heads_kv);
+  return ceil_div(shape.seqlen_q, rows.tile_queries()) * packs * shape.heads_kv * shape.batch;
+}
+
 // Tiles of unequal length are claimed one by one, as multiprocessors become free, unless they are so short
 // that a claim matters more than who is left with the last long tile. Behind a narrow window the few short
 // tiles of a section's heads come last in it and even out what full rounds of long ones leave.
-inline bool claims_tiles(ForwardParams const& params, TileOrder const& order) {
+inline bool claims_tiles(ForwardParams const& params, PackedRows const& rows) {
   constexpr int kLong = 1024;  // keys
+  int const queries = rows.tile_queries(), m_blocks = ceil_div(params.shape.seqlen_q, queries);
   auto length = [&](int m_block) {
-    int const queries = order.rows.tile_queries();
     BlockRange const visited = params.mask.visited(m_block * queries, queries, 1);
     return visited.end - visited.begin;
   };
-  int const first = length(0), last = length(order.m_blocks - 1);
-  return first != last && larger(first, last) >= kLong && !order.few_keys &&
-         order.tiles() > params.device.multiprocessors;
+  int const first = length(0), last = length(m_blocks - 1);
+  int const longest = larger(length(m_blocks / 2), larger(first, last));
+  bool const narrow = 4 * int64_t(longest) < params.shape.seqlen_k;
+  return first != last && longest >= kLong && !narrow &&
+         count_tiles(params.shape, rows) > params.device.multiprocessors;
 }
 
 // The order of claimed tiles, by a model of the schedule (docs/forward_sm90_experiments.md): sections of two
@@ -54,18 +61,13 @@ inline bool claims_tiles(ForwardParams const& params, TileOrder const& order) {
 inline TileOrder claimed_order(ForwardParams const& params, PackedRows const& rows) {
   ProblemShape const& shape = params.shape;
   DeviceInfo const& device = params.device;
-  auto order_by = [&](int heads) {
-    int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
-    int const wanted = heads * m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
-    return TileOrder::make(shape, params.mask, rows, device.l2_bytes, wanted);
-  };
-  TileOrder order = order_by(2);
-  bool const few = 4 * int64_t(order.tiles()) < 13 * device.multiprocessors;
-  if (few) order = order_by(1);
-  int const last_tiles = (few ? 2 : 3) * device.multiprocessors;
+  bool const few = 4 * count_tiles(shape, rows) < 13 * int64_t(device.multiprocessors);
+  int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
+  int const of_head = m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
+  TileOrder order = TileOrder::make(shape, params.mask, rows, device.l2_bytes, (few ? 1 : 2) * of_head);
+  int const last = ((few ? 2 : 3) * device.multiprocessors + m_blocks / 2) / m_blocks;
   int64_t const kv_bytes = 2 * int64_t(kElementBytes) * shape.seqlen_k * shape.head_dim;
-  int64_t const in_l2 = larger<int64_t>(1, 2 * device.l2_bytes / 3 / larger<int64_t>(1, kv_bytes));
-  order.widen_last(int(smaller<int64_t>(in_l2, (last_tiles + order.m_blocks / 2) / order.m_blocks)));
+  order.widen_last(int(smaller<int64_t>(last, larger<int64_t>(1, 2 * device.l2_bytes / 3 / kv_bytes))));
   return order;
 }
 
@@ -74,8 +76,8 @@ inline TileOrder claimed_order(ForwardParams const& params, PackedRows const& ro
 inline double work(ForwardParams const& params, ForwardTile const& tile, int packed) {
   constexpr int kSamples = 16;  // tiles that are looked at
   PackedRows const rows = rows_sm90(tile, packed);
-  TileOrder const order = TileOrder::make(params.shape, params.mask, rows, params.device.l2_bytes, 0);
-  int const queries = rows.tile_queries(), m_blocks = order.m_blocks, step = ceil_div(2 * m_blocks, kSamples);
+  int const queries = rows.tile_queries(), m_blocks = ceil_div(params.shape.seqlen_q, queries);
+  int const step = ceil_div(2 * m_blocks, kSamples);
   double blocks = 0, longest = 0;
   int samples = 0;
   for (int from_end = 0; from_end < m_blocks; from_end += step) {
@@ -87,10 +89,10 @@ inline double work(ForwardParams const& params, ForwardTile const& tile, int pac
       ++samples;
     }
   }
-  int const multiprocessors = params.device.multiprocessors;
+  int64_t const tiles = count_tiles(params.shape, rows), multiprocessors = params.device.multiprocessors;
   double const mean = blocks / samples, pairs = tile.block_m * tile.block_n;
-  if (claims_tiles(params, order)) return larger(longest, mean * order.tiles() / multiprocessors) * pairs;
-  return ceil_div(order.tiles(), multiprocessors) * mean * pairs;
+  if (claims_tiles(params, rows)) return larger(longest, mean * tiles / multiprocessors) * pairs;
+  return ceil_div(tiles, multiprocessors) * mean * pairs;
 }
 
 // Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
@@ -142,7 +144,7 @@ inline ExpectedLengths expect_equal_lengths(int bucket, ForwardParams const& par
   TileOrder const order = TileOrder::make(equal.shape, equal.mask, plan.rows, params.device.l2_bytes, 0);
   int const blocks = persistent_blocks(order, params.device.multiprocessors);
   bool const pays = ExpectedLengths::pay(bucket) && !order.side_by_side && blocks <= plan.blocks &&
-                    !claims_tiles(equal, order);
+                    !claims_tiles(equal, plan.rows);
   if (lengths_differ(params) || !pays) return {};
   return {equal.shape.seqlen_q, equal.shape.seqlen_k, blocks};
 }
@@ -206,18 +208,16 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
                                  ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))
                              : tiles > result.blocks ? sizeof(int)
                                                      : 0;
+  } else if (persistent && plan::claims_tiles(params, result.rows)) {
+    result.claims = true;
+    result.order = plan::claimed_order(params, result.rows);
+    result.blocks = multiprocessors;
+    result.workspace_bytes = sizeof(int);
   } else {
     result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
                                    persistent ? 0 : 2 * multiprocessors);
-    result.claims = persistent && plan::claims_tiles(params, result.order);
-    if (result.claims) {
-      result.order = plan::claimed_order(params, result.rows);
-      result.blocks = multiprocessors;
-      result.workspace_bytes = sizeof(int);
-    } else {
-      result.blocks =
-          persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();
-    }
+    result.blocks =
+        persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();
   }
   return result;
 }
