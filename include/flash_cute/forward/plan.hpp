@@ -55,7 +55,7 @@ inline bool claims_tiles(ForwardParams const& params, PackedRows const& rows) {
 }
 
 // The order of claimed tiles, by a model of the schedule (docs/forward_sm90_experiments.md): sections of two
-// heads, the last one of three rounds of tiles, so that enough short ones come at the end; up to three rounds
+// heads, the last one of three rounds of tiles, so that enough short ones come at the end; up to 3.25 rounds
 // in all, sections of one head and the last of two rounds, whose tiles then pair up, long with short. In a
 // last section that does not stay in L2, tiles would wait for their keys.
 inline TileOrder claimed_order(ForwardParams const& params, PackedRows const& rows) {
