@@ -386,7 +386,7 @@ def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exceptio
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
-    if type(error).__module__.startswith("torch._dynamo"):  # of the compiler's own, about a graph around us
+    if torch.compiler.is_compiling():  # which can't trace what follows, and shows the error as it is
         return error
     message = str(error).partition("\n")[0]
     foreign = not message.startswith("flash_cute.")

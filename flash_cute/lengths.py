@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from flash_cute import cpu, ops, rules
+from flash_cute import cpu, ops, rules, torch_private
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
@@ -25,9 +25,10 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
             raise _error(f"q is nested and {name} is not; they must be alike")
         if tensor.layout != torch.jagged:
             raise _error(f"{name} is nested with layout {tensor.layout}; torch.jagged is accepted")
-        if tensor.dim() != 4 or tensor._ragged_idx != 2:
+        ragged = torch_private.ragged_dimension(tensor)
+        if tensor.dim() != 4 or ragged != 2:
             raise _error(
-                f"{name} is nested with {tensor.dim()} dimensions, ragged in dimension {tensor._ragged_idx}; "
+                f"{name} is nested with {tensor.dim()} dimensions, ragged in dimension {ragged}; "
                 "(batch, heads, ragged, head_dim), as x.transpose(1, 2) gives it, is accepted"
             )
     if k.shape[0] != q.shape[0]:
@@ -80,7 +81,7 @@ def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
     """Can values be read? Not while a compiler traces or a CUDA graph is captured, nor of subclasses."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch_private.transforms_are_active():
         return False
     plain = torch.Tensor, torch.nn.Parameter
     if any(type(tensor) not in plain or tensor.is_meta for tensor in given):

@@ -13,12 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._functorch import unwrap_if_dead
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-from flash_cute import cpu, rules
+from flash_cute import cpu, rules, torch_private
 from flash_cute.rules import LENGTHS
 
 _forward = torch.ops.flash_cute._forward.default
@@ -84,7 +81,7 @@ plan_backward = partial(plan, backward=True)
 
 def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What stands for the tensors as autocast gives them to forward; without autocast they themselves."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch_private.autocast_is_enabled():
         return tensors
     return tuple(torch.empty_like(tensor, dtype=autocast_dtype(tensor)) for tensor in tensors)
 
@@ -106,9 +103,9 @@ def _options(causal, softmax_scale, window_left, window_right, family) -> dict[s
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Does neither autocast nor a transform nor a gradient concern the call? False where one may."""
     return not (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        torch_private.autocast_is_enabled()
+        or torch_private.transforms_are_active()
+        or torch_private.dual_levels_are_active()
         or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
     )
 
@@ -118,10 +115,10 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
 
     lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
     """
-    if torch._C._is_any_autocast_enabled():
+    if torch_private.autocast_is_enabled():
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     packed = "cu_seqlens_q" in lengths
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = torch_private.transforms_are_active()
     # dynamo cannot look below the wrappers of a transform.
     hidden = transformed and torch.compiler.is_dynamo_compiling()
     if not (hidden or needs_gradient(q, k, v)):
@@ -138,7 +135,7 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
 
 def _composite(op):
     """The kernel of a public operator, which autograd sees through."""
-    names = [argument.name for argument in op._schema.arguments]
+    names = torch_private.argument_names(op)
 
     def kernel(*args, deterministic=False, **options):
         named = dict(zip(names, args, strict=False)) | options
@@ -173,7 +170,7 @@ def for_outer_levels(op, *args, **options):
 
     That turns gradients off for all of them, although it has gradients for its own alone.
     """
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+    with torch_private.below_autograd(), torch.enable_grad(), torch_private.forward_mode_is_enabled(True):
         return op(*args, **options)
 
 
@@ -181,12 +178,11 @@ class _Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
         """apply for the one level of transforms that is being run. It takes 14 us less."""
-        apply = super(torch.autograd.Function, cls).apply
-        args = [unwrap_if_dead(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        if not torch._C._are_functorch_transforms_active():
-            return apply(*args)
-        with enable_single_level_autograd_function():
-            return apply(*args)
+        unwrapped = torch_private.unwrapped_if_dead
+        args = [unwrapped(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        if torch_private.transforms_are_active():
+            return torch_private.apply_at_level(cls, *args)
+        return super(torch.autograd.Function, cls).apply(*args)
 
 
 @dataclass(slots=True)
@@ -208,7 +204,7 @@ class _Attention(_Function):
 
     @staticmethod
     def forward(call, q, k, v, *lengths):
-        if torch._C._are_functorch_transforms_active():
+        if torch_private.transforms_are_active():
             op = torch.ops.flash_cute.forward_varlen if call.packed else torch.ops.flash_cute.forward
             options = call.named(lengths) | {"deterministic": call.deterministic}
             return for_outer_levels(op.default, q, k, v, **options)
@@ -229,7 +225,7 @@ class _Attention(_Function):
         out, lse, q, k, v, *lengths = ctx.saved_tensors
         arguments = ctx.call, needed[0], needed[1] or needed[2], dout, dlse, q, k, v, out, lse, *lengths
         # Only then may somebody differentiate the gradients.
-        observed = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        observed = torch.is_grad_enabled() or torch_private.dual_levels_are_active()
         gradients = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
         asked = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]
         return None, *asked, *without_gradient
@@ -299,24 +295,24 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
     """In reverse mode or, in a dual level, in forward mode."""
-    if torch._C._are_functorch_transforms_active():  # each wraps tensors, and hides what lies below
+    if torch_private.transforms_are_active():  # each wraps tensors, and hides what lies below
         tensors = [level for tensor in tensors for level in _levels(tensor)]
     if torch.is_grad_enabled():
         for tensor in tensors:  # any() of a generator takes 1 us more
             if tensor.requires_grad:
                 return True
-    return forward_ad._current_level >= 0 and any(
+    return torch_private.dual_levels_are_active() and any(
         forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
-        if not torch._C._functorch.is_batchedtensor(tensor)  # has no rule for it, and is unwrapped besides
+        if not torch_private.is_batched(tensor)  # has no rule for it, and is unwrapped besides
     )
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor and, one after the other, those that transforms of torch.func have wrapped."""
     yield tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while torch_private.is_wrapped(tensor):
+        tensor = torch_private.unwrapped_once(tensor)
         yield tensor
 
 

@@ -9,7 +9,7 @@ from numbers import Real
 
 import torch
 
-from flash_cute import ops, rules
+from flash_cute import ops, rules, torch_private
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -110,10 +110,10 @@ def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, d
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
     sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
-    steps = [rules.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    steps = [torch_private.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
     if any(None in known for known in (*sizes, steps) if known):
         return
-    with torch.utils._python_dispatch._disable_current_modes():
+    with torch_private.without_modes():
         dtypes, devices = ([getattr(tensor, name) for tensor in given] for name in ("dtype", "device"))
         _check(sizes[0], dtypes, devices, steps, scale, causal, *sizes[1:])
 
@@ -170,7 +170,7 @@ class _Softmax(ops._Function):
 
     @staticmethod
     def forward(x, *args):
-        if torch._C._are_functorch_transforms_active():
+        if torch_private.transforms_are_active():
             return ops.for_outer_levels(torch.ops.flash_cute.softmax.default, x, *args)
         return _softmax(x, *args)
 
@@ -285,7 +285,7 @@ _library.impl("_softmax_cpu", _softmax_cpu, "CPU")
 _library.impl("_softmax_backward_cpu", _softmax_backward_cpu, "CPU")
 for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
     _rule = rules.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
-    _library.impl(_op._schema.name.split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
+    _library.impl(_op.name().split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
 for _suffix in ("", "_cpu"):
     torch.library.register_fake(f"flash_cute::_softmax{_suffix}", _traced, lib=_library)
     torch.library.register_fake(f"flash_cute::_softmax_backward{_suffix}", _traced_backward, lib=_library)

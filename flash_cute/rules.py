@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch._functorch.autograd_function import custom_function_call_vmap_helper
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_cute import _C  # noqa: F401  importing it registers the operators
+from flash_cute import (
+    _C,  # noqa: F401  importing it registers the operators
+    torch_private,
+)
+from flash_cute.torch_private import hint
 
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
 RESULTS = "out", "lse", "dout", "dlse"
@@ -35,7 +37,7 @@ def check(q, k, v, causal=False, *, window_left=None, window_right=None, **optio
     if any(None in known for known in (*shapes, *sizes.values(), steps)):
         return
     tensors = q, k, v, *given.values()
-    with torch.utils._python_dispatch._disable_current_modes():
+    with torch_private.without_modes():
         _check(
             *shapes,
             [tensor.dtype for tensor in tensors],
@@ -96,13 +98,6 @@ def _traced_cpu(q, k, v, scale, window_left, window_right, cu_seqlens_q=None, *l
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
-def hint(size: int | torch.SymInt | None) -> int | None:
-    """A size of the example that is traced, which does not bind the graph to it; None where there is none."""
-    if not isinstance(size, torch.SymInt):
-        return size
-    return size.node.hint if size.node.has_hint() else None
-
-
 def hints(sizes: torch.Size) -> list[int | None]:
     return [hint(size) for size in sizes]
 
@@ -145,14 +140,14 @@ def vmap_varlen(op, info, in_dims, tensors, options):
 
 def vmapped(op, rule, tensor_names=TENSORS):
     """op's kernel under vmap. torch.library.register_vmap has none for tensors that only have a keyword."""
-    names = [argument.name for argument in op._schema.arguments]
+    names = torch_private.argument_names(op)
 
     def kernel(keyset, *args, **kwargs):
         named = dict(zip(names, args, strict=False)) | kwargs
         tensors = {name: named.pop(name) for name in tensor_names if name in named}
-        interpreter = retrieve_current_functorch_interpreter()
+        transform = torch_private.current_transform()
         unmapped = lambda tensors, options: op(**tensors, **options)  # noqa: E731
-        return custom_function_call_vmap_helper(interpreter, partial(rule, op), unmapped, tensors, named)
+        return torch_private.run_vmap_rule(transform, partial(rule, op), unmapped, tensors, named)
 
     return kernel
 
@@ -186,7 +181,7 @@ def register(library: torch.library.Library) -> None:
         (ops._backward, _traced_backward, vmap, _flops_backward),
         (ops._backward_varlen, _traced_backward_varlen, vmap_varlen, _flops_backward_varlen),
     ):
-        name = op.default._schema.name
+        name = op.default.name()
         torch.library.register_fake(name, fake, lib=library)
         library.impl(name, vmapped(op.default, rule), "FuncTorchBatched", with_keyset=True)
         register_flop_formula(op)(formula)

@@ -22,21 +22,21 @@ from __future__ import annotations
 
 from math import prod
 
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from flash_cute import ops
+from flash_cute import ops, torch_private
 from flash_cute.rules import LENGTHS
+
+OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = torch_private.parts_of_dtensor()
 
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 Placements = dict[str, Placement]  # of each tensor of a call, by its name
 
 
-def rule(schema: OpSchema) -> OpStrategy:
-    """All the ways to share out one call, for DTensor to choose from."""
-    names = (argument.name for argument in schema.op._schema.arguments)
+def rule(schema) -> OpStrategy:
+    """All the ways to share out one call, DTensor's OpSchema, for DTensor to choose from."""
+    names = torch_private.argument_names(schema.op)
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = {name: value for name, value in given.items() if isinstance(value, OpStrategy)}
     results = RESULTS["backward" if "out" in tensors else "forward"]
@@ -48,8 +48,8 @@ def rule(schema: OpSchema) -> OpStrategy:
         for placements in _ways(heads_q, heads_kv, packed)
     ]
 
-    def is_valid(inputs, outputs) -> bool:
-        specs = dict(zip(tensors, inputs, strict=True))
+    def is_valid(strategy) -> bool:
+        specs = dict(zip(tensors, strategy.input_specs, strict=True))
         for name in schema.kwargs_schema.keys() & specs.keys():  # which DTensor doesn't redistribute
             if specs[name].placements != tensors[name].strategies[0].output_spec.placements:
                 return False
@@ -57,9 +57,8 @@ def rule(schema: OpSchema) -> OpStrategy:
         parts = prod(size for size, is_split in zip(specs["k"].mesh.shape, split, strict=True) if is_split)
         return heads_q == heads_kv or heads_kv % parts == 0
 
-    return expand_to_full_mesh_op_strategy(
-        schema.get_mesh_from_args(), schema, ways, input_index=len(results), is_valid_strategy_cb=is_valid
-    )
+    expanded = expand_to_full_mesh(schema.get_mesh_from_args(), schema, ways, input_index=len(results))
+    return OpStrategy([strategy for strategy in expanded.strategies if is_valid(strategy)])
 
 
 def _ways(heads_q: int, heads_kv: int, packed: bool) -> list[Placements]:
@@ -80,7 +79,7 @@ def _register() -> None:
     # What decides about the result beside the shapes and placements of positional tensors.
     info = RuntimeSchemaInfo(static_kwargkey=[*LENGTHS, "needs_dq", "needs_dkv"])
     for op in (ops._forward, ops._forward_varlen, ops._backward, ops._backward_varlen):
-        DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, rule, info)
+        register_op_strategy(op, rule, info)
 
 
 _register()

@@ -52,14 +52,15 @@ def sdpa_backward(
 def flash_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+    block_table=None, num_splits=None,
 ) -> tuple:  # fmt: skip
     """aten::_flash_attention_forward: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
 
     window_size_left and _right: keys before and after a query's own; None or -1 is unlimited. max_q and max_k
-    are not needed. Returns out, lse (float32, (batch, heads, seqlen_q) or packed (heads, total_q)) and
-    _without_dropout.
+    are not needed; torch 2.12 and newer pass block_table and num_splits. Returns out, lse (float32,
+    (batch, heads, seqlen_q) or packed (heads, total_q)) and _without_dropout.
     """
-    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p, return_debug_mask, alibi_slopes, block_table, num_splits)
     tensors = query, key, value
     if seqused_k is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(
@@ -119,13 +120,21 @@ def _run(op, *tensors, **options):
         raise ops.as_python_error(error, "sdpa") from None
 
 
-def _refuse(dropout_p=0.0, return_debug_mask=False, alibi_slopes=None) -> None:
+def _refuse(
+    dropout_p=0.0, return_debug_mask=False, alibi_slopes=None, block_table=None, num_splits=None
+) -> None:
     if dropout_p:
         raise NotImplementedError(f"flash_cute.sdpa: dropout_p is {dropout_p}; 0 is accepted")
     if return_debug_mask:
         raise NotImplementedError("flash_cute.sdpa: return_debug_mask is True; False is accepted")
     if alibi_slopes is not None:
         raise NotImplementedError("flash_cute.sdpa: alibi_slopes is a tensor; None is accepted")
+    if block_table is not None:
+        raise NotImplementedError("flash_cute.sdpa: block_table must be None, got a tensor")
+    if num_splits == 1:  # PyTorch promises that a result does not depend on the rest of the batch
+        raise NotImplementedError(
+            "flash_cute.sdpa: num_splits must be None, got 1: there is no batch invariance"
+        )
 
 
 def _mask(causal: bool, left: int | None, right: int | None) -> dict[str, bool | int | None]:
