@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch.nn.functional import scaled_dot_product_attention
+# torch says so when it is imported where there is no NumPy, which nothing here needs.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-import flash_cute
-from flash_cute import reference
+import torch  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+import flash_cute  # noqa: E402
+from flash_cute import program, reference  # noqa: E402
 
 DTYPE = torch.bfloat16
 FACTOR, SLACK = 2.0, 1e-5
 ROUNDS = 15
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -40,40 +45,102 @@ QUICK_SIZES = {"cuda": Size(1, 8, 512, 128, calls=20), "cpu": Size(1, 4, 256, 64
 
 @dataclass(frozen=True)
 class Case:
+    """A forward of sequences of one length; its results are out and lse."""
+
     name: str
     causal: bool = True
     window: tuple[int, None] | None = None
     group: int = 1  # query heads per K/V head
 
-    def inputs(self, size: Size, device: torch.device) -> list[torch.Tensor]:
+    def inputs(self, size: Size, device: torch.device) -> Tensors:
         """Random q, k and v."""
         heads = size.heads, size.heads // self.group, size.heads // self.group
         shapes = [(size.batch, count, size.seqlen, size.head_dim) for count in heads]
-        return [torch.randn(shape, device=device).to(DTYPE) for shape in shapes]
+        return tuple(torch.randn(shape, device=device).to(DTYPE) for shape in shapes)
 
-    def ours(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
-        return partial(flash_cute.forward, q, k, v, self.causal, window=self.window)
+    def ours(self, *inputs: torch.Tensor) -> Callable[[], Tensors]:
+        return partial(flash_cute.forward, *inputs, self.causal, window=self.window)
 
-    def sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
-        """PyTorch's attention, which takes a window only as a mask."""
-        attend = partial(scaled_dot_product_attention, q, k, v, enable_gqa=self.group > 1)
+    def sdpa(self, *inputs: torch.Tensor) -> Callable[[], Tensors]:
+        """PyTorch's attention, which has no lse, and takes a window only as a mask."""
+        attend = partial(scaled_dot_product_attention, *inputs, enable_gqa=self.group > 1)
         if self.window is None:
-            return partial(attend, is_causal=self.causal)
+            return lambda: (attend(is_causal=self.causal),)
+        q, k, _ = inputs
         mask = reference.visible(q.shape[2], k.shape[2], self.causal, self.window, q.device)
-        return partial(attend, attn_mask=mask)
+        return lambda: (attend(attn_mask=mask),)
 
-    def in_dtype(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype):
-        """(out, lse) of plain PyTorch operators in dtype."""
-        return reference.forward(q, k, v, self.causal, window=self.window, dtype=dtype)
+    def in_dtype(self, *inputs: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        """The results by plain PyTorch operators in dtype."""
+        return reference.forward(*inputs, self.causal, window=self.window, dtype=dtype)
 
 
-CASES = (
-    Case("full", causal=False),
-    Case("causal"),
-    Case("causal, 128 keys back", window=(128, None)),
-    Case("causal, 4 heads share K/V", group=4),
-)
-TITLES = ("", "out", "SDPA's", "allowed", "lse", "allowed", "ms", "SDPA's", "speed-up")
+class Backward(Case):
+    """The backward of a forward; its results are dq, dk and dv for a dout of ones."""
+
+    @staticmethod
+    def _gradients(forward: Callable, inputs: Tensors) -> Callable[[], Tensors]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = forward(*leaves)[0]
+        return partial(torch.autograd.grad, out, leaves, torch.ones_like(out), retain_graph=True)
+
+    def ours(self, *inputs):
+        return self._gradients(lambda *leaves: super(Backward, self).ours(*leaves)(), inputs)
+
+    def sdpa(self, *inputs):
+        return self._gradients(lambda *leaves: super(Backward, self).sdpa(*leaves)(), inputs)
+
+    def in_dtype(self, *inputs, dtype):
+        inputs = tuple(x.to(dtype) for x in inputs)
+        return self._gradients(partial(super().in_dtype, dtype=dtype), inputs)()
+
+
+class Packed(Case):
+    """A causal forward of sequences of unequal lengths, one behind the other, PyTorch's by varlen_attn."""
+
+    @staticmethod
+    def _lengths(total: int) -> list[int]:
+        """A half of the rows, a quarter, and so on, down to a single row."""
+        halves = [total >> power for power in range(1, total.bit_length())]
+        return [*halves, total - sum(halves)]
+
+    def inputs(self, size, device):
+        return tuple(x[0].transpose(0, 1).contiguous() for x in super().inputs(size, device))
+
+    def _offsets(self, q: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor(self._lengths(len(q)), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.pad(ends, (1, 0)).to(q.device)
+
+    def ours(self, *inputs):
+        return partial(flash_cute.forward_varlen, *inputs, self._offsets(inputs[0]), causal=self.causal)
+
+    def sdpa(self, *inputs):
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets, longest = self._offsets(inputs[0]), self._lengths(len(inputs[0]))[0]
+        arguments = *inputs, offsets, offsets, longest, longest
+        return lambda: (varlen_attn(*arguments, window_size=(-1, 0)),)
+
+    def in_dtype(self, *inputs, dtype):
+        sequences = zip(
+            *(x.transpose(0, 1)[None].split(self._lengths(len(x)), 2) for x in inputs), strict=True
+        )
+        parts = [super(Packed, self).in_dtype(*sequence, dtype=dtype) for sequence in sequences]
+        out, lse = (torch.cat(part, 2)[0] for part in zip(*parts, strict=True))
+        return out.transpose(0, 1), lse
+
+
+CASES = {
+    "cpu": (
+        Case("full", causal=False),
+        Case("causal"),
+        Case("causal, 128 keys back", window=(128, None)),
+        Case("causal, 4 heads share K/V", group=4),
+    )
+}
+CASES["cuda"] = *CASES["cpu"], Packed("causal, unequal lengths"), Backward("causal, backward")
+TITLES = ("", "error", "SDPA's", "allowed", "of lse", "allowed", "ms", "SDPA's", "speed-up")
+WIDTH = max(len(case.name) for case in CASES["cuda"])
 
 
 def milliseconds(functions: list[Callable], calls: int, device: torch.device) -> list[float]:
@@ -92,29 +159,32 @@ def milliseconds(functions: list[Callable], calls: int, device: torch.device) ->
 
 
 def measure(case: Case, size: Size, device: torch.device) -> tuple[list[str], bool]:
-    """The case's row of the table, and whether out and lse obey the rule, in maximum and root mean square."""
+    """The case's row of the table, and whether its results obey the rule, in maximum and root mean square.
+
+    Of several gradients the row shows the one whose error comes nearest to what is allowed.
+    """
     inputs = case.inputs(size, device)
     ours, sdpa = case.ours(*inputs), case.sdpa(*inputs)
-    exact_out, exact_lse = case.in_dtype(*inputs, torch.float64)
-    plain_out, plain_lse = case.in_dtype(*inputs, DTYPE)
-    out, lse = ours()
+    exact = case.in_dtype(*inputs, dtype=torch.float64)
+    plain = case.in_dtype(*inputs, dtype=DTYPE)
 
-    def allowed(plain: torch.Tensor, exact: torch.Tensor) -> list[float]:
-        return [FACTOR * error + SLACK for error in reference.error(plain, exact)]
+    def errors(results: Tensors) -> list[tuple[float, float]]:
+        return [reference.error(*pair) for pair in zip(results, exact, strict=False)]
 
-    errors = [*reference.error(out, exact_out), *reference.error(lse, exact_lse)]
-    limits = [*allowed(plain_out, exact_out), *allowed(plain_lse, exact_lse)]
-    within = all(error <= limit for error, limit in zip(errors, limits, strict=True))
-
-    sdpa_error, _ = reference.error(sdpa(), exact_out)
-    shown = [errors[0], sdpa_error, limits[0], errors[2], limits[2]]
+    allowed = [tuple(FACTOR * error + SLACK for error in pair) for pair in errors(plain)]
+    found, of_sdpa = errors(ours()), errors(sdpa())
+    within = all(e <= a for pair in zip(found, allowed, strict=True) for e, a in zip(*pair, strict=True))
+    worst = max(range(len(of_sdpa)), key=lambda index: found[index][0] / allowed[index][0])
+    shown = [found[worst][0], of_sdpa[worst][0], allowed[worst][0]]
+    has_lse = len(of_sdpa) < len(found)
+    shown = [f"{error:.1e}" for error in (*shown, *((found[-1][0], allowed[-1][0]) if has_lse else ()))]
     our_time, sdpa_time = milliseconds([ours, sdpa], size.calls, device)
     times = [f"{our_time:.3f}", f"{sdpa_time:.3f}", f"{sdpa_time / our_time:.2f}"]
-    return [case.name, *(f"{error:.1e}" for error in shown), *times], within
+    return [case.name, *shown, *([] if has_lse else ["", ""]), *times], within
 
 
 def show_row(cells: list[str]) -> None:
-    print(f"{cells[0]:<{max(len(case.name) for case in CASES)}}", *(f"{cell:>10}" for cell in cells[1:]))
+    print(f"{cells[0]:<{WIDTH}}", *(f"{cell:>10}" for cell in cells[1:]))
 
 
 def main() -> int:
@@ -127,17 +197,19 @@ def main() -> int:
     use_gpu = torch.cuda.is_available() and flash_cute.supported()["families"]
     if torch.cuda.is_available() and not use_gpu:
         print("This build has no kernels for the GPU here; docs/building.md says how to get them.\n")
+    if options.device == "cuda" and not use_gpu:
+        parser.error("--device must be cpu where there is no GPU, or no kernel for it, got cuda")
     device = torch.device(options.device or ("cuda" if use_gpu else "cpu"))
     size = (QUICK_SIZES if options.quick else SIZES)[device.type]
 
     torch.manual_seed(0)
     shape = f"({size.batch}, {size.heads}, {size.seqlen}, {size.head_dim})"
     print(f"(batch, heads, seqlen, head_dim) = {shape}, {DTYPE}; causal attention of it runs as\n")
-    print(flash_cute.explain(*CASES[1].inputs(size, device), causal=True))
-    print("\nlargest errors against float64, and time per call\n")
+    print(flash_cute.explain(*Case("causal").inputs(size, device), causal=True))
+    print("\nlargest errors against float64, of out or a gradient and of lse, and time per call\n")
     show_row(TITLES)
     all_within = True
-    for case in CASES:
+    for case in CASES[device.type]:
         row, within = measure(case, size, device)
         show_row([*row, *([] if within else ["  error too large"])])
         all_within &= within
@@ -146,4 +218,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

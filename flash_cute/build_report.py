@@ -12,7 +12,6 @@ of it (TOLERATED), or when ptxas says that it serialises WGMMAs.
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 ENTRY = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<architecture>\w+)'")
@@ -119,9 +118,13 @@ def main() -> int:
         "--check", action="store_true", help="fail on spills, stack frames, serialised WGMMAs"
     )
     arguments = parser.parse_args()
-    report = json.loads(arguments.path.read_text())
-    if report["missing"]:
-        print(f"This is the CPU package: {report['missing']}")
+    try:
+        report = json.loads(arguments.path.read_text())
+        missing = report["missing"]
+    except (ValueError, KeyError, TypeError):
+        parser.error(f"path must be a build_report.json, got {arguments.path}")
+    if missing:
+        print(f"This is the CPU package: {missing}")
         return 0
     name, tile = "forward_{family}_{element}_{head_dim}", "{block_m}x{block_n}"
     dynamic_smem = {
@@ -142,4 +145,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from flash_cute.program import run
+
+    run(main)

@@ -187,12 +187,54 @@ def test_attention_and_forward_take_the_same():
     assert [name for name in forward if not name.startswith("cu_seqlens")] == list(options)
 
 
+def program(folder, *arguments, first_on_path=(), **options):
+    """What `python -m` does with these arguments in that folder, by the package that the tests import."""
+    path = os.pathsep.join([*map(str, first_on_path), *sys.path, str(ROOT)])
+    options = {"stdout": subprocess.PIPE} | options
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
 def test_main_job(device, tmp_path):
-    """`python -m flash_cute` succeeds and compares with SDPA, by the package that the tests import."""
-    path = os.pathsep.join([*sys.path, str(ROOT)])
-    main = [sys.executable, "-m", "flash_cute", "--quick", "--device", device.type]
-    ran = subprocess.run(
-        main, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    """It succeeds, compares with SDPA, and has nothing to complain about, also where there is no NumPy."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError")
+    ran = program(tmp_path, "flash_cute", "--quick", "--device", device.type, first_on_path=[tmp_path])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "SDPA" in ran.stdout
+    assert "NumPy" not in ran.stderr
+    assert ("causal, backward" in ran.stdout) == (device.type == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["flash_cute.build_report", "nowhere"],
+            "flash_cute: [Errno 2] No such file or directory: 'nowhere'",
+        ),
+        (["flash_cute.build_report", __file__], f"path must be a build_report.json, got {__file__}"),
+        (["flash_cute", "--device", "cuda"], "--device must be cpu where there is no GPU"),
+    ],
+)
+def test_programs_say_what_is_wrong(arguments, sentence, tmp_path):
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    ran = program(tmp_path, *arguments)
+    assert ran.returncode in (1, 2)
+    assert sentence in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_output_that_cannot_be_written(closed, tmp_path):
+    """A pipe that is closed says nothing, as of other programs; a disk that is full does."""
+    if closed:
+        end, target = os.pipe()
+        os.close(end)
+    else:
+        target = os.open("/dev/full", os.O_WRONLY)
+    ran = program(tmp_path, "flash_cute.build_report", stdout=target)
+    os.close(target)
+    assert ran.returncode == 1
+    assert ran.stderr == ("" if closed else "flash_cute: [Errno 28] No space left on device\n")
