@@ -6,9 +6,11 @@ PyTorch's operators (csrc/*.cpp), _jax.so JAX's (csrc/jax). Without CUDA there i
 docs/building.md lists the FLASH_CUTE_* environment variables that are read here.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -48,8 +50,10 @@ LINK_FLAGS = "-shared -Wl,--exclude-libs,ALL -Wl,-s -Wl,-rpath,'$$ORIGIN'"
 TORCH_LIBRARIES = "-Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
 CUDA_LIBRARIES = "-lcudart_static -ldl -lrt -lpthread"
 
+# Headers in a depfile for which stamps stand: all but the project's own, and those of a checkout of CUTLASS.
+STAMPED = "(^| )(/|external/(torch|python|jaxlib|toolkit|cutlass)/)[^ ]*"
 REPORTED_LINES = "^(ptxas info|flash_cute measure|    [0-9]+ bytes stack frame)"
-MEASURE = f"{sys.executable} {ROOT / 'tools' / 'measure.py'}"
+MEASURE = "external/interpreter ../../tools/measure.py"  # in the build folder
 CCACHE_SETTINGS = {
     "CCACHE_BASEDIR": str(ROOT),
     "CCACHE_COMPILERCHECK": "%compiler% --version",
@@ -57,7 +61,7 @@ CCACHE_SETTINGS = {
     # `#if __CUDA_ARCH__`, and would hand out stale objects.
     "CCACHE_DEPEND": "1",
     "CCACHE_NOHASHDIR": "1",  # it takes -gencode=...sm_90a for -g, and with -g the folder would count
-    "CCACHE_PREFIX": MEASURE,
+    "CCACHE_PREFIX": " ".join(str(BUILD / word) for word in MEASURE.split()),
 }
 
 collect_report = runpy.run_path(str(ROOT / "flash_cute" / "build_report.py"))["collect"]
@@ -135,11 +139,19 @@ def listed(variable: str, default: str = "") -> list[str]:
     return re.findall(r"[^;,\s]+", os.environ.get(variable) or default)
 
 
+def is_set(variable: str) -> bool:
+    """Does a variable that is a switch say yes?"""
+    value = os.environ.get(variable, "").strip().lower()
+    if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        raise SystemExit(f"{variable} must be 0 or 1, got {value}")
+    return value in ("1", "true", "yes", "on")
+
+
 def chosen(variable: str, available: list[str]) -> list[str]:
     """The part of `available` that the environment selects; all of it when the variable is unset."""
     wanted = listed(variable) or available
     if unknown := sorted(set(wanted) - set(available)):
-        raise SystemExit(f"{variable}: {', '.join(unknown)} is not among {', '.join(available)}")
+        raise SystemExit(f"{variable} must be of {', '.join(available)}, got {', '.join(unknown)}")
     return [value for value in available if value in wanted]
 
 
@@ -153,9 +165,11 @@ def architecture_flags(family: str, kinds_of_ptx: int = 1) -> str:
     targets = []
     for entry in listed("FLASH_CUTE_ARCHS", DEFAULT_ARCHITECTURES):
         match = re.fullmatch(r"(\d+)(a?)(\+PTX)?", entry)
-        if not match:
-            raise SystemExit(f"FLASH_CUTE_ARCHS: {entry} is not like 80, 80+PTX or 90a")
-        number, exact, ptx = match.groups()
+        number, exact, ptx = match.groups() if match else ("0", "", "")
+        if int(number) < 80 or (exact and number != "90"):
+            raise SystemExit(
+                f"FLASH_CUTE_ARCHS must be of 80, 80+PTX, likewise higher ones, and 90a, got {entry}"
+            )
         if family == (f"sm{number}" if exact else "sm80"):
             targets.append((int(number), exact, ptx))
     codes = []
@@ -181,6 +195,11 @@ def selected_instances() -> list[Instance]:
         return chosen(variable, re.findall(rf"^{macro}\((\w+)\)", table, re.MULTILINE))
 
     families = axis("FLASH_CUTE_FAMILY", "FLASH_CUTE_FAMILIES")
+    for family in listed("FLASH_CUTE_FAMILIES"):
+        if not architecture_flags(family):
+            raise SystemExit(
+                f"FLASH_CUTE_ARCHS must have one for {family}, got {os.environ['FLASH_CUTE_ARCHS']}"
+            )
     elements = axis("FLASH_CUTE_ELEMENT", "FLASH_CUTE_ELEMENTS")
     head_dims = axis("FLASH_CUTE_HEAD_DIM", "FLASH_CUTE_HEAD_DIMS")
     launchers = [
@@ -201,11 +220,11 @@ def selected_instances() -> list[Instance]:
 
 
 def cpp_compiler() -> str:
-    wanted = os.environ.get("CXX", "c++")
     # CXX may name a launcher before the compiler; setup.py brings its own.
-    if path := shutil.which(wanted.split()[-1]):
+    wanted = os.environ.get("CXX", "c++").split()[-1]
+    if path := shutil.which(wanted):
         return path
-    raise SystemExit(f"flash_cute: there is no C++ compiler {wanted}; install g++ or set CXX")
+    raise SystemExit(f"flash_cute: CXX must be a C++ compiler such as g++, got {wanted}, which is not there")
 
 
 def toolkit_candidates(major: str) -> Iterator[Path]:
@@ -225,7 +244,7 @@ def toolkit_candidates(major: str) -> Iterator[Path]:
 def nvcc_version(toolkit: Path) -> tuple[int, ...]:
     """(12, 8) for CUDA 12.8; empty where there is no nvcc."""
     nvcc = toolkit / "bin" / "nvcc"
-    said = subprocess.check_output([nvcc, "--version"], text=True) if nvcc.exists() else ""
+    said = version_of(nvcc) if nvcc.exists() else ""
     release = re.search(r"release (\d+)\.(\d+)", said)
     return tuple(map(int, release.groups())) if release else ()
 
@@ -245,7 +264,7 @@ def cuda_toolkit() -> Path:
 
 def missing_for_cuda() -> str | None:
     """Why this is going to be the CPU package, or None when it is not."""
-    if os.environ.get("FLASH_CUTE_CPU_ONLY", "0") != "0":
+    if is_set("FLASH_CUTE_CPU_ONLY"):
         return "FLASH_CUTE_CPU_ONLY is set"
     return None if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
 
@@ -272,8 +291,11 @@ def jax_headers() -> Path | None:
 
 def jobs() -> int:
     """Parallel compile jobs: one per core, as long as the free memory carries the largest of them."""
-    if wanted := os.environ.get("FLASH_CUTE_JOBS") or os.environ.get("MAX_JOBS"):
-        return int(wanted)
+    for variable in ("FLASH_CUTE_JOBS", "MAX_JOBS"):
+        if wanted := os.environ.get(variable):
+            if not re.fullmatch("[1-9][0-9]*", wanted):
+                raise SystemExit(f"{variable} must be a number >= 1, got {wanted}")
+            return int(wanted)
     kilobytes = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     return max(1, min(len(os.sched_getaffinity(0)), kilobytes // KILOBYTES_PER_JOB))
 
@@ -292,62 +314,116 @@ def link(name: str, target: Path) -> str:
     """Links a folder into the build folder and returns its path there.
 
     Every path that a compiler sees is thus relative to the build folder, the same in each checkout and in
-    each of pip's temporary environments: ccache finds again what it has compiled elsewhere.
+    each of pip's temporary environments: ccache finds again what it has compiled elsewhere, and ninja what it
+    has compiled here.
     """
     path = BUILD / "external" / name
-    if not path.is_symlink() or path.readlink() != target:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.symlink_to(target)
-        # Another torch, toolkit or CUTLASS: without its log, ninja compiles everything.
-        (BUILD / ".ninja_log").unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
     return str(path.relative_to(BUILD))
+
+
+def stamp(name: str, version: str) -> str:
+    """A file that holds the version of what objects are made with, and stands for its headers.
+
+    These are new files in each of pip's temporary environments, and mostly the same ones.
+    """
+    write(BUILD / "stamps" / name, version + "\n")
+    return f"stamps/{name}"
+
+
+def version_of(program: str | Path) -> str:
+    return subprocess.check_output([program, "--version"], text=True)
+
+
+def linked_cutlass() -> tuple[str, str]:
+    """CUTLASS's headers in the build folder, and a stamp. Of a checkout, depfiles name the headers, too."""
+    headers = cutlass_headers()
+    if os.environ.get("FLASH_CUTE_CUTLASS"):
+        return link("cutlass_checkout", headers), stamp("cutlass", str(headers))
+    return link("cutlass", headers), stamp("cutlass", importlib.metadata.version("nvidia-cutlass"))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How ninja compiles one kind of source, and again where the text of a stamp has changed."""
+
+    name: str
+    command: str
+    stamps: list[str]
+
+    def lines(self) -> list[str]:
+        command = f"{shutil.which('ccache') or MEASURE} {self.command} -MD -MF $out.d -c $in -o $out"
+        # The log keeps what ptxas -v and tools/measure.py say, and ccache repeats it; the rest is shown.
+        talk = f"2> $out.log; status=$$?; grep -vE '{REPORTED_LINES}' $out.log; exit $$status"
+        return [
+            f"rule {self.name}",
+            f"  command = {{ {command} && sed -i -E 's#{STAMPED}##g' $out.d; }} {talk}",
+            f"  description = {self.name} $in",
+            "  depfile = $out.d",
+            "  deps = gcc",
+        ]
+
+    def build(self, target: str, source: str) -> str:
+        return f"build {target}: {self.name} {source} | {' '.join(self.stamps)}"
+
+
+def rules(toolkit: Path | None) -> tuple[Rule, Rule, Rule | None, Rule | None]:
+    """For sources that see torch, those that see CUDA alone, those that see JAX, and kernels."""
+    compiler, includes = cpp_compiler(), f"-Igenerated -I{os.path.relpath(ROOT / 'include', BUILD)}"
+    torch_home = link("torch", Path(torch.__file__).parent)
+    python_headers = link("python", Path(sysconfig.get_path("include")))
+    cpp = f"{compiler} {CPP_FLAGS} {includes}"
+    stamps = [stamp("cpp", version_of(compiler))]
+    of_jax = of_kernels = None
+    if toolkit:
+        cuda, (cutlass, of_cutlass) = link("toolkit", toolkit), linked_cutlass()
+        cpp += f" -DFLASH_CUTE_WITH_CUDA -isystem {cuda}/include"
+        stamps.append(stamp("nvcc", version_of(toolkit / "bin" / "nvcc")))
+        flags = f"{NVCC_FLAGS} {COMPRESSION}" if nvcc_version(toolkit) >= (12, 8) else NVCC_FLAGS
+        nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {flags} {includes} -isystem {cutlass} $architectures"
+        of_kernels = Rule("cuda", nvcc, [*stamps, of_cutlass])
+        if headers := jax_headers():
+            command = f"{cpp} -fvisibility=default -isystem {link('jaxlib', headers)}"
+            of_jax = Rule(
+                "cpp_jax", command, [*stamps, stamp("jaxlib", importlib.metadata.version("jaxlib"))]
+            )
+    version = f"torch {torch.__version__}, Python {platform.python_version()}"
+    command = f"{cpp} -isystem {torch_home}/include -isystem {python_headers}"
+    return (
+        Rule("cpp_torch", command, [*stamps, stamp("torch", version)]),
+        Rule("cpp", cpp, stamps),
+        of_jax,
+        of_kernels,
+    )
 
 
 def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], toolkit: Path | None) -> str:
     """The text of build.ninja for the C++ sources and the kernel instances."""
-    compiler = cpp_compiler()
-    torch_home = link("torch", Path(torch.__file__).parent)
-    python_headers = link("python", Path(sysconfig.get_path("include")))
-    includes = f"-Igenerated -I{os.path.relpath(ROOT / 'include', BUILD)}"
-    cpp = f"{compiler} {CPP_FLAGS} {includes} -isystem {torch_home}/include -isystem {python_headers}"
-    libraries = f"-L{torch_home}/lib {TORCH_LIBRARIES}"
-    cuda_libraries = nvcc = cpp_jax = ""
-    if toolkit:
-        cuda = link("toolkit", toolkit)
-        cutlass = link("cutlass", cutlass_headers())
-        cpp += f" -DFLASH_CUTE_WITH_CUDA -isystem {cuda}/include"
-        flags = f"{NVCC_FLAGS} {COMPRESSION}" if nvcc_version(toolkit) >= (12, 8) else NVCC_FLAGS
-        nvcc = f"{cuda}/bin/nvcc -ccbin={compiler} {flags} {includes} -isystem {cutlass} $architectures"
-        cuda_libraries = f"-L{cuda}/lib64 -L{cuda}/lib {CUDA_LIBRARIES}"  # lib64: toolkits; lib: wheels
-        if jax := jax_headers():
-            cpp_jax = f"{cpp} -fvisibility=default -isystem {link('jaxlib', jax)}"
-
-    launcher = shutil.which("ccache") or MEASURE
-    lines = []
-    for rule, command in (("cpp", cpp), ("cpp_jax", cpp_jax), ("cuda", nvcc)):
-        # The log keeps what ptxas -v and tools/measure.py say, and ccache repeats it; the rest is shown.
-        talk = f"2> $out.log; status=$$?; grep -vE '{REPORTED_LINES}' $out.log; exit $$status"
-        command = f"{launcher} {command} -MD -MF $out.d -c $in -o $out {talk}"
-        lines += [f"rule {rule}", f"  command = {command}", f"  description = {rule} $in"]
-        lines += ["  depfile = $out.d", "  deps = gcc"]
+    link("interpreter", Path(sys.executable))
+    of_torch, plain, of_jax, of_kernels = rules(toolkit)
+    lines = [line for rule in (of_torch, plain, of_jax, of_kernels) if rule for line in rule.lines()]
     lines += [
         "rule link",
-        f"  command = {compiler} {LINK_FLAGS} $in -o $out -L. $libraries",
+        f"  command = {cpp_compiler()} {LINK_FLAGS} $in -o $out -L. $libraries",
         "  description = link $out",
     ]
     for instance in instances:
-        lines += [f"build objects/{instance.name}.o: cuda generated/{instance.name}.cu"]
+        lines += [of_kernels.build(f"objects/{instance.name}.o", f"generated/{instance.name}.cu")]
         lines += [f"  architectures = {flags_of(instance)}"]
-    linked = {LIBRARY: (sources, "cpp", libraries)}
+    cuda_libraries = ""
+    if toolkit:  # lib64: toolkits; lib: wheels
+        cuda_libraries = f"-Lexternal/toolkit/lib64 -Lexternal/toolkit/lib {CUDA_LIBRARIES}"
+    linked = {LIBRARY: (sources, of_torch, f"-Lexternal/torch/lib {TORCH_LIBRARIES}")}
     if toolkit:
-        linked[KERNELS] = (["csrc/kernels/calls.cpp", "csrc/kernels/kernels.cpp"], "cpp", cuda_libraries)
-        if cpp_jax:
-            linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], "cpp_jax", cuda_libraries)
+        linked[KERNELS] = (["csrc/kernels/calls.cpp", "csrc/kernels/kernels.cpp"], plain, cuda_libraries)
+    if of_jax:
+        linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], of_jax, cuda_libraries)
     for library, (parts, rule, needed) in linked.items():
         objects = [f"objects/{Path(part).stem}.o" for part in parts]
         for part, target in zip(parts, objects, strict=True):
-            lines += [f"build {target}: {rule} {os.path.relpath(ROOT / part, BUILD)}"]
+            lines += [rule.build(target, os.path.relpath(ROOT / part, BUILD))]
         if library == KERNELS:
             objects += [f"objects/{instance.name}.o" for instance in instances]
         elif toolkit:
@@ -401,6 +477,9 @@ class BuildNative(cpp_extension.BuildExtension):
                 shutil.copy(BUILD / name, beside)
         shutil.copy(BUILD / REPORT, library.with_name(REPORT))
 
+
+if not os.environ.get("CXX", "c++").strip():
+    del os.environ["CXX"]  # else setuptools and torch, too, look for a compiler without a name
 
 setup(
     license="BSD-3-Clause",

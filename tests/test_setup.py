@@ -1,0 +1,75 @@
+"""The build's settings: what setup.py takes from the environment, and what it says of what makes no sense."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+from unittest.mock import patch
+
+import pytest
+from cases import ROOT
+
+pytest.importorskip("setuptools")
+
+
+@pytest.fixture(scope="module")
+def build():
+    with patch("setuptools.setup"):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.parametrize(
+    ("function", "variable", "value", "sentence"),
+    [
+        ("jobs", "FLASH_CUTE_JOBS", "x", "FLASH_CUTE_JOBS must be a number >= 1, got x"),
+        ("jobs", "FLASH_CUTE_JOBS", "0", "FLASH_CUTE_JOBS must be a number >= 1, got 0"),
+        ("jobs", "MAX_JOBS", "-2", "MAX_JOBS must be a number >= 1, got -2"),
+        (
+            "cpp_compiler",
+            "CXX",
+            "no-such-compiler",
+            "flash_cute: CXX must be a C++ compiler such as g++, got no-",
+        ),
+        ("missing_for_cuda", "FLASH_CUTE_CPU_ONLY", "maybe", "FLASH_CUTE_CPU_ONLY must be 0 or 1, got maybe"),
+        (
+            "selected_instances",
+            "FLASH_CUTE_ARCHS",
+            "100a",
+            "FLASH_CUTE_ARCHS must be of 80, 80+PTX, likewise",
+        ),
+        ("selected_instances", "FLASH_CUTE_ARCHS", "75", "FLASH_CUTE_ARCHS must be of 80, 80+PTX, likewise"),
+        ("selected_instances", "FLASH_CUTE_ARCHS", "8.0", "FLASH_CUTE_ARCHS must be of 80, 80+PTX, likewise"),
+        ("selected_instances", "FLASH_CUTE_HEAD_DIMS", "7", "FLASH_CUTE_HEAD_DIMS must be of 64, 96, 128"),
+    ],
+)
+def test_wrong_settings(build, function, variable, value, sentence, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as raised:
+        build[function]()
+    assert str(raised.value).startswith(sentence)
+
+
+def test_a_family_without_an_architecture(build, monkeypatch):
+    monkeypatch.setenv("FLASH_CUTE_ARCHS", "80")
+    assert {instance.family for instance in build["selected_instances"]()} == {"sm80"}
+    monkeypatch.setenv("FLASH_CUTE_FAMILIES", "sm80,sm90")
+    with pytest.raises(SystemExit, match="FLASH_CUTE_ARCHS must have one for sm90, got 80"):
+        build["selected_instances"]()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("false", False), ("no", False), ("1", True)])
+def test_switches(build, value, expected, monkeypatch):
+    monkeypatch.setenv("FLASH_CUTE_CPU_ONLY", value)
+    assert build["is_set"]("FLASH_CUTE_CPU_ONLY") is expected
+
+
+def test_depfiles_keep_the_headers_of_the_project(build, tmp_path):
+    """For those of torch, the toolkit and the system stand stamps; of a checkout of CUTLASS they are kept."""
+    depfile = tmp_path / "x.d"
+    kept = "objects/x.o: generated/x.cu ../../include/flash_cute/params.hpp"
+    checkout = "external/cutlass_checkout/cute/tensor.hpp"
+    depfile.write_text(
+        f"{kept} /usr/include/stdio.h \\\n external/cutlass/cute/a.hpp {checkout} \\\n external/torch/a.h\n"
+    )
+    subprocess.run(["sed", "-i", "-E", f"s#{build['STAMPED']}##g", depfile], check=True)
+    assert depfile.read_text().replace("\\\n", " ").split() == [*kept.split(), checkout]
