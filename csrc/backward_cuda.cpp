@@ -93,7 +93,9 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
 }
 
 std::string backward_plan_cuda(BackwardArguments const& arguments) {
-  BackwardCall const call = plan_call(validate(arguments.attention), arguments);
+  AttentionProblem const problem = validate(arguments.attention);
+  validate_keys_of_backward(problem);
+  BackwardCall const call = plan_call(problem, arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
   KernelAttributes const attributes = call.kernel.attributes(call.launch);
   BackwardTile const& tile = call.launch.tile;

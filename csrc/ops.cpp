@@ -118,6 +118,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
     index = 0;
     for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
       if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
+    validate_keys_of_backward(problem);
       ++index;
     }
     validate_backward(operand_q, problem.packed, operands);

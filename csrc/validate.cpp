@@ -1,5 +1,7 @@
 #include "validate.hpp"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -45,6 +47,15 @@ std::optional<Family> family_named(std::optional<std::string> const& name) {
 void require_limit(char const* name, std::optional<int64_t> limit) {
   require(!limit || *limit >= 0, name, " is ", limit.value_or(0),
           "; a number of keys >= 0, or None for no limit, is accepted");
+}
+
+// Kernels count tiles in int, and none has fewer than 32 rows; more fit into no GPU's memory, but expanded
+// tensors may have them. Of k, heads of q count: a head of K and V may have tiles for each that it serves.
+void require_rows(char const* name, int64_t entries, int64_t heads, int64_t seqlen) {
+  constexpr int64_t kMaxRows = int64_t(1) << 35;
+  int64_t const rows = entries * heads * seqlen;
+  require(rows <= kMaxRows, name, " must have at most ", kMaxRows,
+          " rows over the batch and the heads of q, got ", rows);
 }
 
 // Returns how many sequences there are: the offsets of packed ones say so, else q's batch.
@@ -119,19 +130,42 @@ std::string name_of(Device const& device) {
   return text.str();
 }
 
+// Three calls of torch for each operand, as a GPU's kernel waits for them.
+void require_stored(Operand const& operand, Tensor const& tensor) {
+  int64_t *strides = nullptr, elements = 0, stored = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &elements));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &stored));
+  ++elements;
+  for (size_t dim = 0; dim < operand.sizes.size(); ++dim) {
+    if (operand.sizes[dim] == 0) return;
+    elements += (operand.sizes[dim] - 1) * strides[dim];
+  }
+  int64_t const bytes = elements * element_bytes(operand.type);
+  require(bytes <= stored, operand.name, " must have a storage of at least ", bytes, " bytes, got one of ",
+          stored);
+}
+
 AttentionProblem validate(AttentionArguments const& arguments) {
   auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = arguments.lengths;
+  std::optional<Tensor> const* const given[] = {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
+                                                &leftpad_k};
   LengthOperands lengths;
-  int index = 0;
-  for (auto const* tensor : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
-    if (tensor->has_value()) {
-      Operand& length = lengths[index].emplace(operand(kLengthNames[index], **tensor));
-      if ((*tensor)->dim() == 1) length.step = (*tensor)->stride(0);
-    }
-    ++index;
+  for (size_t index = 0; index < lengths.size(); ++index) {
+    if (!*given[index]) continue;
+    Tensor const& tensor = **given[index];
+    Operand& length = lengths[index].emplace(operand(kLengthNames[index], tensor));
+    if (tensor.dim() == 1) length.step = tensor.stride(0);
   }
-  return validate(operand("q", arguments.q), operand("k", arguments.k), operand("v", arguments.v),
-                  arguments.options, lengths);
+  Operand const q = operand("q", arguments.q), k = operand("k", arguments.k), v = operand("v", arguments.v);
+  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths);
+  require_stored(q, arguments.q);
+  require_stored(k, arguments.k);
+  require_stored(v, arguments.v);
+  for (size_t index = 0; index < lengths.size(); ++index) {
+    if (lengths[index]) require_stored(*lengths[index], **given[index]);
+  }
+  return problem;
 }
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
@@ -176,6 +210,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   int64_t const batch = batch_of(q, lengths);
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");
+  require_rows("q", packed ? 1 : batch, sizes_q[1], sizes_q[rows]);
 
   double const scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
   require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale,
@@ -201,11 +236,21 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
 
 AttentionProblem validate(BackwardArguments const& arguments) {
   AttentionProblem const problem = validate(arguments.attention);
+  validate_keys_of_backward(problem);
   BackwardOperands operands{operand("out", arguments.out), operand("lse", arguments.lse)};
   if (arguments.dout) operands[2].emplace(operand("dout", *arguments.dout));
   if (arguments.dlse) operands[3].emplace(operand("dlse", *arguments.dlse));
   validate_backward(operand("q", arguments.attention.q), problem.packed, operands);
+  require_stored(*operands[0], arguments.out);
+  require_stored(*operands[1], arguments.lse);
+  if (arguments.dout) require_stored(*operands[2], *arguments.dout);
+  if (arguments.dlse) require_stored(*operands[3], *arguments.dlse);
   return problem;
+}
+
+void validate_keys_of_backward(AttentionProblem const& problem) {
+  ProblemShape const& shape = problem.shape;
+  require_rows("k", problem.packed ? 1 : shape.batch, shape.heads_q, shape.seqlen_k);
 }
 
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands) {

@@ -53,6 +53,11 @@ struct AttentionArguments {
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
 
+// Of the types that are accepted.
+inline int element_bytes(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::Int ? 4 : kElementBytes;
+}
+
 // What is checked of a tensor; one that is only traced has it, too.
 struct Operand {
   char const* name;
@@ -80,8 +85,14 @@ AttentionProblem validate(AttentionArguments const& arguments);
 using BackwardOperands = std::array<std::optional<Operand>, 4>;
 inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 
+// Throws if a backward has too many keys for its tiles, where a forward counts none of them.
+void validate_keys_of_backward(AttentionProblem const& problem);
+
 // Throws if these do not belong to q, packed or not.
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
+
+// Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
+void require_stored(Operand const& operand, Tensor const& tensor);  // of it
 
 std::string name_of(Device const& device);
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from flash_cute import cpu, ops, rules, torch_private
+from flash_cute.storage import require_stored
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
@@ -46,6 +47,7 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
     }
     if k.offsets() is q.offsets():
         del given["cu_seqlens_k"]
+    require_stored("forward", **given)
     given = {name: _as_int32(tensor) for name, tensor in given.items() if tensor is not None}
     return *(tensor.values().transpose(0, 1) for tensor in (q, k, v)), given
 
@@ -73,6 +75,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
     if not are_known(q, *given.values()):
         return
     rules.check(*ops.as_cast(q, k, v), **given)
+    require_stored("forward", **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
 

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from flash_cute import cpu, rules, torch_private
 from flash_cute.rules import LENGTHS
+from flash_cute.storage import require_stored
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
@@ -116,6 +117,7 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
     """
     if torch_private.autocast_is_enabled():
+        require_stored("forward", q=q, k=k, v=v)
         q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     packed = "cu_seqlens_q" in lengths
     transformed = torch_private.transforms_are_active()

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from flash_cute.storage import require_stored
+
 
 def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of queries to all of their keys, from its results for parts of these keys.
@@ -35,6 +37,8 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
             raise TypeError(f"flash_cute.merge: {name} is of type {kind}; a list of tensors is accepted")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        require_stored("merge", **{f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)})
     stacked = torch.stack(lses)
     highest = stacked.detach().amax(0)
     highest = highest.where(highest.isfinite(), 0)

@@ -8,6 +8,7 @@ import torch
 
 import flash_cute
 from flash_cute.ops import autocast_dtype
+from flash_cute.storage import require_stored
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
@@ -68,6 +69,7 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
         )
     tensors = _heads_first(q=q, k_cache=cache[0], v_cache=cache[1])
     count = 0 if k is None else _heads_first(k=k, v=v)[0].shape[2]
+    require_stored("compat", cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
     most = cache[0].shape[1] - count
     if most < 0:
         raise ValueError(
@@ -170,7 +172,11 @@ def _heads_first(**tensors):
             raise ValueError(
                 f"flash_cute.compat: {name} has shape {shape}; (batch, seqlen, heads, head_dim) is accepted"
             )
-    return [tensor.transpose(1, 2) for tensor in tensors.values()]
+    try:
+        return [tensor.transpose(1, 2) for tensor in tensors.values()]
+    except RuntimeError:
+        require_stored("compat", **tensors)
+        raise
 
 
 def check_tensor(name, value):
@@ -187,7 +193,11 @@ def unstacked(name, tensor, count):
             f"flash_cute.compat: {name} has shape {tuple(tensor.shape)}; "
             f"(..., {count}, heads, head_dim) is accepted"
         )
-    return tensor.unbind(-3)
+    try:
+        return tensor.unbind(-3)
+    except RuntimeError:
+        require_stored("compat", **{name: tensor})
+        raise
 
 
 def _options(softmax_scale, causal, window_size, deterministic, refused):

@@ -21,6 +21,7 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
+from flash_cute.storage import require_stored
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
@@ -231,6 +232,8 @@ def cute_attention(
             raise _error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
         offsets = cu_seq_lens_q, cu_seq_lens_k
     if offsets[0] is not None:
+        given_offsets = dict(zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, strict=True))
+        require_stored("transformers", query=query, key=key, value=value, **given_offsets)
         tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         offsets = (None if x is None else x.to(torch.int32) for x in offsets)
         out = flash_cute.attention_varlen(*tensors, *offsets, **given)
