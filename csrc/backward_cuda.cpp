@@ -77,11 +77,11 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     params.dq = dq.view(0);
     params.dk = dk.view(unreachable);
     params.dv = dv.view(unreachable);
-    Tensor const lse = as_contiguous(arguments.lse);
+    Tensor const lse = as_contiguous("a copy of lse", arguments.lse);
     params.lse = static_cast<float const*>(lse.const_data_ptr());
     std::optional<Tensor> dlse;
     if (arguments.dlse) {
-      dlse = as_contiguous(*arguments.dlse);
+      dlse = as_contiguous("a copy of dlse", *arguments.dlse);
       params.dlse = static_cast<float const*>(dlse->const_data_ptr());
     }
     Tensor workspace =

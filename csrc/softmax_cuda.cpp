@@ -27,9 +27,10 @@ struct ScoreRows {
   Tensor tensor;
   TensorView view;
 
-  ScoreRows(Tensor const& whole, ScoreShape const& shape, bool has_lengths) : tensor(whole) {
+  ScoreRows(char const* copy, Tensor const& whole, ScoreShape const& shape, bool has_lengths)
+      : tensor(whole) {
     if (!set_view(shape, has_lengths)) {
-      tensor = torch::stable::contiguous(whole);
+      tensor = as_contiguous(copy, whole);
       set_view(shape, has_lengths);
     }
   }
@@ -82,12 +83,12 @@ SoftmaxResult softmax_cuda(Tensor const& x, SoftmaxOptions const& options) {
   torch::stable::accelerator::DeviceGuard const guard(x.get_device_index());
   bool const has_lengths = options.seqused_k || options.leftpad_k;
   ScoreShape const shape = score_shape(x.sizes(), has_lengths);
-  Tensor probabilities = torch::stable::new_empty(x, x.sizes());
-  Tensor lse = torch::stable::new_empty(x, {x.sizes().data(), size_t(x.dim() - 1)}, ScalarType::Float);
+  Tensor probabilities = allocate("probabilities", x, x.sizes(), x.scalar_type());
+  Tensor lse = allocate("lse", x, {x.sizes().data(), size_t(x.dim() - 1)}, ScalarType::Float);
   if (lse.numel() == 0) return {probabilities, lse};
-  ScoreRows const input(x, shape, has_lengths);
+  ScoreRows const input("a copy of x", x, shape, has_lengths);
   RowSoftmaxParams params = make_params(x, options, input);
-  params.output = ScoreRows(probabilities, shape, has_lengths).view;
+  params.output = ScoreRows("", probabilities, shape, has_lengths).view;
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   run(x, params, /*backward=*/false);
   return {probabilities, lse};
@@ -98,16 +99,17 @@ Tensor softmax_backward_cuda(std::optional<Tensor> const& dprobabilities, std::o
   torch::stable::accelerator::DeviceGuard const guard(kept.get_device_index());
   bool const has_lengths = options.seqused_k || options.leftpad_k;
   ScoreShape const shape = score_shape(kept.sizes(), has_lengths);
-  Tensor dscores = torch::stable::new_empty(kept, kept.sizes());
+  Tensor dscores = allocate("the gradient of x", kept, kept.sizes(), kept.scalar_type());
   if (dscores.numel() == 0) return dscores;
-  ScoreRows const input(kept, shape, has_lengths);
+  ScoreRows const input("a copy of x", kept, shape, has_lengths);
   RowSoftmaxParams params = make_params(kept, options, input);
-  params.output = ScoreRows(dscores, shape, has_lengths).view;
+  params.output = ScoreRows("", dscores, shape, has_lengths).view;
   std::optional<ScoreRows> gradient;
-  if (dprobabilities) params.gradient = gradient.emplace(*dprobabilities, shape, has_lengths).view;
+  if (dprobabilities)
+    params.gradient = gradient.emplace("a copy of dprobabilities", *dprobabilities, shape, has_lengths).view;
   std::optional<Tensor> dlse_rows;
   if (dlse) {
-    dlse_rows = as_contiguous(*dlse);
+    dlse_rows = as_contiguous("a copy of dlse", *dlse);
     params.dlse = static_cast<float const*>(dlse_rows->const_data_ptr());
   }
   run(kept, params, /*backward=*/true);

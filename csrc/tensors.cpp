@@ -119,13 +119,21 @@ Tensor padded_like(char const* name, Tensor const& tensor) {
   int64_t const head_dim = sizes[dims - 1], padded = padded_head_dim(head_dim);
   std::array<int64_t, 4> target{};
   for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
-  return allocated(name, tensor.numel() / larger<int64_t>(1, head_dim) * padded, kElementBytes,
-                   [&] { return torch::stable::new_empty(tensor, {target.data(), dims}); });
+  return allocate(name, tensor, {target.data(), dims}, tensor.scalar_type());
 }
 
 // torch's own goes through the dispatcher even where there is nothing to do.
-Tensor as_contiguous(Tensor const& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+Tensor as_contiguous(char const* name, Tensor const& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  return allocated(name, tensor.numel(), element_bytes(tensor.scalar_type()),
+                   [&] { return torch::stable::contiguous(tensor); });
+}
+
+Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  int64_t elements = 1;
+  for (int64_t const size : sizes) elements *= size;
+  return allocated(name, elements, element_bytes(type),
+                   [&] { return torch::stable::new_empty(like, sizes, type); });
 }
 
 LengthParams length_params(Lengths const& lengths) {

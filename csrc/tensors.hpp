@@ -42,10 +42,10 @@ Tensor padded_like(char const* name, Tensor const& tensor);
 
 LengthParams length_params(Lengths const& lengths);
 
-Tensor as_contiguous(Tensor const& tensor);
-
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
+Tensor as_contiguous(char const* name, Tensor const& tensor);  // the tensor itself, or a copy
+Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef sizes, ScalarType type);
 Tensor allocate_like(char const* name, Tensor const& like);  // as torch.empty_like
 Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
                 std::initializer_list<int64_t> sizes);

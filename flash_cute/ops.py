@@ -151,8 +151,17 @@ def _composite(op):
 
 
 def as_python_error(error: Exception, name: str) -> Exception:
-    """What an operator threw, of the type that fits and under this name; foreign errors unchanged."""
+    """What an operator threw, of the type that fits and under this name; foreign errors unchanged.
+
+    But for the RuntimeError in which torch says that the CPU's memory is used up.
+    """
     message = str(error).partition("\n")[0]
+    _, refused, rest = message.partition("DefaultCPUAllocator: can't allocate memory: you tried to allocate ")
+    if refused:
+        size = rest.partition(".")[0]  # "5 bytes"
+        return torch.OutOfMemoryError(
+            f"flash_cute.{name}: out of memory: {size} could not be allocated on the CPU"
+        )
     operator, _, sentence = message.partition(": ")
     if operator not in ("flash_cute.forward", "flash_cute.backward", "flash_cute.softmax"):
         return error

@@ -203,7 +203,10 @@ class _Gradient(ops._Function):
 
     @staticmethod
     def forward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k):
-        return _softmax_backward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k)
+        try:
+            return _softmax_backward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k)
+        except RuntimeError as error:
+            raise ops.as_python_error(error, "softmax") from None
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -160,6 +160,18 @@ def test_out_of_memory(kernel, compiled, head_dim):
     assert_attention(kernel.forward(*good), *good)
 
 
+def test_no_memory_for_a_copy(kernel):
+    """Keys and values that are read in a copy, whose rows are padded; out and lse are small."""
+    x = torch.empty(1, 1, 1, 100, dtype=torch.float16, device=kernel.device)
+    q, k = x.expand(1, 64, 1, 100), x.expand(1, 64, 1 << 28, 100)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"out of memory: \d+ bytes for a copy of k could not be"
+    ):
+        flash_cute.forward(q, k, k, family=kernel.family)
+    good = make_inputs(Shape(1, 1, 1, 5, 5, 100), torch.float16, kernel.device)
+    assert_attention(kernel.forward(*good), *good)
+
+
 def test_a_failed_launch_leaves_nothing_behind(kernel):
     """A launch into the legacy stream fails while another stream that it waits for is captured."""
     runtime = ctypes.CDLL("libcudart.so.13")
