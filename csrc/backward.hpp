@@ -19,7 +19,6 @@ struct BackwardArguments {
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
 
 BackwardResult backward_cuda(BackwardArguments const& arguments);
-BackwardResult backward_cpu(BackwardArguments const& arguments);
 
 // JSON: what backward would run with these arguments. Nothing is launched.
 std::string backward_plan_cuda(BackwardArguments const& arguments);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "validate.hpp"
 
@@ -11,7 +12,9 @@ namespace flash_cute {
 using ForwardResult = std::tuple<Tensor, Tensor>;
 
 ForwardResult forward_cuda(AttentionArguments const& arguments);
-ForwardResult forward_cpu(AttentionArguments const& arguments);
+
+// out and lse where the CPU can compute them in q's own type, exactly enough; else nothing.
+std::vector<Tensor> forward_cpu(AttentionArguments const& arguments);
 
 // JSON: what forward would run with these arguments. Nothing is launched.
 std::string plan_cuda(AttentionArguments const& arguments);

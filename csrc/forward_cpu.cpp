@@ -1,5 +1,5 @@
-// The forward on the CPU, by PyTorch's own CPU flash attention: in the inputs' 16-bit type where that is as
-// exact as promised, which is decided here, else in float32 (flash_cute/cpu.py).
+// The forward on the CPU, by PyTorch's own CPU flash attention: here in the inputs' 16-bit type, where that
+// is as exact as promised. Else flash_cute/cpu.py, which calls this, computes in float32.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -16,15 +16,6 @@
 
 namespace flash_cute {
 namespace {
-
-using torch::stable::detail::from;
-using torch::stable::detail::to;
-
-template <size_t size>
-ForwardResult call(char const* op, std::array<StableIValue, size> stack) {
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  return {to<Tensor>(stack[0]), to<Tensor>(stack[1])};
-}
 
 // PyTorch's kernel for 16-bit types has a cheaper exp(), which leaves up to 6e-5 in the LSE. The tolerance
 // has room for that where plain PyTorch in the same type has scores to round: scores of this size (root mean
@@ -88,16 +79,18 @@ bool copy_lse(Tensor const& source, Tensor& target) {
   return trusted;
 }
 
-// The result in q's own type; nullopt where that is not possible, or not exact enough.
-std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& arguments,
-                                                 AttentionProblem const& problem) {
-  if (problem.ragged || arguments.q.numel() == 0 || arguments.k.numel() == 0) return std::nullopt;
+// The result in q's own type; empty where that is not possible, or not exact enough.
+std::vector<Tensor> forward_in_own_type(AttentionArguments const& arguments,
+                                        AttentionProblem const& problem) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  if (problem.ragged || arguments.q.numel() == 0 || arguments.k.numel() == 0) return {};
   WindowMask const mask = problem.mask();
   bool const full_to_the_left = mask.left >= mask.seqlen_k - 1;
   bool const full = full_to_the_left && mask.right >= mask.seqlen_q - 1;
   // PyTorch's causal mask is aligned top left, which is ours in a square.
   bool const causal = full_to_the_left && mask.right == 0 && mask.shift() == 0;
-  if (!(full || causal)) return std::nullopt;
+  if (!(full || causal)) return {};
   // PyTorch's kernel wants rows without gaps, in out too, which it makes like q: of overlapping ones where
   // another dimension goes by steps of 1 as well it would have gaps.
   auto without_gaps = [](Tensor const& x) {
@@ -110,31 +103,37 @@ std::optional<ForwardResult> forward_in_own_type(AttentionArguments const& argum
   bool const rounded = problem.element == ElementType::bf16
                            ? are_scores_rounded<torch::headeronly::BFloat16>(q, k, scale)
                            : are_scores_rounded<torch::headeronly::Half>(q, k, scale);
-  if (!rounded) return std::nullopt;
+  if (!rounded) return {};
 
-  auto [out, strided_lse] = call<7>("aten::_scaled_dot_product_flash_attention_for_cpu",
-                                    {from(q), from(k), from(v), from(0.0), from(!full),
-                                     from(std::optional<Tensor>()), from(std::optional<double>(scale))});
+  std::array stack{from(q),
+                   from(k),
+                   from(v),
+                   from(0.0),
+                   from(!full),
+                   from(std::optional<Tensor>()),
+                   from(std::optional<double>(scale))};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_dot_product_flash_attention_for_cpu", "",
+                                               stack.data(), TORCH_ABI_VERSION));
+  Tensor const out = to<Tensor>(stack[0]), strided_lse = to<Tensor>(stack[1]);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
-  if (!copy_lse(strided_lse, lse)) return std::nullopt;
+  if (!copy_lse(strided_lse, lse)) return {};
   Tensor like_q = torch::stable::empty_like(arguments.q);
-  if (std::ranges::equal(out.strides(), like_q.strides())) return {{out, lse}};
+  if (std::ranges::equal(out.strides(), like_q.strides())) return {out, lse};
   torch::stable::copy_(like_q, out);
-  return {{like_q, lse}};
+  return {like_q, lse};
 }
 
 }  // namespace
 
-ForwardResult forward_cpu(AttentionArguments const& arguments) {
+std::vector<Tensor> forward_cpu(AttentionArguments const& arguments) {
   AttentionProblem const problem = validate(arguments);
-  if (auto result = forward_in_own_type(arguments, problem)) return *result;
-  Lengths const& lengths = arguments.lengths;
-  return call<11>(
-      "flash_cute::_forward_cpu",
-      {from(arguments.q), from(arguments.k), from(arguments.v), from(double(problem.softmax_scale)),
-       from(problem.window_left.value_or(-1)), from(problem.window_right.value_or(-1)),
-       from(lengths.offsets_q()), from(lengths.offsets_k()), from(lengths.seqused_q), from(lengths.seqused_k),
-       from(lengths.leftpad_k)});
+  try {
+    return forward_in_own_type(arguments, problem);
+  } catch (std::runtime_error const&) {  // of torch, whose operators refuse nothing else that is valid
+    require(false, "out of memory: out, which takes ", arguments.q.numel() * kElementBytes,
+            " bytes, lse or copies could not be allocated on the CPU");
+    throw;
+  }
 }
 
 std::string plan_cpu(AttentionArguments const& arguments) {

@@ -85,6 +85,10 @@ std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double
   return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
 
+// What C++ does for the CPU's kernels beside forward_cpu.
+void check_packed(AttentionArguments const& arguments) { validate(arguments); }
+void check_backward(BackwardArguments const& arguments) { validate(arguments); }
+
 using MaybeSizes = std::optional<std::vector<int64_t>>;
 
 // The checks of a call, of the backward if it has an out, for tensors of which only this is known; dtypes and
@@ -114,11 +118,11 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
     AttentionProblem const problem = validate(
         operand_q, operand_k, operand_v, {causal, softmax_scale, window_left, window_right, family}, lengths);
     if (!out) return;
+    validate_keys_of_backward(problem);
     BackwardOperands operands;
     index = 0;
     for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
       if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
-    validate_keys_of_backward(problem);
       ++index;
     }
     validate_backward(operand_q, problem.packed, operands);
@@ -145,23 +149,21 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 #define FLASH_CUTE_PADDED FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
 #define FLASH_CUTE_PACKED \
   FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
-#define FLASH_CUTE_BACKWARD                                                                            \
-  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS(                                                               \
-      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY \
-                "-> (Tensor dq, Tensor dk, Tensor dv)"
-#define FLASH_CUTE_CPU                                                                  \
-  "float softmax_scale, int window_left, int window_right, Tensor? cu_seqlens_q=None, " \
-  "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? leftpad_k=None) "
+#define FLASH_CUTE_BACKWARD              \
+  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS( \
+      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
+#define FLASH_CUTE_INPUT_GRADIENTS "-> (Tensor dq, Tensor dk, Tensor dv)"
 
 // forward and forward_varlen are what Python calls and differentiates (flash_cute/ops.py); those with an
 // underscore are what they run, and what is left of them in compiled and exported graphs.
 STABLE_TORCH_LIBRARY(flash_cute, library) {
   library.def("forward(" FLASH_CUTE_PADDED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
   library.def("_forward(" FLASH_CUTE_PADDED FLASH_CUTE_RESULTS);
-  library.def("_backward(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD);
+  library.def("_backward(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD FLASH_CUTE_INPUT_GRADIENTS);
   library.def("forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
   library.def("_forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_RESULTS);
-  library.def("_backward_varlen(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD);
+  library.def("_backward_varlen(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD
+                  FLASH_CUTE_INPUT_GRADIENTS);
   library.def("plan(" FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor")
                   FLASH_CUTE_LENGTHS(
                       "Tensor") "bool backward=False, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY "-> str");
@@ -170,8 +172,10 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
       "_check(int[] q, int[] k, int[] v, ScalarType[] dtypes, Device[] devices, int[] "
       "steps, " FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("int[]") FLASH_CUTE_LENGTHS("int[]")
           FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
-  library.def("_forward_cpu(" FLASH_CUTE_TENSORS FLASH_CUTE_CPU "-> (Tensor out, Tensor lse)");
-  library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_CPU "-> (Tensor dq, Tensor dk, Tensor dv)");
+  library.def("_forward_cpu(" FLASH_CUTE_PADDED FLASH_CUTE_FAMILY "-> Tensor[]");
+  library.def("_forward_varlen_cpu(" FLASH_CUTE_PACKED FLASH_CUTE_FAMILY "-> ()");
+  library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD "-> ()");
+  library.def("_backward_varlen_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
@@ -182,11 +186,13 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
   library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cuda, flash_cute::backward_plan_cuda>)));
 }
 
+// Those of _forward and the others are Python's (flash_cute/cpu.py), which calls these: what is raised in
+// Python, a KeyboardInterrupt too, would not pass through C++ behind the stable ABI.
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
-  library.impl("_forward", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cpu>));
-  library.impl("_forward_varlen", TORCH_BOX(&flash_cute::packed<flash_cute::forward_cpu>));
-  library.impl("_backward", TORCH_BOX(&flash_cute::backward_padded<flash_cute::backward_cpu>));
-  library.impl("_backward_varlen", TORCH_BOX(&flash_cute::backward_packed<flash_cute::backward_cpu>));
+  library.impl("_forward_cpu", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cpu>));
+  library.impl("_forward_varlen_cpu", TORCH_BOX(&flash_cute::packed<flash_cute::check_packed>));
+  library.impl("_backward_cpu", TORCH_BOX(&flash_cute::backward_padded<flash_cute::check_backward>));
+  library.impl("_backward_varlen_cpu", TORCH_BOX(&flash_cute::backward_packed<flash_cute::check_backward>));
   library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cpu, flash_cute::backward_plan_cpu>)));
 }
 

@@ -1,11 +1,8 @@
-// The operators of softmax: schemas, checks, and the way to the CPU's kernels (flash_cute/row_softmax.py).
+// The operators of softmax: schemas and checks. The CPU's kernels are in flash_cute/row_softmax.py.
 #include "softmax.hpp"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/stableivalue_conversions.h>
 
-#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -13,27 +10,7 @@
 namespace flash_cute {
 namespace {
 
-using torch::stable::detail::from;
-using torch::stable::detail::to;
 using MaybeTensor = std::optional<Tensor>;
-
-SoftmaxResult softmax_cpu(Tensor const& x, SoftmaxOptions const& options) {
-  std::array stack{from(x), from(options.scale), from(options.causal), from(options.seqused_k),
-                   from(options.leftpad_k)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("flash_cute::_softmax_cpu", "", stack.data(), TORCH_ABI_VERSION));
-  return {to<Tensor>(stack[0]), to<Tensor>(stack[1])};
-}
-
-Tensor softmax_backward_cpu(MaybeTensor const& dprobabilities, MaybeTensor const& dlse, Tensor const& kept,
-                            SoftmaxOptions const& options) {
-  std::array stack{from(dprobabilities),   from(dlse),           from(kept),
-                   from(options.scale),    from(options.causal), from(options.seqused_k),
-                   from(options.leftpad_k)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("flash_cute::_softmax_backward_cpu", "", stack.data(), TORCH_ABI_VERSION));
-  return to<Tensor>(stack[0]);
-}
 
 constexpr char kName[] = "flash_cute.softmax: ";
 
@@ -43,13 +20,22 @@ std::optional<Operand> operand(char const* name, MaybeTensor const& tensor) {
                  tensor->dim() == 1 ? tensor->stride(0) : 1};
 }
 
+void require_stored(std::optional<Operand> const& operand, MaybeTensor const& tensor) {
+  if (operand) flash_cute::require_stored(*operand, *tensor);
+}
+
 void validate(Tensor const& x, SoftmaxOptions const& options) {
-  validate_softmax(*operand("x", x), options.scale, options.causal, operand("seqused_k", options.seqused_k),
-                   operand("leftpad_k", options.leftpad_k));
+  Operand const scores = *operand("x", x);
+  auto const used = operand("seqused_k", options.seqused_k),
+             skipped = operand("leftpad_k", options.leftpad_k);
+  validate_softmax(scores, options.scale, options.causal, used, skipped);
+  flash_cute::require_stored(scores, x);
+  require_stored(used, options.seqused_k);
+  require_stored(skipped, options.leftpad_k);
 }
 
 template <auto function>
-SoftmaxResult forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k, MaybeTensor leftpad_k) {
+auto forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k, MaybeTensor leftpad_k) {
   return under_name(kName, [&] {
     SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
     validate(x, options);
@@ -58,16 +44,22 @@ SoftmaxResult forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k
 }
 
 template <auto function>
-Tensor backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, double scale, bool causal,
-                MaybeTensor seqused_k, MaybeTensor leftpad_k) {
+auto backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, double scale, bool causal,
+              MaybeTensor seqused_k, MaybeTensor leftpad_k) {
   return under_name(kName, [&] {
     SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
     validate(kept, options);
-    validate_softmax_backward(*operand("x", kept), operand("dprobabilities", dprobabilities),
-                              operand("dlse", dlse));
+    auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
+    validate_softmax_backward(*operand("x", kept), first, second);
+    require_stored(first, dprobabilities);
+    require_stored(second, dlse);
     return function(dprobabilities, dlse, kept, options);
   });
 }
+
+// The CPU's kernels themselves are Python's, which call these checks.
+void softmax_cpu(Tensor const&, SoftmaxOptions const&) {}
+void softmax_backward_cpu(MaybeTensor const&, MaybeTensor const&, Tensor const&, SoftmaxOptions const&) {}
 
 using MaybeSizes = std::optional<std::vector<int64_t>>;
 
@@ -181,8 +173,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_cute, library) {
   library.def(
       "_softmax_check(int[] x, ScalarType[] dtypes, Device[] devices, int[] steps, float scale, bool causal, "
       "int[]? seqused_k=None, int[]? leftpad_k=None, int[]? dprobabilities=None, int[]? dlse=None) -> ()");
-  library.def("_softmax_cpu(Tensor x, " FLASH_CUTE_SOFTMAX FLASH_CUTE_SOFTMAX_RESULTS);
-  library.def("_softmax_backward_cpu(" FLASH_CUTE_SOFTMAX_GRADIENTS FLASH_CUTE_SOFTMAX "-> Tensor");
+  library.def("_softmax_cpu(Tensor x, " FLASH_CUTE_SOFTMAX "-> ()");
+  library.def("_softmax_backward_cpu(" FLASH_CUTE_SOFTMAX_GRADIENTS FLASH_CUTE_SOFTMAX "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
@@ -191,8 +183,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
-  library.impl("_softmax", TORCH_BOX(&flash_cute::forward<flash_cute::softmax_cpu>));
-  library.impl("_softmax_backward", TORCH_BOX(&flash_cute::backward<flash_cute::softmax_backward_cpu>));
+  library.impl("_softmax_cpu", TORCH_BOX(&flash_cute::forward<flash_cute::softmax_cpu>));
+  library.impl("_softmax_backward_cpu", TORCH_BOX(&flash_cute::backward<flash_cute::softmax_backward_cpu>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, library) {

@@ -1,7 +1,8 @@
-"""Attention for CPU tensors in float32, and its gradients, by PyTorch's own CPU flash attention.
+"""The CPU's kernels: attention and its gradients, by PyTorch's own CPU flash attention.
 
-csrc/forward_cpu.cpp comes here where it cannot let that compute in the inputs' own type,
-csrc/backward_cpu.cpp always.
+They call C++ for its checks, and for what it computes in the inputs' own type (csrc/forward_cpu.cpp); the
+rest is computed here, in float32. Called from C++, they could not raise: of an exception, a KeyboardInterrupt
+too, nothing passes through the stable ABI but that there was one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from flash_cute import _C  # noqa: F401  importing it registers the operators
+
+_ops = torch.ops.flash_cute
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -21,25 +25,40 @@ _FLOAT = {"dtype": torch.float32, "device": "cpu"}
 _MASKED_ROWS = 512
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_cute::_forward_cpu: the forward for checked arguments without defaults; a limit of -1 is none.
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **options):
+    """flash_cute::_forward: out like q, and lse, float32 (batch, heads_q, seqlen_q)."""
+    results = _ops._forward_cpu.default(q, k, v, *args, **options)
+    return tuple(results) if results else _forward(q, k, v, *args, **options)
 
-    Returns out like q, (batch, heads_q, seqlen_q, head_dim), and lse, float32 (batch, heads_q, seqlen_q); of
-    packed sequences (both cu_seqlens are given) like q, (total_q, heads_q, head_dim), and (heads_q, total_q).
-    """
-    mask = softmax_scale, window_left, window_right
+
+def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
+    """flash_cute::_forward_varlen: out like q, and lse, float32 (heads_q, total_q)."""
+    _ops._forward_varlen_cpu.default(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)
+    return _forward(q, k, v, *args, **_offsets(cu_seqlens_q, cu_seqlens_k), **options)
+
+
+def backward(*args, **options):
+    """flash_cute::_backward: dq, dk and dv like q, k and v."""
+    _ops._backward_cpu.default(*args, **options)
+    return _backward(*args, **options)
+
+
+def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
+    """flash_cute::_backward_varlen: likewise."""
+    tensors = dout, dlse, q, k, v, out, lse
+    _ops._backward_varlen_cpu.default(*tensors, cu_seqlens_q, cu_seqlens_k, *args, **options)
+    return _backward(*tensors, *args, **_offsets(cu_seqlens_q, cu_seqlens_k), **options)
+
+
+def _offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+
+
+def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+             leftpad_k=None, **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
+    mask = _scale_and_window(q, causal, **options)
     packed = cu_seqlens_q is not None
     if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
         return _dense(q, k, v, *mask)
@@ -52,31 +71,28 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    *lengths: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """flash_cute::_backward_cpu: dq, dk and dv like q, k and v, of a checked forward and its results."""
-    mask = softmax_scale, window_left, window_right
+def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
+              seqused_q=None, seqused_k=None, leftpad_k=None, needs_dq=True, needs_dkv=True,
+              deterministic=False, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Likewise the backward; gradients that are not needed are empty."""
+    mask = _scale_and_window(q, causal, **options)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    packed = len(lengths) > 0 and lengths[0] is not None
+    packed = cu_seqlens_q is not None
     dout, dlse, q, k, v, out, lse, dq, dk, dv = _entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
     dense = all(tensor is None for tensor in lengths)
     for queries, keys in [(..., ...)] if dense else _places(q, k, *lengths):
         of_queries = (x[queries] for x in (dout, dlse, q, out, lse))
         dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask)
-    return gradients
+    needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
+    return tuple(gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
+
+
+def _scale_and_window(q, causal, softmax_scale=None, window_left=None, window_right=None, family=None):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return scale, window_left, 0 if causal else window_right
 
 
 def _entries(packed: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -140,9 +156,9 @@ class _Mask(NamedTuple):
     right: int
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, window_left: int, window_right: int) -> _Mask:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, left: int | None, right: int | None) -> _Mask:
         unlimited = q.shape[2] + k.shape[2]
-        limits = (unlimited if limit < 0 else limit for limit in (window_left, window_right))
+        limits = (unlimited if limit is None else limit for limit in (left, right))
         return cls(q.shape[2], k.shape[2], *limits)
 
     @property
@@ -191,8 +207,8 @@ def _dense(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_scale: float,
-    window_left: int,
-    window_right: int,
+    window_left: int | None,
+    window_right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward where all the rows count."""
     mask = _Mask.of(q, k, window_left, window_right)
@@ -234,8 +250,8 @@ def _gradients(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_scale: float,
-    window_left: int,
-    window_right: int,
+    window_left: int | None,
+    window_right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """backward where all the rows count, in float32."""
     mask = _Mask.of(q, k, window_left, window_right)
@@ -267,11 +283,8 @@ def _gradients(
 
 def _part(q, k, v, softmax_scale, window_left, window_right) -> tuple[torch.Tensor, torch.Tensor]:
     """forward of some of a call's rows, which may allow what all of them did not."""
-    window = {
-        name: None if limit < 0 else limit
-        for name, limit in (("window_left", window_left), ("window_right", window_right))
-    }
-    return torch.ops.flash_cute._forward.default(q, k, v, softmax_scale=softmax_scale, **window)
+    window = {"window_left": window_left, "window_right": window_right}
+    return forward(q, k, v, softmax_scale=softmax_scale, **window)
 
 
 def _plain(q, k, v, mask, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -330,6 +330,6 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 _library = torch.library.Library("flash_cute", "IMPL")
 _library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
 _library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
-_library.impl("_forward_cpu", cpu.forward, "CPU")
-_library.impl("_backward_cpu", cpu.backward, "CPU")
+for _name in ("forward", "forward_varlen", "backward", "backward_varlen"):
+    _library.impl(f"_{_name}", getattr(cpu, _name), "CPU")
 rules.register(_library)

@@ -249,6 +249,8 @@ def hidden_columns(
 
 
 def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
+    """flash_cute::_softmax on the CPU: Python that calls the checks, see flash_cute/cpu.py."""
+    torch.ops.flash_cute._softmax_cpu.default(x, scale, causal, seqused_k, leftpad_k)
     hidden = hidden_columns(x.shape, causal, seqused_k, leftpad_k)
     if x.numel() == 0:
         return x.new_empty(x.shape), x.new_full(x.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -259,6 +261,8 @@ def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
 def _softmax_backward_cpu(
     dprobabilities, dlse, kept, scale=1.0, causal=False, seqused_k=None, leftpad_k=None
 ):
+    arguments = dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k
+    torch.ops.flash_cute._softmax_backward_cpu.default(*arguments)
     hidden = hidden_columns(kept.shape, causal, seqused_k, leftpad_k)
     p, shift = kept.float(), 0 if dlse is None else dlse.unsqueeze(-1)
     if kept.dtype != torch.float32:
@@ -284,11 +288,10 @@ def _traced_backward(dprobabilities, dlse, kept, scale=1.0, causal=False, sequse
 
 _library = torch.library.Library("flash_cute", "IMPL")
 _library.impl("softmax", _composite, "CompositeImplicitAutograd")
-_library.impl("_softmax_cpu", _softmax_cpu, "CPU")
-_library.impl("_softmax_backward_cpu", _softmax_backward_cpu, "CPU")
+_library.impl("_softmax", _softmax_cpu, "CPU")
+_library.impl("_softmax_backward", _softmax_backward_cpu, "CPU")
 for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
     _rule = rules.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
     _library.impl(_op.name().split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
-for _suffix in ("", "_cpu"):
-    torch.library.register_fake(f"flash_cute::_softmax{_suffix}", _traced, lib=_library)
-    torch.library.register_fake(f"flash_cute::_softmax_backward{_suffix}", _traced_backward, lib=_library)
+torch.library.register_fake("flash_cute::_softmax", _traced, lib=_library)
+torch.library.register_fake("flash_cute::_softmax_backward", _traced_backward, lib=_library)

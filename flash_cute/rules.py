@@ -89,15 +89,6 @@ def _traced_backward_varlen(
     return _traced_backward(dout, dlse, q, k, v, out, lse, causal, **offsets, **options)
 
 
-def _traced_backward_cpu(dout, dlse, q, k, v, *args):
-    return tuple(torch.empty_like(x) for x in (q, k, v))
-
-
-def _traced_cpu(q, k, v, scale, window_left, window_right, cu_seqlens_q=None, *lengths):
-    shape = q.shape[:3] if cu_seqlens_q is None else (q.shape[1], q.shape[0])
-    return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
-
-
 def hints(sizes: torch.Size) -> list[int | None]:
     return [hint(size) for size in sizes]
 
@@ -185,7 +176,5 @@ def register(library: torch.library.Library) -> None:
         torch.library.register_fake(name, fake, lib=library)
         library.impl(name, vmapped(op.default, rule), "FuncTorchBatched", with_keyset=True)
         register_flop_formula(op)(formula)
-    torch.library.register_fake("flash_cute::_forward_cpu", _traced_cpu, lib=library)
-    torch.library.register_fake("flash_cute::_backward_cpu", _traced_backward_cpu, lib=library)
     # Of forward_varlen PyTorch's own rule is a loop over the mapped dimension.
     library.impl("forward", vmapped(ops.forward.default, vmap), "FuncTorchBatched", with_keyset=True)

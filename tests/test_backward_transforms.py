@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import BATCHES, MASKS, SHAPES, Sequence, Shape, make_gradients, make_inputs, make_ragged
+from cases import BATCHES, MASKS, Sequence, Shape, make_gradients, make_inputs, make_ragged
 from tolerance import assert_gradients
 from torch.autograd import forward_ad
 from torch.export.experimental import _export_forward_backward
@@ -603,14 +603,6 @@ def test_opcheck(kernel, packed):
     ):
         arguments = dout, dlse, *tensors, out, lse, *offsets, True
         torch.library.opcheck(backward.default, arguments, options | needs | {"deterministic": True})
-
-
-def test_opcheck_of_the_cpu_operator():
-    q, k, v = make_inputs(SHAPES["few_of_each"], torch.bfloat16, "cpu")
-    out, lse = flash_cute.forward(q, k, v, softmax_scale=0.2, window=(7, None))
-    torch.library.opcheck(
-        torch.ops.flash_cute._backward_cpu.default, (out, lse, q, k, v, out, lse, 0.2, 7, -1)
-    )
 
 
 # CUDA graphs

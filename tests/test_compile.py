@@ -321,14 +321,6 @@ def test_opcheck(kernel, head_dim, mask):
         torch.library.opcheck(op, (*inputs, mask.causal), options)
 
 
-def test_opcheck_of_the_cpu_operator():
-    inputs = make_inputs(SHAPES["few_of_each"], torch.bfloat16, "cpu")
-    torch.library.opcheck(torch.ops.flash_cute._forward_cpu.default, (*inputs, 0.2, 7, -1))
-    batch = make_ragged(BATCHES["used and left padding"], (4, 2), 40, torch.bfloat16, "cpu", packed=True)
-    arguments = batch.q, batch.k, batch.v, 0.2, 7, -1, *batch.lengths.values()
-    torch.library.opcheck(torch.ops.flash_cute._forward_cpu.default, arguments)
-
-
 def test_meta_tensors(kernel):
     """Shapes of the results without data, as models are sized before they are loaded."""
     inputs = [tensor.to("meta") for tensor in make_inputs(SHAPES["grouped_heads"], torch.bfloat16, "cpu")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from cases import SHAPES, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
+from flash_cute import cpu, row_softmax
+from flash_cute.compat.flash_attn import flash_attn_with_kvcache
+from flash_cute.rules import LENGTHS
 
 
 def inputs(device) -> dict[str, torch.Tensor]:
@@ -416,3 +420,205 @@ def test_an_operator_without_its_offsets(device, needs_gradient):
     q, k, v = inputs(device).values()
     with pytest.raises(RuntimeError):
         torch.ops.flash_cute.forward_varlen(q.requires_grad_(needs_gradient), k, v, None)
+
+
+def faces(device) -> dict[str, tuple]:
+    """Of what reads tensors: the name in its errors, the function, and good tensors for it by their names."""
+    counts = {name: torch.ones(2, dtype=torch.int32, device=device) for name in LENGTHS[2:]}
+    padded, varlen = inputs(device) | counts, packed(device) | counts
+    gradients, floats = backward_inputs(device, False), {n: x.float() for n, x in inputs(device).items()}
+    x, out, lse = padded["q"].squeeze(0), gradients["out"], gradients["lse"]
+    columns = {"seqused_k": counts["seqused_k"], "leftpad_k": counts["leftpad_k"]}
+    rows = [padded[name].transpose(1, 2) for name in "qkv"]
+    cache = {
+        "q": rows[0],
+        "k_cache": rows[1],
+        "v_cache": rows[2],
+        "k": rows[1][:, :1] + 1,
+        "v": rows[2][:, :1] + 1,
+    }
+    cache |= {"cache_seqlens": counts["seqused_k"], "cache_leftpad": counts["leftpad_k"]}
+    ops = torch.ops.flash_cute
+
+    return {
+        "forward": ("forward", flash_cute.forward, padded),
+        "forward_varlen": ("forward_varlen", flash_cute.forward_varlen, varlen),
+        "explain": ("explain", flash_cute.explain, padded),
+        "autocast": ("forward", lambda q, k, v: under_autocast(q, k, v), floats),
+        "backward": ("backward", ops._backward, gradients),
+        "softmax": ("softmax", flash_cute.softmax, {"x": x} | columns),
+        "softmax_backward": (
+            "softmax",
+            lambda x, **gradients: ops._softmax_backward(kept=x, **gradients),
+            {"x": x, "dprobabilities": x, "dlse": x[..., 0].float()},
+        ),
+        "merge": ("merge", lambda outs, lses: flash_cute.merge([outs], [lses]), {"outs": out, "lses": lse}),
+        "kvcache": ("compat", flash_attn_with_kvcache, cache),
+    }
+
+
+def freed(x: torch.Tensor, part: float) -> torch.Tensor:
+    """A view, not at the begin, of a storage that was cut to a part."""
+    whole = torch.stack([x, x])
+    view = whole[1]
+    whole.untyped_storage().resize_(int(part * whole.nbytes))
+    return view
+
+
+@pytest.mark.parametrize("part", [0, 0.75])
+@pytest.mark.parametrize("face", faces("cpu"))
+def test_memory_that_was_given_back(device, face, part):
+    """By untyped_storage().resize_(), as sharded training does with weights: it is not read."""
+    called, function, good = faces(device)[face]
+    for name, tensor in good.items():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            function(**good | {name: freed(tensor, part)})
+        shown = f"{name}[0]" if face == "merge" else name
+        assert_one_sentence(str(caught.value), f"{shown} storage {int(2 * tensor.nbytes * part)}", called)
+    function(**good)
+
+
+def test_freed_lengths_that_are_looked_at(device, monkeypatch):
+    """With FLASH_CUTE_CHECK=1, and the offsets of nested tensors."""
+    offsets = torch.tensor([0, 4, 9], device=device)
+    x = torch.randn(9, 2, 64, dtype=torch.bfloat16, device=device)
+    nested = torch.nested.nested_tensor_from_jagged(x, offsets.clone()).transpose(1, 2)
+    nested.offsets().untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"^flash_cute\.forward: cu_seqlens_q must have a storage"):
+        flash_cute.forward(nested, nested, nested)
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    offsets = freed(offsets.int(), 0)
+    with pytest.raises(ValueError, match=r"^flash_cute\.forward_varlen: cu_seqlens_q must have a storage"):
+        flash_cute.forward_varlen(x, x, x, offsets)
+
+
+def test_what_needs_no_storage_is_not_refused(device):
+    """Tensors without elements, and those that transforms wrap."""
+    q, k, v = inputs(device).values()
+    results = flash_cute.forward(q, k, v)
+    entries = (result.unsqueeze(1) for result in results)
+    merged = torch.func.vmap(lambda out, lse: flash_cute.merge([out], [lse]))(*entries)
+    assert all(torch.equal(mine.squeeze(1), whole) for mine, whole in zip(merged, results, strict=True))
+    q.untyped_storage().resize_(0)
+    flash_cute.forward(q[:, :, :0], k, v)
+
+
+def under_autocast(*tensors):
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
+        return flash_cute.forward(*tensors)
+
+
+def forward_varlen(*tensors):
+    rows = min(x.shape[2] for x in tensors)
+    offsets = torch.tensor([0, rows], dtype=torch.int32, device=tensors[0].device)
+    return flash_cute.forward_varlen(*(x[0].transpose(0, 1) for x in tensors), offsets, window=3)
+
+
+def backward(big, one):
+    """Of no queries: the forward needs no memory, and all gradients are 0."""
+    big = big.detach().requires_grad_()
+    torch.autograd.grad(flash_cute.attention(one[:, :, :0], big, big).sum(), big)
+
+
+def softmax_backward(big):
+    """As autograd calls it; a forward of such a size would fail before."""
+    row_softmax._Gradient.apply(big, None, big, 1.0, False, None, None)
+
+
+# Calls for more memory than there is: of (1, 128, 2^28, 64) and (1, 128, 1, 64), or of (2^22, 2^20).
+BEYOND_MEMORY = {
+    "forward": lambda big, one: flash_cute.forward(big, one, one),
+    "window": lambda big, one: flash_cute.forward(big, one, one, window=3),
+    "varlen": lambda big, one: forward_varlen(big, one, one),
+    "autocast": lambda big, one: under_autocast(big.float(), one.float(), one.float()),
+    "backward": backward,
+    "softmax": flash_cute.softmax,
+    "softmax in float32": flash_cute.softmax,
+    "softmax backward": softmax_backward,
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_MEMORY)
+def test_out_of_memory(device, name):
+    """torch's exception of GPUs, on the CPU too, whose allocator raises a RuntimeError."""
+    dtype = torch.float32 if name in ("softmax in float32", "autocast") else torch.bfloat16
+    x = torch.full((1, 1, 1, 1), 1.1, dtype=dtype, device=device)
+    one, row = x.repeat(1, 1, 1, 64).expand(1, 128, 1, 64), x.view(1, 1)
+    big = row.expand(2**22, 2**20) if "softmax" in name else one.expand(1, 128, 2**28, 64)
+    function = name.partition(" ")[0].replace("window", "forward").replace("varlen", "forward_varlen")
+    sentence = "out of memory" if name == "autocast" else rf"^flash_cute\.{function}: out of memory: .* bytes"
+    with pytest.raises(torch.OutOfMemoryError, match=sentence):
+        BEYOND_MEMORY[name](*(big, one) if "softmax" not in name else (big,))
+    call(flash_cute.forward, inputs(device))
+    flash_cute.softmax(inputs(device)["q"])
+
+
+# On the CPU: what calls Python's kernels, made of q, k and v that need gradients.
+WINDOW = partial(flash_cute.attention, window=3)
+COMPILED = torch.compile(WINDOW, backend="aot_eager")
+CPU_CALLS = {
+    "forward": lambda q, k, v: partial(WINDOW, q.detach(), k, v.detach()),
+    "without gradients": lambda q, k, v: partial(torch.no_grad()(WINDOW), q, k, v),
+    "varlen": lambda q, k, v: partial(forward_varlen, q, k, v),
+    "vmap": lambda q, k, v: partial(torch.func.vmap(WINDOW), q[None], k[None], v[None]),
+    "compiled": lambda q, k, v: partial(COMPILED, q, k, v),
+    "backward": lambda q, k, v: WINDOW(q, k, v).sum().backward,
+    "compiled backward": lambda q, k, v: COMPILED(q, k, v).sum().backward,
+    "func.grad": lambda q, k, v: partial(torch.func.grad(lambda q: WINDOW(q, k, v).sum()), q),
+    "softmax": lambda q, k, v: partial(flash_cute.softmax, q),
+    "softmax backward": lambda q, k, v: flash_cute.softmax(q)[0].sum().backward,
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("name", CPU_CALLS)
+def test_what_is_raised_on_the_cpu_comes_out(monkeypatch, name, error):
+    """As it is: C++ between Python's kernels and the caller would make a RuntimeError of a Ctrl-C."""
+
+    def interrupted(*args):
+        raise error("raised inside")
+
+    tensors = [x.requires_grad_() for x in inputs("cpu").values()]
+    function = CPU_CALLS[name](*tensors)
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu._Mask, "of", interrupted)
+        patched.setattr(row_softmax, "hidden_columns", interrupted)
+        with pytest.raises(error, match=r"^raised inside$") as caught:
+            function()
+    assert type(caught.value) is error
+    CPU_CALLS[name](*tensors)()
+
+
+@pytest.mark.parametrize("where", ["meta", None])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_more_rows_than_tiles_are_counted_for(device, is_packed, where):
+    """2**35 over the batch and the heads of q, which only expanded tensors have; of k only in a backward."""
+    device = where or device
+
+    def of(heads: int, rows: int, last: int = 64, dtype=torch.bfloat16) -> torch.Tensor:
+        size = (rows, heads, last) if is_packed else (1, heads, rows, last)
+        return torch.ones((), dtype=dtype, device=device).expand(size)
+
+    offsets = {"cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=device)} if is_packed else {}
+    function = flash_cute.forward_varlen if is_packed else flash_cute.forward
+    most, one = 2**28, of(129, 1)
+    words = f"must at most {2**35} rows batch heads got {129 * most}"
+    with pytest.raises(ValueError, match="q must") as caught:
+        function(of(129, most), one, one, **offsets)
+    assert_one_sentence(str(caught.value), words, function.__name__)
+    op = torch.ops.flash_cute._backward_varlen if is_packed else torch.ops.flash_cute._backward
+    k, lse = of(129, most), of(129, 1, 1, torch.float32).squeeze(-1)
+    lse = lse.transpose(0, 1) if is_packed else lse
+    with pytest.raises(RuntimeError, match="k must") as caught:
+        op(one, None, one, k, k, one, lse, **offsets, needs_dkv=False)
+    assert_one_sentence(str(caught.value), words, "backward")
+    if where is None:
+        with pytest.raises(ValueError, match="k must") as caught:
+            flash_cute.explain(one, k, k, **offsets, backward=True)
+        assert_one_sentence(str(caught.value), words, "explain")
+        return
+    function(one, k, k, **offsets)
+    q, k, lse = of(128, 1), of(128, most), of(128, 1, 1, torch.float32).squeeze(-1)
+    function(k, q, q, **offsets)
+    lse = lse.transpose(0, 1) if is_packed else lse
+    op(q, None, q, k, k, q, lse, **offsets, needs_dkv=False)
