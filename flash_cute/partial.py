@@ -22,9 +22,11 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
 
     Returns:
         out: as outs in shape and dtype.
-        lse: as lses; -inf, where out is 0, for queries that see no key in any part.
+        lse: as lses; -inf, where out is 0, for queries that see no key in any part. Where all scores are
+            -inf, lse is, too, and out NaN.
 
-        Both are differentiable in all outs and lses. Where a part sees no key, its gradients are 0.
+        Both are differentiable in all outs and lses. Where a part sees no key, or scores of -inf alone beside
+        parts with others, its gradients are 0.
 
     Raises:
         ValueError, TypeError: the arguments are no tensors, or don't belong together.
@@ -32,9 +34,10 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
     Source: Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1, which does this block by block.
     """
     for name, tensors in (("outs", outs), ("lses", lses)):
-        if not isinstance(tensors, Iterable):
-            kind = type(tensors).__name__
-            raise TypeError(f"flash_cute.merge: {name} is of type {kind}; a list of tensors is accepted")
+        scalar = getattr(tensors, "ndim", 1) == 0  # a tensor or an array, which has __iter__ all the same
+        if scalar or not isinstance(tensors, Iterable):
+            kind = "0-d " * scalar + type(tensors).__name__
+            raise TypeError(f"flash_cute.merge: {name} must be a list of tensors, got {kind}")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     for name, tensors in (("outs", outs), ("lses", lses)):
@@ -48,8 +51,11 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
     total = total.where(seen, 1)
     lse = (total.log() + highest).where(seen, -torch.inf)
     weights = (parts / total).unsqueeze(-1)
+    # Beside parts that count, one whose scores are all -inf has a weight of 0, and an out of NaN.
+    idle = (stacked.isneginf() & seen).unsqueeze(-1)
     if outs[0].dim() == 3:
-        weights = weights.transpose(1, 2)
+        weights, idle = weights.transpose(1, 2), idle.transpose(1, 2)
+    outs = [out.masked_fill(hidden, 0) for out, hidden in zip(outs, idle, strict=True)]
     out = sum(out * weight for out, weight in zip(outs, weights, strict=True))
     return out.to(outs[0].dtype), lse
 

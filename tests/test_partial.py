@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -121,6 +122,71 @@ def test_visible_infinities():
     assert lse[:, :, 1].isnan().all()
 
 
+def merged(*tensors):
+    """merge of outs and as many lses behind them, as transforms take tensors."""
+    return flash_cute.merge(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+
+
+def mapped(*tensors):
+    results = torch.func.vmap(merged)(*(x.unsqueeze(0) for x in tensors))
+    return tuple(x.squeeze(0) for x in results)
+
+
+RUNS = {
+    "eager": merged,
+    "compiled": torch.compile(merged, fullgraph=True, backend="aot_eager"),
+    "vmap": mapped,
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("infinite", [(0,), (2,), (0, 1)])
+def test_parts_whose_scores_are_all_infinite(infinite, run):
+    """Out NaN and an LSE of -inf: beside other parts such a part is as one that sees nothing."""
+    torch._dynamo.reset()
+
+    def with_gradients(run, tensors):
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        out, lse = run(*tensors)
+        return out, lse, *torch.autograd.grad((out.sum(), lse.sum()), tensors)
+
+    outs, lses = results_of(3, infinite)
+    expected = with_gradients(merged, (*outs, *lses))
+    for part in infinite:
+        outs[part][:, :, 0] = torch.nan
+    torch.testing.assert_close(with_gradients(run, (*outs, *lses)), expected)
+
+
+def test_all_parts_have_infinite_scores():
+    """NaN as of a softmax, if one of them sees keys; the other row is untouched."""
+    outs, lses = results_of(3, (0, 1, 2))
+    outs[1][:, :, 0] = torch.nan
+    out, lse = flash_cute.merge(outs, lses)
+    assert out[:, :, 0].isnan().all()
+    assert lse[:, :, 0].isneginf().all()
+    assert out[:, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_of_infinite_scores(device, packed):
+    q, k, v = make_inputs(SHAPE, DTYPE, device)
+    q, k = q.abs(), k.clone()
+    k[:, :, :20] = -torch.inf
+    parts = [(k[:, :, keys], v[:, :, keys]) for keys in (slice(0, 15), slice(15, 90))]
+    if not packed:
+        out, lse = flash_cute.merge(*zip(*(flash_cute.forward(q, *part) for part in parts), strict=True))
+        assert_attention((out, lse), q, k, v)
+        return
+    results = []
+    for part in parts:
+        offsets = [torch.arange(3, device=device, dtype=torch.int32) * x.shape[2] for x in (q, part[0])]
+        tensors = (x.transpose(1, 2).flatten(0, 1) for x in (q, *part))
+        results.append(flash_cute.forward_varlen(*tensors, *offsets))
+    out, lse = flash_cute.merge(*zip(*results, strict=True))
+    out, lse = out.unflatten(0, (2, 90)).transpose(1, 2), lse.unflatten(1, (2, 90)).transpose(0, 1)
+    assert_attention((out, lse.contiguous()), q, k, v)
+
+
 def test_far_apart():
     """No overflow, where one part outweighs the other."""
     outs, lses = results_of(2)
@@ -148,8 +214,12 @@ OUT, LSE = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5)
         (ValueError, "there are 0 outs and 0 lses", [], []),
         (ValueError, "there are 2 outs and 1 lses", [OUT, OUT], [LSE]),
         (TypeError, "outs[1] is of type NoneType", [OUT, None], [LSE, LSE]),
-        (TypeError, "outs is of type NoneType", None, [LSE]),
-        (TypeError, "lses is of type int", [OUT], 3),
+        (TypeError, "outs must be a list of tensors, got NoneType", None, [LSE]),
+        (TypeError, "lses must be a list of tensors, got int", [OUT], 3),
+        (TypeError, "outs must be a list of tensors, got 0-d Tensor", OUT.sum(), [LSE]),
+        (TypeError, "lses must be a list of tensors, got 0-d ndarray", [OUT], np.array(3.0)),
+        (ValueError, "outs[0] has shape ()", [OUT.sum()], [LSE]),
+        (ValueError, "lses[0] is torch.float32 ()", [OUT], [LSE.sum()]),
         (ValueError, "outs[0] has dtype torch.float8_e4m3fn", [OUT.to(torch.float8_e4m3fn)], [LSE]),
         (ValueError, "outs[0] has shape (2, 4)", [OUT[..., 0, 0]], [LSE]),
         (ValueError, "outs[1] is torch.float32 (2, 4, 3, 8)", [OUT, OUT[:, :, :3]], [LSE, LSE]),
