@@ -9,6 +9,15 @@
 
 namespace flash_cute {
 
+// Of FLOPs and bytes: the largest problems have more of them than 64 bits hold.
+using Count = unsigned __int128;
+
+inline std::string decimal(Count count) {
+  std::string digits;
+  for (; count > 0 || digits.empty(); count /= 10) digits.insert(0, 1, char('0' + int(count % 10)));
+  return digits;
+}
+
 class JsonObject {
  public:
   JsonObject& add(char const* key, std::string const& text) { return add_raw(key, '"' + text + '"'); }
@@ -20,6 +29,7 @@ class JsonObject {
     text << number;
     return add_raw(key, text.str());
   }
+  JsonObject& add(char const* key, Count count) { return add_raw(key, decimal(count)); }
   JsonObject& add(char const* key, std::optional<int64_t> number) {
     return number ? add(key, *number) : add_raw(key, "null");
   }
@@ -43,12 +53,12 @@ class JsonObject {
 inline JsonObject& add_work(JsonObject& plan, AttentionProblem const& problem, int flops, int rows_q,
                             int rows_k) {
   ProblemShape const& shape = problem.shape;
-  int64_t const sequences = int64_t(shape.batch) * shape.heads_q;
-  int64_t const rows =
-      rows_q * sequences * shape.seqlen_q + rows_k * int64_t(shape.batch) * shape.heads_kv * shape.seqlen_k;
+  Count const sequences = Count(shape.batch) * shape.heads_q;
+  Count const rows =
+      rows_q * sequences * shape.seqlen_q + rows_k * Count(shape.batch) * shape.heads_kv * shape.seqlen_k;
   return plan.add("head_dim", shape.head_dim)
       .add("flops", flops * sequences * shape.head_dim * problem.mask().visible_pairs())
-      .add("bytes", rows * shape.head_dim * 2 + sequences * shape.seqlen_q * int64_t(sizeof(float)))
+      .add("bytes", rows * shape.head_dim * 2 + sequences * shape.seqlen_q * sizeof(float))
       .add("softmax_scale", problem.softmax_scale)
       .add("window_left", problem.window_left)
       .add("window_right", problem.window_right);

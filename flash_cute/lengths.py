@@ -150,12 +150,23 @@ def work(
 
 
 def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
-    last = torch.arange(seqlen_k - seqlen_q, seqlen_k, device="cpu")  # the key at which each query stands
     unlimited = seqlen_q + seqlen_k
     left, right = (unlimited if limit is None else min(limit, unlimited) for limit in (left, right))
-    first = (last - left).clamp(min=0)
-    last = (last + right).clamp(max=seqlen_k - 1)
-    return int((last - first + 1).clamp(min=0).sum())
+
+    def up_to(limit: int) -> int:
+        """How many pairs have a key at most `limit` after the query's own: of the last query seqlen_k + limit
+        keys, of each before it one less, cut to those that there are.
+        """
+        return _staircase(seqlen_k + limit, seqlen_k) - _staircase(seqlen_k + limit - seqlen_q, seqlen_k)
+
+    return up_to(right) - up_to(-left - 1)
+
+
+def _staircase(last: int, most: int) -> int:
+    """The sum of 1, 2, ..., last, each cut to `most`."""
+    last = max(last, 0)
+    rising = min(last, most)
+    return rising * (rising + 1) // 2 + (last - rising) * most
 
 
 def _error(sentence: str) -> ValueError:

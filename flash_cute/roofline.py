@@ -27,7 +27,17 @@ MEASURED = {
 # architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
 
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "µ"))
+PREFIXES = (
+    (1e18, "E"),
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+    (1, ""),
+    (1e-3, "m"),
+    (1e-6, "µ"),
+)
 
 
 def rates_of(device: torch.device) -> Rates | None:

@@ -36,6 +36,23 @@ def test_explain_counts_the_work(kernel, shape, mask):
     assert plan["bytes"] == 2 * (2 * q.numel() + k.numel() + v.numel()) + 4 * q[..., 0].numel()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("used", [False, True], ids=["dense", "seqused"])
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "causal"), [(1, 2**28, False), (64, 2**25, True), (2**26, 2**26, True)]
+)
+def test_explain_counts_more_than_64_bits_hold(heads, seqlen, causal, used, backward):
+    row = torch.zeros(64, dtype=torch.bfloat16)
+    q, kv = row.expand(1, heads, seqlen, 64), row.expand(1, 1, seqlen, 64)
+    lengths = {"seqused_k": torch.tensor([seqlen], dtype=torch.int32)} if used else {}
+    plan = flash_cute.explain(q, kv, kv, causal, **lengths, backward=backward)
+    pairs = seqlen * (seqlen + 1) // 2 if causal else seqlen**2
+    assert plan["flops"] == (10 if backward else 4) * 64 * heads * pairs
+    rows = 2 * (heads + 1) * seqlen * (2 if backward else 1)
+    assert plan["bytes"] == 2 * 64 * rows + 4 * heads * seqlen
+    assert " EFLOP" in str(plan)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 256])
 def test_explain_names_the_kernel(kernel, head_dim, dtype):
