@@ -30,8 +30,9 @@ struct ShapeOf {
 };
 
 ElementType element_type(Operand const& q) {
-  require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16, "q has dtype ", DtypeOf{q.type},
-          "; torch.float16 and torch.bfloat16 are accepted");
+  require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16,
+          "q must have dtype torch.float16 or torch.bfloat16, got ", DtypeOf{q.type},
+          q.type == ScalarType::Float ? ", which torch.autocast would cast" : "");
   return q.type == ScalarType::Half ? ElementType::fp16 : ElementType::bf16;
 }
 
@@ -40,7 +41,9 @@ std::optional<Family> family_named(std::optional<std::string> const& name) {
   for (Family const family : {Family::sm80, Family::sm90}) {
     if (*name == name_of(family)) return family;
   }
-  require(false, "family is '", *name, "'; 'sm80', 'sm90' or None is accepted");
+  std::string shown = name->substr(0, 100);
+  std::ranges::replace_if(shown, [](char letter) { return letter < ' ' || letter > '~'; }, '?');
+  require(false, "family is '", shown, "'; 'sm80', 'sm90' or None is accepted");
   return std::nullopt;
 }
 

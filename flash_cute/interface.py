@@ -14,6 +14,7 @@ import torch
 from flash_cute import lengths, ops
 from flash_cute.roofline import Explanation
 from flash_cute.rules import LENGTHS
+from flash_cute.wording import shown
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -238,7 +239,7 @@ def explain(
     nothing, but reads the lengths from the device to count the work; print() shows it.
     """
     if not isinstance(backward, bool):
-        raise TypeError(f"flash_cute.explain: backward is {backward!r}; True or False is accepted")
+        raise TypeError(f"flash_cute.explain: backward is {shown(backward)}; True or False is accepted")
     given = _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q, cu_seqlens_k)
     op = ops.plan_backward if backward else ops.plan
     plan = json.loads(
@@ -281,14 +282,16 @@ def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic
     if misnamed:
         raise TypeError(f"flash_cute.{name}: {_meant(name, *misnamed)}")
     if not isinstance(causal, _BOOLS):
-        raise TypeError(f"flash_cute.{name}: causal is {causal!r}; True or False is accepted")
+        raise TypeError(f"flash_cute.{name}: causal is {shown(causal)}; True or False is accepted")
     if deterministic is not False and not isinstance(deterministic, bool):
-        raise TypeError(f"flash_cute.{name}: deterministic is {deterministic!r}; True or False is accepted")
+        raise TypeError(
+            f"flash_cute.{name}: deterministic is {shown(deterministic)}; True or False is accepted"
+        )
     if not (scale is None or type(scale) is float or _is_number(scale)):
-        shown = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
-        raise TypeError(f"flash_cute.{name}: softmax_scale is {shown}; a number or None is accepted")
+        value = "a tensor" if isinstance(scale, torch.Tensor) else shown(scale)
+        raise TypeError(f"flash_cute.{name}: softmax_scale is {value}; a number or None is accepted")
     if not (family is None or isinstance(family, str)):
-        raise TypeError(f"flash_cute.{name}: family is {family!r}; 'sm80', 'sm90' or None is accepted")
+        raise TypeError(f"flash_cute.{name}: family is {shown(family)}; 'sm80', 'sm90' or None is accepted")
     left, right = (None, None) if window is None else _limits(name, window)
     try:
         if q.is_nested and op is not ops.forward_varlen:
@@ -352,14 +355,15 @@ def _limits(name: str, window: Window) -> tuple[int | None, int | None]:
     limits = window if isinstance(window, tuple | list) else (window, window)
     if len(limits) != 2 or not all(limit is None or _is_integer(limit) for limit in limits):
         expected = "None, an int or a pair of these (left, right)"
-        raise TypeError(f"flash_cute.{name}: window is {window!r}; {expected} is accepted")
+        raise TypeError(f"flash_cute.{name}: window is {shown(window)}; {expected} is accepted")
     left, right = (
         limit if limit is None or isinstance(limit, int | torch.SymInt) else index(limit) for limit in limits
     )
     for side, limit in (("left", left), ("right", right)):
         if isinstance(limit, int) and not -(2**63) <= limit < 2**63:
             raise ValueError(
-                f"flash_cute.{name}: window's {side} limit is {limit}; less than 2**63 keys are accepted"
+                f"flash_cute.{name}: window's {side} limit is {shown(limit)}; less than 2**63 keys are "
+                "accepted"
             )
     return left, right
 

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from flash_cute.wording import shown
+
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -25,7 +27,7 @@ def visible(
     """
     limits = window if isinstance(window, tuple | list) else (window, window)
     if len(limits) != 2 or any(limit is not None and limit < 0 for limit in limits):
-        raise ValueError(f"window is {window!r}; None, an int >= 0 or a pair of these is accepted")
+        raise ValueError(f"window is {shown(window)}; None, an int >= 0 or a pair of these is accepted")
     left, right = limits
     right = 0 if causal else right
     diagonal = torch.arange(seqlen_q, device=device).unsqueeze(1) + seqlen_k - seqlen_q

@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 
 from flash_cute import ops, rules, torch_private
+from flash_cute.wording import shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -56,12 +57,12 @@ def softmax(
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
     _check_dense("x", x)
     if not isinstance(causal, bool):
-        raise TypeError(f"flash_cute.softmax: causal is {causal!r}; True or False is accepted")
+        raise TypeError(f"flash_cute.softmax: causal is {shown(causal)}; True or False is accepted")
     if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
-        kind = "a tensor" if isinstance(scale, torch.Tensor) else repr(scale)
+        kind = "a tensor" if isinstance(scale, torch.Tensor) else shown(scale)
         raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
     if not 0 < scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"flash_cute.softmax: scale is {scale}; a finite number > 0 is accepted")
+        raise ValueError(f"flash_cute.softmax: scale is {shown(scale)}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
         if not (length is None or isinstance(length, torch.Tensor)):
             raise TypeError(

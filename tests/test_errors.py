@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
 from flash_cute import cpu, row_softmax
-from flash_cute.compat.flash_attn import flash_attn_with_kvcache
+from flash_cute.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_cute.compat.flash_attn_interface import flash_attn_qkvpacked_func
 from flash_cute.rules import LENGTHS
 
 
@@ -85,7 +86,10 @@ WRONG_VALUES = {
     "q of three dimensions": (lambda t: {"q": t["q"][0]}, "q 3 dimensions 4"),
     "k of five dimensions": (lambda t: {"k": t["k"][None]}, "k 5 dimensions 4"),
     "v of no dimensions": (lambda t: {"v": t["v"].sum()}, "v 0 dimensions 4"),
-    "all float32": (lambda t: {n: x.float() for n, x in t.items()}, "q torch.float32 float16 bfloat16"),
+    "all float32": (
+        lambda t: {n: x.float() for n, x in t.items()},
+        "q must dtype torch.float32 torch.autocast",
+    ),
     "all float64": (
         lambda t: {n: x.double() for n, x in t.items()},
         "q torch.float64 float16 bfloat16",
@@ -296,6 +300,52 @@ def test_explain_refuses_the_same(device, error, change, words):
         call(flash_cute.explain, good | change(good))
     assert type(caught.value) is error
     assert_one_sentence(str(caught.value), words, "explain")
+
+
+class Wordy:
+    def __repr__(self):
+        return "one\ntwo\n" + "three" * 1000
+
+
+LONG_VALUES = {
+    "several lines": Wordy(),
+    "text": "one\ntwo" * 1000,
+    "a list": list(range(5000)),
+    "a tensor": torch.zeros(30, 30),
+    "an array": np.zeros((30, 30)),
+    "an integer": 2**20000,  # which Python does not write in decimal digits
+}
+
+
+@pytest.mark.parametrize("value", LONG_VALUES.values(), ids=LONG_VALUES)
+@pytest.mark.parametrize("argument", ["causal", "window", "family", "deterministic", "softmax_scale"])
+def test_long_values_are_cut(argument, value):
+    if argument == "softmax_scale" and isinstance(value, int):
+        value = (value,)  # by itself it is a number
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(flash_cute.forward, inputs("cpu") | {argument: value})
+    assert_one_sentence(str(caught.value), argument)
+
+
+@pytest.mark.parametrize("value", LONG_VALUES.values(), ids=LONG_VALUES)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, value: flash_cute.explain(x, x, x, backward=value),
+        lambda x, value: flash_cute.softmax(x, causal=value),
+        lambda x, value: flash_cute.softmax(x, scale=value),
+        lambda x, value: flash_cute.reference.forward(x, x, x, window=(value, value, value)),
+        lambda x, value: flash_attn_func(x, x, x, window_size=value),
+        lambda x, value: flash_attn_func(x, x, x, softcap=value),
+        lambda x, value: flash_attn_with_kvcache(x, x, x, cache_seqlens=value),
+        lambda x, value: flash_attn_qkvpacked_func(x, num_heads_q=value),
+    ],
+)
+def test_long_values_are_cut_everywhere(wrong, value):
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+        wrong(inputs("cpu")["q"], value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize("name", "qkv")

@@ -853,6 +853,16 @@ def test_traced_arguments():
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("argument", ["scale", "local_window_size", "is_causal"])
+@pytest.mark.parametrize("value", [["text"] * 1000, 2**20000], ids=["list", "integer"])
+def test_long_values_are_cut(argument, value):
+    value = -value if argument == "local_window_size" and isinstance(value, int) else value
+    with pytest.raises((TypeError, ValueError)) as raised:
+        attention(*inputs("grouped"), **{argument: value})
+    assert str(raised.value).startswith(f"flash_cute.jax.attention: {argument} is ")
+    assert len(str(raised.value)) < 250
+
+
 def test_numbers_of_numpy():
     q, k, v = inputs("grouped")
     options = {"scale": np.float32(0.5), "local_window_size": np.int64(3)}

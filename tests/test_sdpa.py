@@ -191,8 +191,10 @@ def test_seqused_k(device):
         ("alibi_slopes is a tensor; None is accepted", {"alibi_slopes": torch.ones(4)}),
         ("only cum_seq_q is None; cum_seq_q and cum_seq_k, or neither", {"cum_seq_k": torch.ones(4)}),
         ("only cum_seq_k is None; cum_seq_q and cum_seq_k, or neither", {"cum_seq_q": torch.ones(4)}),
-        ("window's left limit is -2", {"window_size_left": -2}),
-        ("softmax_scale is", {"scale": -1.0}),
+        ("query has 4 dimensions; 3, (total, heads, head_dim), are accepted with cum_seq_q",
+         dict.fromkeys(("cum_seq_q", "cum_seq_k"), torch.ones(4, dtype=torch.int32))),
+        ("window_size's left limit is -2", {"window_size_left": -2}),
+        ("scale is", {"scale": -1.0}),
         ("block_table must be None, got a tensor", {"block_table": torch.zeros(2, 1, dtype=torch.int32)}),
         ("num_splits must be None, got 1", {"num_splits": 1}),
     ],
@@ -216,8 +218,8 @@ def test_refusals_of_the_flash_operator(device, sentence, options):
 @pytest.mark.parametrize(
     ("sentence", "change"),
     [
-        ("q has dtype torch.float32", lambda q, k, v: (q.float(), k.float(), v.float())),
-        ("v has shape (2, 4, 97, 32)", lambda q, k, v: (q, k, v[..., :32])),
+        ("query must have dtype torch.float16 or", lambda q, k, v: (q.float(), k.float(), v.float())),
+        ("value has shape (2, 4, 97, 32) and key (2, 4, 97, 64)", lambda q, k, v: (q, k, v[..., :32])),
     ],
 )
 def test_refusals_of_the_sdpa_operator(device, sentence, change):

@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_cute.wording import shown
+
 MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
 ATTENTION, SOFTMAX = "flash_cute.jax.attention", "flash_cute.jax.softmax"
-
-
-def shown(x) -> str:
-    """x in one line."""
-    return " ".join(repr(x).split())
 
 
 def array(face, name, x, make=jnp.asarray):
@@ -38,7 +35,9 @@ def checked_scale(face, scale) -> float:
     except OverflowError:  # of a large int
         fits = False
     if not fits:
-        raise ValueError(f"{face}: scale is {scale}; a number > 0 that is finite in float32 is accepted")
+        raise ValueError(
+            f"{face}: scale is {shown(scale)}; a number > 0 that is finite in float32 is accepted"
+        )
     return float(scale)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import ATTENTION
+from flash_cute.wording import shown
 
 _ROW_ELEMENTS = 8  # rows of the kernels are multiples of 16 bytes
 
@@ -75,7 +76,7 @@ def attention(
     options = {"is_causal": is_causal, "deterministic": deterministic, "return_residual": return_residual}
     for name, x in options.items():
         if not isinstance(x, bool):
-            raise TypeError(f"{ATTENTION}: {name} is {arguments.shown(x)}; True or False is accepted")
+            raise TypeError(f"{ATTENTION}: {name} is {shown(x)}; True or False is accepted")
     arrays = {"query": query, "key": key, "value": value}
     arrays = {name: arguments.array(ATTENTION, name, x) for name, x in arrays.items()}
     has_batch = arrays["query"].ndim != 3

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import MAX_LENGTH, SOFTMAX
+from flash_cute.wording import shown
 
 _MAX_ROWS = 2**31 - 2
 
@@ -44,7 +45,7 @@ def softmax(
     """
     x = arguments.array(SOFTMAX, "x", x)
     if not isinstance(causal, bool):
-        raise TypeError(f"{SOFTMAX}: causal is {arguments.shown(causal)}; True or False is accepted")
+        raise TypeError(f"{SOFTMAX}: causal is {shown(causal)}; True or False is accepted")
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(f"{SOFTMAX}: x has dtype {x.dtype}; float32, float16 and bfloat16 are accepted")
     has_lengths = seqused_k is not None or leftpad_k is not None
