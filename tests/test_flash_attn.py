@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 
@@ -178,7 +179,38 @@ def test_accepted_values_of_refused_options(device):
     q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
     expected = fa2.flash_attn_func(q, k, v)
     assert torch.equal(fa2.flash_attn_func(q, k, v, 0, softcap=0, alibi_slopes=None), expected)
-    assert torch.equal(fa3.flash_attn_func(q, k, v, num_splits=0, softcap=0.0, sm_margin=0), expected)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, softcap=0.0, attention_chunk=0), expected)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"num_splits": 4, "pack_gqa": True, "sm_margin": 8},
+        {"num_splits": None, "pack_gqa": False, "scheduler_metadata": torch.ones(4)},
+        {"rotary_seqlens": torch.ones(2), "rotary_interleaved": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_hints_change_nothing(device, module, name, hints):
+    """Nor what belongs to an argument that is not given."""
+    if "varlen" in name:
+        batch = make_ragged(SELF, (4, 4), 32, DTYPE, device, packed=True)
+        tensors, lengths = (batch.q, batch.k, batch.v), batch.lengths
+    else:
+        tensors, lengths = [x.transpose(1, 2) for x in make_inputs(SQUARE, DTYPE, device)], {}
+    known = inspect.signature(getattr(module, name)).parameters
+    hints = {hint: value for hint, value in hints.items() if hint in known}
+    expected = call(module, name, tensors, lengths, {"causal": True})
+    assert torch.equal(call(module, name, tensors, lengths, {"causal": True} | hints), expected)
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array, lambda window: list(torch.tensor(window))])
+def test_windows_of_two_elements(device, kind):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    for window in ((17, 9), (-1, 3)):
+        expected = fa2.flash_attn_func(q, k, v, window_size=window)
+        assert torch.equal(fa2.flash_attn_func(q, k, v, window_size=kind(window)), expected)
 
 
 REFUSED = {
@@ -191,16 +223,11 @@ REFUSED = {
     "k_descale": (torch.ones(4), "a tensor; None is accepted"),
     "v_descale": (torch.ones(4), "a tensor; None is accepted"),
     "attention_chunk": (128, "128; 0 is accepted"),
-    "num_splits": (4, "4; 0 or 1 is accepted"),
-    "pack_gqa": (True, "True; None is accepted"),
-    "sm_margin": (8, "8; 0 is accepted"),
     "rotary_cos": (torch.ones(4), "a tensor; None is accepted"),
     "rotary_sin": (torch.ones(4), "a tensor; None is accepted"),
-    "rotary_seqlens": (torch.ones(4), "a tensor; None is accepted"),
     "cache_batch_idx": (torch.ones(4), "a tensor; None is accepted"),
     "page_table": (torch.ones(4), "a tensor; None is accepted"),
     "cu_seqlens_k_new": (torch.ones(4), "a tensor; None is accepted"),
-    "scheduler_metadata": (torch.ones(4), "a tensor; None is accepted"),
 }
 REFUSALS = [
     pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
@@ -226,28 +253,69 @@ def test_refused_options(device, module, name, option):
 @pytest.mark.parametrize(
     ("sentence", "wrong"),
     [
-        ("flash_cute.compat: window_size is 3; (left, right)", {"window_size": 3}),
-        ("flash_cute.forward: window's left limit is -2", {"window_size": (-2, 3)}),
-        ("flash_cute.forward: causal is 1; True or False", {"causal": 1}),
-        ("flash_cute.forward: softmax_scale is", {"softmax_scale": "1"}),
+        ("window_size must be (left, right), got 3", {"window_size": 3}),
+        ("window_size must be (left, right), got (1, 2, 3)", {"window_size": (1, 2, 3)}),
+        ("window_size must be (left, right), got (1.5, 2)", {"window_size": (1.5, 2)}),
+        ("window_size must be (left, right), got tensor(3)", {"window_size": torch.tensor(3)}),
+        ("window_size must be (left, right), got tensor([1., 2.])", {"window_size": torch.tensor([1.0, 2])}),
+        (
+            "window_size must be (left, right), got tensor(..., device='meta', size=(2,)",
+            {"window_size": torch.ones(2, dtype=torch.int32, device="meta")},
+        ),
+        ("window_size's left limit is -2", {"window_size": (-2, 3)}),
+        (f"window_size's right limit is {2**70}", {"window_size": (2, 2**70)}),
+        ("causal is 1; True or False", {"causal": 1}),
+        ("softmax_scale is", {"softmax_scale": "1"}),
     ],
 )
 def test_wrong_options(device, sentence, wrong):
     q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
     with pytest.raises((TypeError, ValueError)) as raised:
         fa2.flash_attn_func(q, k, v, **wrong)
-    assert str(raised.value).startswith(sentence)
+    assert str(raised.value).startswith(f"flash_cute.compat: {sentence}")
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "count"),
-    [(fa2.flash_attn_qkvpacked_func, "qkv", 3), (fa3.flash_attn_qkvpacked_func, "qkv", 3)],
-)
-def test_wrong_stacks(device, function, name, count):
-    with pytest.raises(
-        ValueError, match=rf"{name} has shape .*; \(\.\.\., {count}, heads, head_dim\) is accepted"
-    ):
-        function(torch.ones(2, 50, 2, 4, 64, device=device, dtype=DTYPE))
+@pytest.mark.parametrize("function", [fa2.flash_attn_qkvpacked_func, fa3.flash_attn_qkvpacked_func])
+@pytest.mark.parametrize("shape", [(2, 50, 2, 4, 64), (50, 3, 4, 64), (3, 4, 64)], ids=str)
+def test_wrong_stacks(device, function, shape):
+    sentence = f"flash_cute.compat: qkv must have shape (batch, seqlen, 3, heads, head_dim), got {shape}"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        function(torch.ones(shape, device=device, dtype=DTYPE))
+
+
+Q, K, KV = torch.ones(2, 9, 4, 16), torch.ones(2, 9, 2, 16), torch.ones(2, 9, 2, 2, 16)
+OFFSETS, ROWS_OF_CACHE = torch.tensor([0, 9, 18]), torch.tensor([3, 3], dtype=torch.int32)
+IN_WORDS_OF_THE_CALLER = [
+    (fa2.flash_attn_func, (Q, K, K[..., :8]), {}, "v must have k's shape, (2, 9, 2, 16), got (2, 9, 2, 8)"),
+    (fa2.flash_attn_kvpacked_func, (Q, KV[:1]), {}, "kv has batch 1 and q 2"),
+    (fa2.flash_attn_kvpacked_func, (Q, KV.half()), {}, "kv has dtype torch.float16 and q torch.bfloat16"),
+    (fa2.flash_attn_varlen_kvpacked_func, (Q[0], KV[0][..., :8], *[OFFSETS.int()] * 2, 9, 9), {},
+     "kv has head_dim 8 and q 16"),
+    (fa2.flash_attn_qkvpacked_func, (torch.ones(2, 9, 3, 4, 300),), {}, "head_dim is 300"),
+    (fa2.flash_attn_qkvpacked_func, (torch.ones(2, 9, 3, 4, 8).int(),), {}, "qkv must have dtype"),
+    (fa3.flash_attn_qkvpacked_func, (torch.ones(2, 9, 3, 4, 8).int(),), {}, "qkv must have dtype"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (torch.ones(18, 3, 4, 8), OFFSETS, 9), {},
+     "cu_seqlens has dtype torch.int64"),
+    (fa2.flash_attn_with_kvcache, (Q, K, K[:, 1:]), {},
+     "v_cache must have k_cache's shape, (2, 9, 2, 16), got (2, 8, 2, 16)"),
+    (fa2.flash_attn_with_kvcache, (Q, K[:1], K[:1]), {}, "k_cache has batch 1 and q 2"),
+    (fa2.flash_attn_with_kvcache, (Q, K, K.half()), {}, "v_cache has dtype torch.float16 and q"),
+    (fa3.flash_attn_with_kvcache, (Q, K, K), {"cache_leftpad": [1, 2]}, "cache_leftpad is of type list"),
+    (fa3.flash_attn_with_kvcache, (Q, K, K), {"cache_leftpad": ROWS_OF_CACHE.long()},
+     "cache_leftpad has dtype torch.int64"),
+    (fa3.flash_attn_with_kvcache, (Q, K, K), {"cache_seqlens": ROWS_OF_CACHE.to("meta")},
+     "cache_seqlens is on device meta and q on"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "tensors", "options", "sentence"), IN_WORDS_OF_THE_CALLER)
+def test_errors_in_words_of_the_caller(function, tensors, options, sentence):
+    tensors = [
+        x.to(DTYPE) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in tensors
+    ]
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(*tensors, **options)
+    assert str(raised.value).startswith(f"flash_cute.compat: {sentence}")
 
 
 # A cache
@@ -308,7 +376,7 @@ def test_new_rows_want_a_place(device, missing):
 
 CACHE = Shape(2, 4, 2, 1, 20, 16)
 WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
-    "v is shorter": ("flash_cute.compat: v is", lambda k, v: {"v": v[:, :1]}),
+    "v is shorter": ("flash_cute.compat: v must have k's shape", lambda k, v: {"v": v[:, :1]}),
     "v is of another type": ("flash_cute.compat: v is", lambda k, v: {"v": v.half()}),
     "one head": ("flash_cute.compat: k is", lambda k, v: {"k": k[:, :, :1], "v": v[:, :, :1]}),
     "no room": ("flash_cute.compat: cache_seqlens is 18; 0 to 17", lambda k, v: {"cache_seqlens": 18}),
@@ -337,10 +405,10 @@ WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
         "flash_cute.compat: k has 21 rows and k_cache 20",
         lambda k, v: {"k": k[:, :1].expand(2, 21, 2, 16), "v": v[:, :1].expand(2, 21, 2, 16)},
     ),
-    "scale": ("flash_cute.forward: softmax_scale is -1", lambda k, v: {"softmax_scale": -1.0}),
-    "window": ("flash_cute.forward: window's left limit is -2", lambda k, v: {"window_size": (-2, 0)}),
+    "scale": ("flash_cute.compat: softmax_scale is -1", lambda k, v: {"softmax_scale": -1.0}),
+    "window": ("flash_cute.compat: window_size's left limit is -2", lambda k, v: {"window_size": (-2, 0)}),
     "window of an array": (
-        "flash_cute.forward: window",
+        "flash_cute.compat: window_size must be (left, right), got (array([1, 2]), 0)",
         lambda k, v: {"window_size": (np.array([1, 2]), 0)},
     ),
 }
@@ -395,7 +463,7 @@ def test_left_padding_is_checked_before_a_row_is_written(device, monkeypatch):
     before = [x.clone() for x in cache]
     padding = torch.tensor([0, 9], dtype=torch.int32, device=device)
     given = {"cache_seqlens": 5, "cache_leftpad": padding}
-    with pytest.raises(ValueError, match="sequence 1 has leftpad_k 9; 0 to 8, its keys that count"):
+    with pytest.raises(ValueError, match="compat: sequence 1 has cache_leftpad 9; 0 to 8, its keys that"):
         fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), **given)
     assert all(map(torch.equal, cache, before))
 
@@ -441,9 +509,10 @@ def test_no_tensors_of_four_dimensions(wrong):
         fa2.flash_attn_func(wrong, wrong, wrong)
 
 
-@pytest.mark.parametrize("heads", [5, 0, -2, 8, True, "four"])
+@pytest.mark.parametrize("heads", [5, 0, -2, 2, 8, True, "four"])
 def test_heads_that_do_not_add_up(device, heads):
-    with pytest.raises(ValueError, match=f"qkv has 8 heads and num_heads_q is {heads!r}; num_heads_q"):
+    sentence = rf"num_heads_q must be a multiple of \(8 - num_heads_q\) / 2, as .* 8 heads, got {heads!r}$"
+    with pytest.raises(ValueError, match=sentence):
         fa3.flash_attn_qkvpacked_func(torch.ones(2, 5, 8, 16, device=device, dtype=DTYPE), num_heads_q=heads)
 
 
@@ -480,6 +549,7 @@ import flash_cute.compat.flash_attn
 flash_cute.compat.flash_attn.install()
 flash_cute.compat.flash_attn.install()  # again
 import importlib.util
+import sys
 import flash_attn
 import flash_attn.flash_attn_interface as fa2
 import flash_attn_interface as fa3
@@ -489,12 +559,15 @@ assert flash_attn_func is fa2.flash_attn_func is flash_cute.compat.flash_attn.fl
 assert fa3.flash_attn_func is flash_cute.compat.flash_attn_interface.flash_attn_func
 assert flash_attn.__version__ == "2.8.3"
 assert importlib.util.find_spec("flash_attn") is not None
-try:
-    import flash_attn.bert_padding
-except ImportError as error:
-    assert str(error).startswith("flash_cute.compat: flash_attn.bert_padding is imported; flash_attn, ")
-else:
-    raise AssertionError
+for name in ("cute", "bert_padding", "flash_attn_interface.more"):
+    assert all(finder.find_spec(f"flash_attn.{name}", []) is None for finder in sys.meta_path)
+    assert importlib.util.find_spec(f"flash_attn.{name}") is None
+    try:
+        importlib.import_module(f"flash_attn.{name}")
+    except ModuleNotFoundError as error:
+        assert str(error).startswith(f"flash_cute.compat: flash_attn.{name} is imported; flash_attn, ")
+    else:
+        raise AssertionError
 try:
     from flash_attn import layers
 except ModuleNotFoundError as error:

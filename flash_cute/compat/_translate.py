@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from operator import index
 
 import torch
@@ -9,6 +11,7 @@ import torch
 import flash_cute
 from flash_cute.ops import autocast_dtype
 from flash_cute.storage import require_stored
+from flash_cute.wording import renamed, shown
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
@@ -21,18 +24,41 @@ _ACCEPTED = {
     "k_descale": (None,),
     "v_descale": (None,),
     "attention_chunk": (0,),
-    "num_splits": (0, 1),
-    "pack_gqa": (None,),
-    "sm_margin": (0,),
     "rotary_cos": (None,),
     "rotary_sin": (None,),
-    "rotary_seqlens": (None,),
     "cache_batch_idx": (None,),
     "page_table": (None,),
     "cu_seqlens_q": (None,),
     "cu_seqlens_k_new": (None,),
-    "scheduler_metadata": (None,),
 }
+# What flash_cute.forward calls otherwise than flash_attn does.
+_NAMES = {
+    "flash_cute.forward:": "flash_cute.compat:",
+    "flash_cute.forward_varlen:": "flash_cute.compat:",
+    "window": "window_size",
+}
+_NAMES_OF_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
+
+
+def renaming(function: Callable, names: dict[str, str]) -> Callable:
+    """The function with errors in the words of its caller, as wording.renamed has them."""
+
+    @wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if torch.compiler.is_compiling():  # which can't look into what an error says
+                raise
+            raise renamed(error, names) from None
+
+    return call
+
+
+_forward = renaming(flash_cute.forward, _NAMES)
+_forward_varlen = renaming(flash_cute.forward_varlen, _NAMES)
+_forward_of_cache = renaming(flash_cute.forward, _NAMES | _NAMES_OF_CACHE)
+_check_lengths_of_cache = renaming(flash_cute.lengths.check, _NAMES | _NAMES_OF_CACHE)
 
 
 def dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused):
@@ -41,7 +67,7 @@ def dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
     refused: arguments of flash_attn's function whose values must be those of _ACCEPTED.
     """
     options = _options(softmax_scale, causal, window_size, deterministic, refused)
-    out, lse = flash_cute.forward(*_heads_first(q=q, k=k, v=v), **options)
+    out, lse = _forward(*_heads_first(q=q, k=k, v=v), **options)
     return out.transpose(1, 2), lse
 
 
@@ -51,7 +77,7 @@ def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, 
     lengths: those of flash_cute.forward_varlen.
     """
     options = _options(softmax_scale, causal, window_size, deterministic, refused)
-    return flash_cute.forward_varlen(q, k, v, **lengths, **options)
+    return _forward_varlen(q, k, v, **lengths, **options)
 
 
 def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, **refused):
@@ -86,14 +112,14 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
     if k is not None:
         # What else is wrong with a call, one on meta tensors says before a row is written.
         on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
-        flash_cute.forward(*(x.to("meta", autocast_dtype(x)) for x in tensors), **on_meta, **options)
+        _forward_of_cache(*(x.to("meta", autocast_dtype(x)) for x in tensors), **on_meta, **options)
         if flash_cute.lengths.CHECKED:
-            flash_cute.lengths.check(*tensors, {name: x for name, x in lengths.items() if x is not None})
+            _check_lengths_of_cache(*tensors, {name: x for name, x in lengths.items() if x is not None})
         entry = torch.arange(k.shape[0], device=k.device)[:, None]
         row = used[:, None] + torch.arange(count, device=k.device)
         with torch.no_grad():
             cache[0][entry, row], cache[1][entry, row] = k, v
-    out, lse = flash_cute.forward(*tensors, **lengths, **options)
+    out, lse = _forward_of_cache(*tensors, **lengths, **options)
     return out.transpose(1, 2), lse
 
 
@@ -138,9 +164,9 @@ def _rows_of_cache(cache_seqlens, q, most):
         rows = integer(cache_seqlens)
         if rows is None or not 0 <= rows <= most:
             # Of a symbolic one dynamo knows no repr.
-            shown = repr(cache_seqlens) if rows is None else int(rows)
+            value = shown(cache_seqlens) if rows is None else int(rows)
             raise ValueError(
-                f"flash_cute.compat: cache_seqlens is {shown}; 0 to {most}, for which the cache "
+                f"flash_cute.compat: cache_seqlens is {value}; 0 to {most}, for which the cache "
                 "has room, or a tensor is accepted"
             )
         return torch.full((q.shape[0],), rows, dtype=torch.int32, device=q.device)
@@ -157,6 +183,8 @@ def integer(value):
     """An integer's value, symbolic or not; None of anything else."""
     if isinstance(value, int | torch.SymInt):
         return None if isinstance(value, bool) else value
+    if isinstance(value, torch.Tensor) and value.is_meta:  # which holds none
+        return None
     try:
         return index(value)
     except TypeError:  # also of an array, whose __index__ is for one element
@@ -172,6 +200,11 @@ def _heads_first(**tensors):
             raise ValueError(
                 f"flash_cute.compat: {name} has shape {shape}; (batch, seqlen, heads, head_dim) is accepted"
             )
+    (key, k), (value, v) = list(tensors.items())[-2:]
+    if v.shape != k.shape:  # forward would show them heads first
+        raise ValueError(
+            f"flash_cute.compat: {value} must have {key}'s shape, {tuple(k.shape)}, got {tuple(v.shape)}"
+        )
     try:
         return [tensor.transpose(1, 2) for tensor in tensors.values()]
     except RuntimeError:
@@ -185,13 +218,13 @@ def check_tensor(name, value):
         raise TypeError(f"flash_cute.compat: {name} is of type {kind}; a torch.Tensor is accepted")
 
 
-def unstacked(name, tensor, count):
-    """The `count` tensors that lie in one, (..., count, heads, head_dim)."""
+def unstacked(name, tensor, *sizes):
+    """The tensors that lie in one, as many as its size in the last dimension but two; sizes: what each is."""
     check_tensor(name, tensor)
-    if tensor.dim() < 4 or tensor.shape[-3] != count:
+    if tensor.dim() != len(sizes) or tensor.shape[-3] != sizes[-3]:
         raise ValueError(
-            f"flash_cute.compat: {name} has shape {tuple(tensor.shape)}; "
-            f"(..., {count}, heads, head_dim) is accepted"
+            f"flash_cute.compat: {name} must have shape ({', '.join(map(str, sizes))}), got "
+            f"{tuple(tensor.shape)}"
         )
     try:
         return tensor.unbind(-3)
@@ -206,14 +239,24 @@ def _options(softmax_scale, causal, window_size, deterministic, refused):
         is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
         is_tensor = not is_number and bool(getattr(value, "shape", ()))  # or an array
         if is_tensor or value not in _ACCEPTED[name]:
-            shown = "a tensor" if is_tensor else repr(value)
+            given = "a tensor" if is_tensor else shown(value)
             accepted = " or ".join(map(repr, _ACCEPTED[name]))
-            raise NotImplementedError(f"flash_cute.compat: {name} is {shown}; {accepted} is accepted")
-    if not (isinstance(window_size, tuple | list) and len(window_size) == 2):
-        raise TypeError(f"flash_cute.compat: window_size is {window_size!r}; (left, right) is accepted")
+            raise NotImplementedError(f"flash_cute.compat: {name} is {given}; {accepted} is accepted")
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
-        "window": tuple(None if integer(limit) == -1 else limit for limit in window_size),
+        "window": _limits(window_size),
         "deterministic": deterministic,
     }
+
+
+def _limits(window_size):
+    """(left, right) with None for no limit, of a pair, or of a tensor or an array of two."""
+    if hasattr(window_size, "shape"):
+        is_pair = tuple(window_size.shape) == (2,)
+    else:
+        is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
+    limits = [-1 if limit is None else integer(limit) for limit in window_size] if is_pair else [None]
+    if None in limits:
+        raise TypeError(f"flash_cute.compat: window_size must be (left, right), got {shown(window_size)}")
+    return tuple(None if limit == -1 else limit for limit in limits)

@@ -19,10 +19,14 @@ Source: flash_attn/flash_attn_interface.py of github.com/Dao-AILab/flash-attenti
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-from flash_cute.compat._translate import dense, packed, unstacked, with_cache
+from flash_cute.compat._translate import dense, packed, renaming, unstacked, with_cache
 
 __version__ = "2.8.3"  # the release whose functions these are
+
+# What errors of the functions of q, k and v call what others have in one tensor.
+_KV, _QKV = dict.fromkeys("kv", "kv"), dict.fromkeys("qkv", "qkv")
 
 
 def flash_attn_func(
@@ -54,6 +58,7 @@ def flash_attn_func(
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
+@partial(renaming, names=_KV)
 def flash_attn_kvpacked_func(
     q,
     kv,
@@ -68,10 +73,11 @@ def flash_attn_kvpacked_func(
 ):
     """flash_attn_func of kv, (batch, seqlen_k, 2, heads_kv, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
-    k, v = unstacked("kv", kv, 2)
+    k, v = unstacked("kv", kv, "batch", "seqlen", 2, "heads", "head_dim")
     return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
 
 
+@partial(renaming, names=_QKV)
 def flash_attn_qkvpacked_func(
     qkv,
     dropout_p=0.0,
@@ -85,7 +91,7 @@ def flash_attn_qkvpacked_func(
 ):
     """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
-    q, k, v = unstacked("qkv", qkv, 3)
+    q, k, v = unstacked("qkv", qkv, "batch", "seqlen", 3, "heads", "head_dim")
     return flash_attn_func(q, k, v, dropout_p, *mask, deterministic, return_attn_probs)
 
 
@@ -125,6 +131,7 @@ def flash_attn_varlen_func(
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
+@partial(renaming, names=_KV)
 def flash_attn_varlen_kvpacked_func(
     q,
     kv,
@@ -144,10 +151,11 @@ def flash_attn_varlen_kvpacked_func(
     """flash_attn_varlen_func of kv, (total_k, 2, heads_kv, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    k, v = unstacked("kv", kv, 2)
+    k, v = unstacked("kv", kv, "total", 2, "heads", "head_dim")
     return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
 
 
+@partial(renaming, names=_QKV | {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"})
 def flash_attn_varlen_qkvpacked_func(
     qkv,
     cu_seqlens,
@@ -164,7 +172,7 @@ def flash_attn_varlen_qkvpacked_func(
     """flash_attn_varlen_func of qkv, (total, 3, heads, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    q, k, v = unstacked("qkv", qkv, 3)
+    q, k, v = unstacked("qkv", qkv, "total", 3, "heads", "head_dim")
     return flash_attn_varlen_func(q, k, v, *lengths, dropout_p, *mask, deterministic, return_attn_probs)
 
 
@@ -197,8 +205,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
             Values of a tensor for which the cache has no room are cut to those for which it has.
         cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
-        rotary_interleaved: not needed, as rotary_cos and rotary_sin are None.
-        cache_batch_idx, block_table: None. num_splits: 0 or 1. The others: as in flash_attn_func.
+        rotary_interleaved: not needed, as rotary_cos and rotary_sin are None. Nor is num_splits.
+        cache_batch_idx, block_table: None. The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
@@ -206,7 +214,7 @@ def flash_attn_with_kvcache(
     refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
     refused |= {"block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes}
     cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
-    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, num_splits=num_splits, **refused)
+    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -214,7 +222,8 @@ def install() -> None:
     """Makes `import flash_attn` find this module, and `import flash_attn_interface` that of FlashAttention-3.
 
     For the whole process, also where the real ones are installed. Raises ImportError if one of them has been
-    imported; other submodules, such as flash_attn.bert_padding, are not offered, and importing them says so.
+    imported. Other submodules, such as flash_attn.bert_padding, are not offered: importlib.util.find_spec
+    gives None for them, and importing one says so.
     """
     from flash_cute.compat import flash_attn_interface
 
@@ -235,14 +244,24 @@ def install() -> None:
 
 
 class _Refusal:
-    """Among Python's finders of modules: says which of flash_attn's are offered."""
+    """Among Python's finders of modules: says which of flash_attn's are offered, where another is imported.
+
+    importlib.util.find_spec, which only asks whether there is one, gets None. As finders are called alike for
+    both, the stack tells; an import that is not recognised ends in Python's own ModuleNotFoundError.
+    """
 
     def find_spec(self, name, path=None, target=None):
         for prefix in ("flash_attn.", f"{__name__}."):  # as `from flash_attn import ...` asks for it
-            if name.startswith(prefix):
+            if name.startswith(prefix) and _is_imported():
                 name = "flash_attn." + name.removeprefix(prefix)
                 raise ModuleNotFoundError(
                     f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
                     "flash_attn_interface are offered",
                     name=name,
                 )
+
+
+def _is_imported() -> bool:
+    """Was the finder that calls this called by an import?"""
+    caller = sys._getframe(2).f_back  # of importlib's _find_spec, which calls finders
+    return caller is not None and caller.f_code.co_name == "_find_and_load_unlocked"

@@ -2,15 +2,18 @@
 
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
-What flash_cute has not (qv, descales, attention_chunk, softcap, splits, pack_gqa, sm_margin) raises
-NotImplementedError.
+What flash_cute has not (qv, descales, attention_chunk, softcap) raises NotImplementedError. What only says
+how to compute (num_splits, pack_gqa, sm_margin, scheduler_metadata) may hold anything.
 
 Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
 """
 
 from __future__ import annotations
 
-from flash_cute.compat._translate import check_tensor, dense, integer, packed, unstacked, with_cache
+from functools import partial
+
+from flash_cute.compat._translate import check_tensor, dense, integer, packed, renaming, unstacked, with_cache
+from flash_cute.wording import shown
 
 
 def flash_attn_func(
@@ -37,18 +40,18 @@ def flash_attn_func(
     Args:
         window_size: (left, right), how many keys a query sees before and after its own; -1 is unlimited.
         softmax_scale, causal, deterministic: as in flash_cute.forward.
-        attention_chunk, softcap, sm_margin: 0. num_splits: 0 or 1. qv, descales, pack_gqa: None.
+        attention_chunk, softcap: 0. qv, descales: None. num_splits, pack_gqa, sm_margin: not needed.
 
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
-    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
     out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
     return (out, lse) if return_attn_probs else out
 
 
+@partial(renaming, names=dict.fromkeys("qkv", "qkv"))
 def flash_attn_qkvpacked_func(
     qkv,
     softmax_scale=None,
@@ -70,18 +73,18 @@ def flash_attn_qkvpacked_func(
     """
     check_tensor("qkv", qkv)
     if num_heads_q is None or qkv.dim() != 4:
-        q, k, v = unstacked("qkv", qkv, 3)
+        q, k, v = unstacked("qkv", qkv, "batch", "seqlen", 3, "heads", "head_dim")
     else:
-        of_queries = integer(num_heads_q)
-        heads_kv, odd = (0, 0) if of_queries is None else divmod(qkv.shape[-2] - of_queries, 2)
-        if heads_kv < 1 or odd or of_queries < 1:
+        of_queries, heads = integer(num_heads_q), qkv.shape[-2]
+        heads_kv, odd = (0, 0) if of_queries is None else divmod(heads - of_queries, 2)
+        if heads_kv < 1 or odd or of_queries < 1 or of_queries % heads_kv:
             raise ValueError(
-                f"flash_cute.compat: qkv has {qkv.shape[-2]} heads and num_heads_q is {num_heads_q!r}; "
-                "num_heads_q + 2 * heads_kv of them are accepted"
+                f"flash_cute.compat: num_heads_q must be a multiple of ({heads} - num_heads_q) / 2, as qkv "
+                f"has {heads} heads, got {shown(num_heads_q)}"
             )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
     out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
     return (out, lse) if return_attn_probs else out
 
@@ -121,8 +124,7 @@ def flash_attn_varlen_func(
         out, like q; with return_attn_probs=True (out, softmax_lse), softmax_lse float32 (heads_q, total_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
-    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
     out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
@@ -165,17 +167,16 @@ def flash_attn_with_kvcache(
 
     Args:
         k, v, cache_seqlens, cache_leftpad, rotary_interleaved: as in flash_cute.compat.flash_attn.
-        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, cache_batch_idx,
-            scheduler_metadata: None. max_seqlen_q: not needed. The others: as in flash_attn_func.
+        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, cache_batch_idx: None.
+        max_seqlen_q, rotary_seqlens, scheduler_metadata: not needed. The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_softmax_lse=True (out, softmax_lse) and two empty tensors.
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
-    refused |= {"num_splits": num_splits, "pack_gqa": pack_gqa, "scheduler_metadata": scheduler_metadata}
-    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": rotary_seqlens}
-    refused |= {"cache_batch_idx": cache_batch_idx, "page_table": page_table}
+    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
+    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "page_table": page_table}
+    refused |= {"cache_batch_idx": cache_batch_idx}
     refused |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
     cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
     out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)

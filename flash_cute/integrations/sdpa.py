@@ -22,8 +22,14 @@ from __future__ import annotations
 import torch
 
 from flash_cute import ops
+from flash_cute.wording import renamed
 
 NAME = "flash_cute"
+
+# PyTorch's names of arguments by ours.
+_NAMES = {"q": "query", "k": "key", "v": "value", "dout": "grad_out", "lse": "logsumexp"}
+_NAMES |= {"softmax_scale": "scale", "window": "window_size"}
+_NAMES |= {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k"}
 
 
 def sdpa_forward(
@@ -117,7 +123,7 @@ def _run(op, *tensors, **options):
     try:
         return op(*tensors, **options)
     except RuntimeError as error:
-        raise ops.as_python_error(error, "sdpa") from None
+        raise renamed(ops.as_python_error(error, "sdpa"), _NAMES) from None
 
 
 def _refuse(
