@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import ROOT
 from tolerance import assert_within_rule
+from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
 
@@ -227,6 +228,29 @@ def test_compiled(device, name, kind):
     compiled = torch.compile(trio.ours, fullgraph=True, backend=backend)
     trio.all = compiled, trio.yardstick, trio.oracle
     assert_logits(trio, inputs, None if mask is None else mask.bool())
+
+
+@pytest.mark.parametrize("kind", ["none", "both"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_one_graph_for_all_lengths(device, name, kind):
+    model, counter = Trio(name, device).ours, CompileCounter()
+    torch._dynamo.reset()
+    run = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
+    for length in (LENGTH, 9, 31):
+        run(tokens(device, length=length), attention_mask=padding(kind, device, length))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_export_with_a_dynamic_length(device, name, strict):
+    model, inputs = Trio(name, device).ours, {"input_ids": tokens(device), "use_cache": False}
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=128)}, "use_cache": None}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=strict).module()
+    for length in (5, 37):
+        inputs["input_ids"] = tokens(device, length=length)
+        assert torch.equal(exported(**inputs).logits, model(**inputs).logits)
 
 
 @pytest.mark.gpu

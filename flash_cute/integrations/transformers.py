@@ -304,9 +304,9 @@ def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> t
     """
     row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(length, device=device)[None]
     begins = ~mask_function(row, 0, token, token - 1) | (token == 0)
-    total = batch_size * length
-    places = torch.arange(total, device=device).where(begins.expand(batch_size, length).flatten(), total)
-    return torch.nn.functional.pad(places.sort().values, (0, 1), value=total).to(torch.int32)
+    places = torch.arange(batch_size * length + 1, device=device)  # and the end, no constant of the graph
+    begins = torch.nn.functional.pad(begins.expand(batch_size, length).flatten(), (0, 1), value=True)
+    return places.where(begins, places[-1]).sort().values.to(torch.int32)
 
 
 def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
