@@ -7,6 +7,7 @@ attention in bfloat16. (In float64, that gives NaN where a query sees nothing.) 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -340,6 +341,19 @@ def test_padding_with_holes_is_found(device, monkeypatch):
         trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device))
 
 
+def test_positions_that_restart_beside_a_cache(device, monkeypatch):
+    """Where transformers does not tell the texts apart."""
+    monkeypatch.setattr(lengths, "CHECKED", True)
+    model, ids = Trio("llama", device).ours, tokens(device, 2)
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None].to(device)
+    sentence = "position_ids must increase unless use_cache is False, got a restart after token 8 of row 0"
+    with pytest.raises(ValueError, match=rf"^flash_cute\.transformers: {sentence}"):
+        model(ids, position_ids=positions)
+    model(ids, position_ids=positions, use_cache=False)
+    model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    model.generate(ids, max_new_tokens=2)
+
+
 # Refusals
 
 
@@ -357,7 +371,7 @@ def qkv(device, **changes) -> dict:
 @pytest.mark.parametrize(
     ("sentence", "changes"),
     [
-        ("dropout is 0.1; none is accepted", {"dropout": 0.1}),
+        ("dropout must be 0, got 0.1; set attention_dropout", {"dropout": 0.1}),
         ("softcap is 30.0; none is accepted", {"softcap": 30.0}),
         ("s_aux is Tensor; none is accepted", {"s_aux": torch.zeros(4)}),
         ("position_bias is Tensor; none is accepted", {"position_bias": torch.zeros(4)}),
@@ -376,7 +390,7 @@ def qkv(device, **changes) -> dict:
             {
                 "cu_seq_lens_q": torch.zeros(2),
                 "cu_seq_lens_k": torch.zeros(2),
-                "attention_mask": CuteMask((10, 10), {}, {"leftpad_k": torch.zeros(2)}),
+                "attention_mask": CuteMask((2, 10, 10), {}, {"leftpad_k": torch.zeros(2)}),
             },
         ),
     ],
@@ -391,7 +405,7 @@ def test_wrong_tensors(device):
     with pytest.raises(
         ValueError, match=r"^flash_cute\.transformers: the mask is for 5 queries and 10 keys, and there"
     ):
-        cute_attention(**qkv(device, attention_mask=CuteMask((5, 10), {})))
+        cute_attention(**qkv(device, attention_mask=CuteMask((2, 5, 10), {})))
     with pytest.raises(
         ValueError, match=r"^flash_cute\.attention: q must have dtype .*, got torch\.float32, "
     ):
@@ -412,8 +426,20 @@ def test_padding_that_ends_too_soon(device):
             attention_mask=torch.ones(BATCH, 1, device=device),
             past_key_values=first.past_key_values,
         )
-    with pytest.raises(NotImplementedError, match=r"attention_mask has shape \(3, 20, 20\); padding"):
-        trio.ours(tokens(device), attention_mask=torch.ones(BATCH, LENGTH, LENGTH, device=device).bool())
+
+
+@pytest.mark.parametrize("shape", [(BATCH, LENGTH, LENGTH), (2, LENGTH), (BATCH + 1, LENGTH)])
+def test_padding_of_another_shape(device, shape):
+    sentence = r"^flash_cute\.transformers: attention_mask must have shape \(3 or 1, positions\), got \("
+    with pytest.raises(NotImplementedError, match=sentence):
+        Trio("llama", device).ours(tokens(device), attention_mask=torch.ones(shape, device=device).bool())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_padding_of_one_row_for_all(device, name):
+    model, ids, row = Trio(name, device).ours, tokens(device), padding("left", device)[:1]
+    expected = model(ids, attention_mask=row.expand(BATCH, -1)).logits
+    assert torch.equal(model(ids, attention_mask=row).logits, expected)
 
 
 def test_the_mask_of_the_last_queries(device):
@@ -426,7 +452,7 @@ def test_the_mask_of_the_last_queries(device):
     rounding = {"atol": 2**-8, "rtol": 2**-7}  # of weights and outs below 1, and of outs
     torch.testing.assert_close(cute_attention(**arguments | last)[0], whole[:, -3:], **rounding)
     assert torch.equal(cute_attention(**arguments | {"attention_mask": mask[:, :, 0:, :]})[0], whole)
-    with pytest.raises(NotImplementedError, match=r"the model takes .* of its mask"):
+    with pytest.raises(NotImplementedError, match=r"the mask must be left to attention, got \(.*\) of it"):
         mask[:, 0, :, :]
 
 
@@ -438,12 +464,68 @@ def test_deterministic_is_passed_on(device, monkeypatch):
 
 
 def test_a_mask_that_the_model_handles_itself():
-    mask = CuteMask((3, 3), {"causal": True})
-    sentence = r"^flash_cute\.transformers: the model takes \.repeat of its mask; "
-    with pytest.raises(AttributeError, match=sentence):
-        mask.repeat(1, 2)
+    mask = CuteMask((2, 3, 3), {"causal": True})
+    sentence = r"^flash_cute\.transformers: the mask must be left to attention, got %s by the model; load it "
+    for name in ("repeat", "size"):
+        with pytest.raises(AttributeError, match=sentence % rf"\.{name} of it"):
+            getattr(mask, name)(1, 2)
+    for use in (lambda x: x + mask, lambda x: mask + x, lambda x: x.masked_fill(mask, 0), torch.where):
+        arguments = (torch.ones(3, 3),) if use is not torch.where else (mask, 1, 0)
+        with pytest.raises(NotImplementedError, match=sentence % r"a call of \w+ with it"):
+            use(*arguments)
     assert not hasattr(mask, "dtype")
     assert copy.deepcopy(mask) == mask
+
+
+OWN_ATTENTION = {
+    "BloomForCausalLM": ("BloomConfig", {"hidden_size": 64, "n_layer": 1, "n_head": 4}),
+    "MptForCausalLM": ("MptConfig", {"d_model": 64, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}),
+    "MPNetModel": ("MPNetConfig", ENCODER),
+    "XGLMForCausalLM": ("XGLMConfig", {"d_model": 64, "num_layers": 1, "attention_heads": 4, "ffn_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_that_compute_attention_themselves(device, name):
+    """Loaded with our name they raise, and set_attn_implementation leaves them their own attention."""
+    config_class, sizes = OWN_ATTENTION[name]
+    config = getattr(transformers, config_class)(**{"vocab_size": 64, "pad_token_id": 0} | sizes)
+    ids = tokens(device)
+    model_class = getattr(transformers, name)
+    loaded = model_class._from_config(copy.deepcopy(config), attn_implementation="cute_attention")
+    sentence = (
+        r'the mask must be left to attention, got .* model\.set_attn_implementation\("cute_attention"\)'
+    )
+    with pytest.raises((NotImplementedError, AttributeError), match=sentence):
+        loaded.to(device).eval()(ids)
+    model = model_class._from_config(config, attn_implementation="eager").to(device).eval()
+    expected = model(ids)[0]
+    model.set_attn_implementation("cute_attention")
+    assert torch.equal(model(ids)[0], expected)
+
+
+def test_the_mask_of_a_model_in_another(device):
+    """PaliGemma makes its language model's, which takes it for padding where there is no cache."""
+    text = GROUPED | {"model_type": "gemma", "head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "projection_dim": 64}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=64)
+    torch.manual_seed(0)
+    model_class = transformers.PaliGemmaForConditionalGeneration
+    model = model_class._from_config(config, attn_implementation="eager").to(device, DTYPE).eval()
+    mask = padding("left", device)
+    inputs = {"input_ids": tokens(device), "attention_mask": mask, "use_cache": False}
+    yardstick = model(**inputs).logits[mask.bool()].detach()
+    oracle = copy.deepcopy(model).double()
+    oracle.set_attn_implementation("sdpa")
+    oracle = oracle(**inputs).logits[mask.bool()].detach()
+    model.set_attn_implementation("cute_attention")
+    ours = model(**inputs).logits[mask.bool()].detach()
+    assert_within_rule("logits", ours, yardstick, oracle)
+    model.train().gradient_checkpointing_enable()
+    model(inputs["input_ids"], labels=inputs["input_ids"]).loss.backward()
+    with pytest.raises(NotImplementedError, match="or blocks of block_sequence_ids or token_type_ids"):
+        model(**inputs, token_type_ids=torch.zeros_like(mask))
 
 
 def test_a_mask_moves_to_another_device():
@@ -457,37 +539,99 @@ def every_second(batch_idx, head_idx, q_idx, kv_idx):
     return kv_idx % 2 == 0
 
 
-@pytest.mark.parametrize("argument", ["and_mask_function", "or_mask_function"])
-def test_refused_mask_functions(device, argument):
+REFUSED = r"flash_cute\.transformers: the mask must be causal, bidirectional, sliding-window or packed, got "
+MAKE = transformers.masking_utils
+
+
+def make_mask(kind: str, embeddings: torch.Tensor, compiled: bool = False, **options) -> CuteMask:
+    """By a function of transformers, without padding and cache."""
     config = build("llama", "cpu").config
     config._attn_implementation = "cute_attention"
-    embeddings = torch.empty(2, 10, 0, device=device)
-    options = {argument: every_second}
-    with pytest.raises(NotImplementedError, match=r"and_mask_function or or_mask_function is given; causal"):
-        transformers.masking_utils.create_causal_mask(config, embeddings, None, None, **options)
+    config.sliding_window = config.attention_chunk_size = 3
+    given = config, embeddings, None, *(() if kind.startswith("bidirectional") else (None,))
+    make = getattr(MAKE, f"create_{kind}_mask")
+    if compiled:
+        torch._dynamo.reset()
+        make = torch.compile(make, fullgraph=True, backend="eager")
+    return make(*given, **options)
 
 
-def test_refused_kinds_of_masks(device):
-    """In chunks, and in blocks."""
-    config = build("llama", "cpu").config
-    config._attn_implementation, config.attention_chunk_size = "cute_attention", 4
-    embeddings = torch.empty(2, 10, 0, device=device)
-    with pytest.raises(NotImplementedError, match="attention is in chunks of 4; causal"):
-        transformers.masking_utils.create_chunked_causal_mask(config, embeddings, None, None)
-    blocks = torch.zeros(2, 10, dtype=torch.long, device=device)
-    with pytest.raises(NotImplementedError, match=r"the mask function is or_mask; causal"):
-        transformers.masking_utils.create_causal_mask(
-            config, embeddings, None, None, block_sequence_ids=blocks
-        )
-    with pytest.raises(NotImplementedError, match="the mask function is every_second; causal"):
-        cute_mask(2, 10, 10, mask_function=every_second)
-    config.sliding_window = 3
-    make = transformers.masking_utils.create_bidirectional_sliding_window_mask
-    longer = torch.empty(2, 14, 0, device=device)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kinds_of_masks(device, compiled):
+    def make(kind, **options):
+        mask = make_mask(kind, torch.empty(2, 10, 0, device=device), compiled, **options)
+        return mask.options, None if mask.offsets is None else mask.offsets.tolist()
+
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]], device=device)
+    begins = [0, 4, 10, 14, *[20] * 17]
+    assert make("causal") == ({"causal": True}, None)
+    assert make("causal", position_ids=positions) == ({"causal": True}, begins)
+    assert make("causal", allow_is_causal_skip=False) == ({"causal": True}, None)
+    assert make("sliding_window_causal") == ({"window": (2, 0)}, None)
+    assert make("sliding_window_causal", position_ids=positions) == ({"window": (2, 0)}, begins)
+    assert make("bidirectional") == ({"causal": False}, None)
+    assert make("bidirectional_sliding_window") == ({"window": (3, 3)}, None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "sliding_window_causal", "chunked_causal"])
+def test_refused_kinds_of_masks(device, kind, packed):
+    """transformers gives several of them functions of the same name."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], device=device) if packed else None
+    embeddings = torch.empty(1, 10, 0, device=device)
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1, -1]], device=device)
+    chunks = [({}, "(.* and )?(packed )?chunks of attention_chunk_size")]
+    for options, sentence in (
+        ({"block_sequence_ids": blocks}, r".* or blocks of block_sequence_ids or token_type_ids\)"),
+        ({"and_mask_function": every_second}, "and_mask_function or or_mask_function"),
+        ({"or_mask_function": every_second}, "and_mask_function or or_mask_function"),
+        *chunks * (kind == "chunked_causal"),
+    ):
+        options = options | {"position_ids": positions}
+        with pytest.raises(NotImplementedError, match=REFUSED + sentence):
+            make_mask(kind, embeddings, **options)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=REFUSED):
+            make_mask(kind, embeddings, compiled=True, **options)
+
+
+def test_refused_functions_of_masks():
+    positions, window = torch.arange(10)[None], MAKE.sliding_window_causal_mask_function(3)
+    causal = MAKE.causal_mask_function
+    for function, sentence in (
+        (every_second, "the mask function every_second"),
+        (functools.partial(every_second), "the mask function partial"),
+        (MAKE.and_masks(causal, every_second), "causal_mask_function and the mask function every_second"),
+        (MAKE.or_masks(causal, window), r"\(causal_mask_function or sliding_window_overlay\(3\) and causal"),
+        (window, r"sliding_window_overlay\(3\) and causal_mask_function"),
+        (MAKE.remap_positions_for_packed_sequence(causal, positions), "packed causal_mask_function"),
+        (MAKE.packed_sequence_mask_function(positions), "packed_sequence_mask_function"),
+        (MAKE.padding_mask_function(positions), "padding_mask_function"),
+    ):
+        with pytest.raises(NotImplementedError, match=REFUSED + sentence):
+            cute_mask(1, 10, 10, mask_function=function, local_size=4)
+
+
+def test_packed_masks_of_older_versions(device):
+    """Those of transformers before 5.23 tell sequences apart, and count places in the row."""
+    packed = MAKE.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1]], device=device))
+    for plain in (MAKE.causal_mask_function, MAKE.sliding_window_causal_mask_function(2)):
+        mask = cute_mask(1, 5, 5, mask_function=MAKE.and_masks(plain, packed), local_size=2, device=device)
+        assert mask.offsets.tolist() == [0, 3, 5, 5, 5, 5]
+
+
+def test_a_local_size_is_no_window():
+    """DiffusionGemma hands one beside a function that has none."""
+    function = MAKE.bidirectional_mask_function
+    mask = cute_mask(2, 10, 14, mask_function=function, local_size=4, allow_is_bidirectional_skip=True)
+    assert mask.options == {"causal": False}
+
+
+def test_a_window_to_both_sides_of_unequal_lengths(device):
+    embeddings, longer = (torch.empty(2, n, 0, device=device) for n in (10, 14))
     with pytest.raises(
         NotImplementedError, match="there are 10 queries and 14 keys in a window to both sides"
     ):
-        make(config, embeddings, None, encoder_hidden_states=longer)
+        make_mask("bidirectional_sliding_window", embeddings, encoder_hidden_states=longer)
 
 
 def test_a_custom_mask_of_four_dimensions(device):
