@@ -647,7 +647,9 @@ def test_an_older_transformers():
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert ran.stderr.rstrip().endswith("flash_cute.transformers: this is transformers 4.57.1; 5 is needed")
+    assert ran.stderr.rstrip().endswith(
+        "flash_cute.transformers: transformers must be 5.4 or newer, got 4.57.1"
+    )
 
 
 # What no model here asks for

@@ -26,9 +26,9 @@ import flash_cute
 from flash_cute import lengths
 from flash_cute.storage import require_stored
 
-if int(transformers.__version__.partition(".")[0]) < 5:
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # which call masks otherwise
     raise ImportError(
-        f"flash_cute.transformers: this is transformers {transformers.__version__}; 5 is needed"
+        f"flash_cute.transformers: transformers must be 5.4 or newer, got {transformers.__version__}"
     )
 
 NAME = "cute_attention"
