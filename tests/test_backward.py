@@ -30,7 +30,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import EMPTY
 from test_lengths import WILD_LENGTHS, WILD_OFFSETS, clamped, int32
-from tolerance import assert_gradients, assert_ragged_gradients, assert_within_rule
+from tolerance import (
+    assert_gradients,
+    assert_gradients_of_rounded_out,
+    assert_ragged_gradients,
+    assert_within_rule,
+)
 
 import flash_cute
 from flash_cute import reference
@@ -198,6 +203,20 @@ def test_layouts_of_gradients(kernel, layout, head_dim, deterministic):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_softmax_scale(kernel, head_dim, softmax_scale, mask, dtype):
     check(kernel, Shape(2, 4, 4, 75, 101, head_dim), dtype, mask, softmax_scale=softmax_scale)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries", [1, 33])
+@pytest.mark.parametrize("keys", [1, 2, 3, 4])
+def test_rows_of_few_keys(kernel, keys, queries, head_dim, dtype):
+    """Where PyTorch's path happens to be exact, and out, of which delta is made, is rounded."""
+    q, k, v = make_inputs(Shape(8, 4, 2, queries, keys, head_dim), dtype, kernel.device)
+    dout, _ = make_gradients(q)
+    scale = 1.0 if keys > 1 else head_dim**-0.5
+    out, _ = kernel.forward(q, k, v, softmax_scale=scale)
+    gradients = kernel.backward(q, k, v, dout, None, softmax_scale=scale)
+    assert_gradients_of_rounded_out(gradients, q, k, v, dout, out, scale)
 
 
 @pytest.mark.gpu

@@ -89,6 +89,28 @@ def assert_gradients(
         assert_within_rule(f"d{name}", *results)
 
 
+def assert_gradients_of_rounded_out(gradients, q, k, v, dout, out, softmax_scale: float) -> None:
+    """Likewise without a mask, where another yardstick than PyTorch's path is due: FlashAttention's.
+
+    That computes in float32, but takes delta from `out`, which is rounded, and rounds the weights and the
+    gradients of the scores for their products.
+    """
+    group = q.shape[1] // k.shape[1]
+    queries, of_out = q.float(), dout.float()
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    weights = (softmax_scale * queries @ keys.mT).softmax(-1)
+    delta = (of_out * out.float()).sum(-1, keepdim=True)
+    of_scores = (weights * (of_out @ values.mT - delta)).to(q.dtype).float() * softmax_scale
+    yardstick = [
+        of_scores @ keys,
+        (of_scores.mT @ queries).unflatten(1, (-1, group)).sum(2),
+        (weights.to(q.dtype).float().mT @ of_out).unflatten(1, (-1, group)).sum(2),
+    ]
+    oracle = reference.backward(q, k, v, dout, None, softmax_scale=softmax_scale)
+    for name, ours, allowed, exact in zip("qkv", gradients, yardstick, oracle, strict=True):
+        assert_within_rule(f"d{name}", ours, allowed.to(q.dtype), exact)
+
+
 def assert_ragged_gradients(
     gradients, batch: Ragged, dout, dlse, mask: Mask = MASKS["full"], softmax_scale: float | None = None
 ) -> None:
