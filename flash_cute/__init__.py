@@ -6,6 +6,10 @@ forward and attention compute, forward_varlen and attention_varlen the same of p
 one result of those for parts of the keys, softmax the probabilities alone, supported and explain tell with
 what, flash_cute.reference checks. These are for PyTorch, flash_cute.jax is for JAX.
 flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
+
+As flash_cute.jax works without torch, an import that comes before torch's leaves torch.ops.flash_cute empty
+until one of the functions is touched, say by `from flash_cute import forward`: touch one, or import torch
+first, before torch.export.load of a program that has these operators.
 """
 
 import sys

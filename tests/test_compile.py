@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import numpy
 import pytest
 import torch
-from cases import BATCHES, BUCKETS, LAYOUTS, MASKS, SHAPES, Sequence, Shape, make_inputs, make_ragged
+from cases import BATCHES, BUCKETS, LAYOUTS, MASKS, ROOT, SHAPES, Sequence, Shape, make_inputs, make_ragged
 from test_errors import WRONG_PACKED, WRONG_VALUES, assert_one_sentence, packed
 from test_errors import inputs as named_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -343,3 +345,21 @@ def test_export(kernel):
     inputs = make_inputs(SHAPES["grouped_heads"], torch.bfloat16, kernel.device)
     program = torch.export.export(Model(), inputs)
     assert torch.equal(program.module()(*inputs), Model()(*inputs))
+
+
+@pytest.mark.parametrize("touch", ["", "from flash_cute import forward\n"], ids=["not touched", "touched"])
+def test_loading_a_program_needs_the_operators(touch, tmp_path):
+    """What docs/api.md says of an import that comes before torch's."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return flash_cute.attention(q, q, q)
+
+    program = torch.export.export(Model(), (torch.ones(1, 1, 4, 8, dtype=torch.bfloat16),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    script = f"import flash_cute\nimport torch\n{touch}torch.export.load('program.pt2')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (ran.returncode == 0) == bool(touch), ran.stderr
