@@ -32,8 +32,8 @@ accepted and what costs extra, [numerics.md](numerics.md) what is computed and r
 
 Functions for PyTorch come with the operators `torch.ops.flash_cute`. As `flash_cute.jax` works without torch,
 an `import flash_cute` that comes before `import torch` leaves these out until a function is touched, say by
-`from flash_cute import forward`. Touch one, or import torch first, before `torch.export.load` of a program that
-has such operators, and before anything else that asks for them by name.
+`from flash_cute import forward`. Touch one, or import torch first, before `torch.export.load` of a program
+that has such operators, and before anything else that asks for them by name.
 """
 FUNCTIONS = {
     "flash_cute": (
