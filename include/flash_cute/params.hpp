@@ -65,7 +65,7 @@ struct ForwardParams {
 };
 
 // What a block of queries asks of its sequence: see sequence_at.
-struct alignas(16) SequenceOfQueries {
+struct SequenceOfQueries {
   int index, first_place, begin, used;
 };
 
@@ -93,24 +93,15 @@ struct BackwardWorkspace {
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
   bool in_turns = false;  // are dQ and, on Hopper, dkv added to in one order?
-  // Of sequences that differ in length, see number_keys: do offsets never go backwards? Have all as many
-  // blocks of keys as expected? The place of each one's first block of so many keys, and how many places
-  // there are. Null where places follow from the shape.
-  int *in_order = nullptr, *alike = nullptr, *key_places = nullptr;
+  // Of sequences that differ in length, see number_keys: have all as many blocks of keys as expected? The
+  // place of each one's first block of so many keys, and how many places there are; null where places follow
+  // from the shape. Of packed ones the offsets, in order and within the totals, that later kernels read.
+  int *alike = nullptr, *key_places = nullptr, *offsets_q = nullptr, *offsets_k = nullptr;
   int key_block = 0, expected_key_blocks = 0;
-  // Of packed queries that of each block of query_block; null where nobody makes rows of dQ or finds lse and
-  // delta in the kernel for dK and dV.
-  SequenceOfQueries* sequences_of_queries = nullptr;
-  int query_block = 0;
   int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
   // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
   // sequence and a head of K and V how often a warpgroup has added all of a tile (see RowsOrder). Else null.
   int *taken = nullptr, *finished = nullptr;
-  // Where it also finds lse and delta itself: how many blocks of queries are taken for that, and of each pair
-  // how many are known (see are_stats_known). Else null, and a kernel before it does; which does those of so
-  // many first pairs in any case, where sequences are alike.
-  int *stats_taken = nullptr, *stats_known = nullptr;
-  int pairs_before = 0;
   // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.
   void* zeros = nullptr;
   int64_t zero_chunks = 0;
@@ -129,6 +120,14 @@ struct BackwardParams {
   BackwardWorkspace workspace;
 
   FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / group_parts; }
+
+  // As the kernels behind the one that numbers keys see it.
+  BackwardParams with_offsets_in_order() const {
+    BackwardParams params = *this;
+    if (workspace.offsets_q) params.lengths.cu_seqlens_q = workspace.offsets_q;
+    if (workspace.offsets_k) params.lengths.cu_seqlens_k = workspace.offsets_k;
+    return params;
+  }
 };
 
 }  // namespace flash_cute

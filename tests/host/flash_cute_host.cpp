@@ -293,8 +293,6 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("in_turns", &BackwardPlan::in_turns)
       .def_readonly("clears_sums", &BackwardPlan::clears_sums)
       .def_readonly("makes_rows", &BackwardPlan::makes_rows)
-      .def_readonly("finds_stats", &BackwardPlan::finds_stats)
-      .def_readonly("pairs_before", &BackwardPlan::pairs_before)
       .def_readonly("group_parts", &BackwardPlan::group_parts)
       .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
@@ -325,9 +323,12 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
   // Of each part of a workspace of the backward: name, whether it is in dQ's memory, its first byte, its
   // bytes. The last one is what is cleared at once.
-  module.def("workspace_parts", [](BackwardPlan const& plan, int batch) {
+  module.def("workspace_parts", [](BackwardPlan const& plan, int batch, bool packed) {
     constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
+    int const offsets[] = {0};
     BackwardParams params{};
+    params.shape.batch = batch;
+    if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq.data = reinterpret_cast<void*>(kDq);
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
     std::vector<std::tuple<std::string, bool, int64_t, int64_t>> found;
@@ -348,12 +349,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
     add("additions", parts.additions, of_int * plan.additions);
     add("taken", parts.taken, of_int);
     add("finished", parts.finished, of_int * plan.pairs);
-    add("stats_taken", parts.stats_taken, of_int);
-    add("stats_known", parts.stats_known, of_int * plan.pairs);
-    add("sequences_of_queries", parts.sequences_of_queries, sizeof(SequenceOfQueries) * plan.query_sequences);
-    add("in_order", parts.in_order, of_int);
     add("alike", parts.alike, of_int);
     add("key_places", parts.key_places, of_int * (batch + 1));
+    add("offsets_q", parts.offsets_q, of_int * (batch + 1));
+    add("offsets_k", parts.offsets_k, of_int * (batch + 1));
     add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
     return found;
   });
@@ -370,25 +369,29 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
   // What a kernel finds out about sequences that differ in length: see number_keys.
   struct KeyNumbers {
-    int in_order, alike = 1;
-    std::vector<int> places;
+    int alike = 1;
+    std::vector<int> places, offsets_q, offsets_k;
   };
-  static auto const number_keys = [](BackwardParams& params, Family family, BackwardPlan const& plan,
-                                     bool in_order) {
-    auto numbers = std::make_unique<KeyNumbers>(KeyNumbers{in_order});
-    auto& [_, alike, places] = *numbers;
+  static auto const number_keys = [](BackwardParams& params, Family family, BackwardPlan const& plan) {
+    auto numbers = std::make_unique<KeyNumbers>();
+    auto& [alike, places, offsets_q, offsets_k] = *numbers;
     int const batch = params.shape.batch;
     int const block_n = plan.tile.block_n;
-    BlockPlaces const by_offsets{params.lengths.cu_seqlens_k, params.shape.seqlen_k, batch, block_n};
+    auto put_in_order = [&](int const* offsets, int total, std::vector<int>& ordered) {
+      for (int b = 0, most = 0; offsets && b <= batch; ++b) {
+        ordered.push_back(most = larger(most, smaller(offsets[b], total)));
+      }
+      return offsets ? ordered.data() : nullptr;
+    };
+    params.workspace.offsets_q = put_in_order(params.lengths.cu_seqlens_q, params.shape.seqlen_q, offsets_q);
+    params.workspace.offsets_k = put_in_order(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
+    params = params.with_offsets_in_order();
     places.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
       places[b + 1] = places[b] + (family == Family::sm80 ? key_blocks<Family::sm80>(params, b, block_n)
                                                           : key_blocks<Family::sm90>(params, b, block_n));
-      alike &= in_order && places[b + 1] - places[b] == plan.order.m_blocks;
-      if (!in_order) places[b] = by_offsets.first(b);
+      alike &= places[b + 1] - places[b] == plan.order.m_blocks;
     }
-    if (!in_order) places[batch] = by_offsets.count();
-    params.workspace.in_order = &numbers->in_order;
     params.workspace.alike = &alike;
     params.workspace.key_places = places.data();
     return numbers;
@@ -405,7 +408,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    auto const numbers = number_keys(params, Family::sm90, plan, true);
+    auto const numbers = number_keys(params, Family::sm90, plan);
     KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.count(params); ++index) {
@@ -425,7 +428,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
 
   // Of each block of keys in the Ampere family: batch entry, head of K and V, first key; in the launch order.
-  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors, bool in_order) {
+  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
@@ -435,7 +438,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
     plan.split_groups(params);
     std::unique_ptr<KeyNumbers> numbers;
-    if (plan.key_numbers > 0) numbers = number_keys(params, Family::sm80, plan, in_order);
+    if (plan.key_numbers > 0) numbers = number_keys(params, Family::sm80, plan);
     KeyOrderSm80 const order{plan.order};
     std::vector<std::tuple<int, int, int>> tiles;
     for (int index = 0; index < plan.blocks; ++index) {
@@ -446,49 +449,16 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return tiles;
   });
 
-  // Of each pair how many blocks of queries have rows, and how many its tiles wait for.
-  module.def("stats", [](int bucket, RaggedBatch const& batch, bool in_order, int multiprocessors) {
-    BackwardParams params{};
-    params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
-    params.lengths = batch.params.lengths;
-    params.device = {
-        .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
-    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, false);
-    plan.split_groups(params);
-    ProblemShape const& shape = params.shape;
-    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
-    RowsOrder const rows{params, queries, in_order};
-    std::vector<int> known(in_order ? shape.batch * shape.heads_kv : 1);
-    for (int index = 0; index < rows.count(); ++index) {
-      RowsOrder::Block const block = rows(index);
-      if (block.exists || !in_order) ++known.at(in_order ? block.pair : 0);
-    }
-    auto const numbers = number_keys(params, Family::sm90, plan, in_order);
-    KeyOrder const order{plan.order, plan.tiles, plan.tile.block_m, plan.tile.block_n, plan.query_start};
-    std::vector<std::pair<int, int>> waits;
-    for (int index = 0; index < order.count(params); ++index) {
-      KeyTile const tile = order(params, index);
-      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
-      waits.emplace_back(known.at(in_order ? tile.pair : 0),
-                         stats_wanted(shape, tile, plan.tile.block_m, in_order));
-    }
-    return waits;
-  });
-
   // Of each place of the order in which rows of dQ are made: pair, sequence, head and place of a block of
   // queries, whether it has rows, and from which row of its sequence on.
-  module.def("rows_order", [](RaggedBatch const& batch, int block_m, bool in_order) {
+  module.def("rows_order", [](RaggedBatch const& batch, int block_m) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
     ProblemShape const& shape = params.shape;
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    std::vector<SequenceOfQueries> listed(queries.count());
-    for (int place = 0; place < queries.count(); ++place) listed[place] = sequence_at(params, queries, place);
-    if (params.lengths.cu_seqlens_q) params.workspace.sequences_of_queries = listed.data();
-    RowsOrder const order{params, queries, in_order};
+    RowsOrder const order{params, queries};
     std::vector<std::tuple<int, int, int, int, bool, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
       RowsOrder::Block const block = order(index);
@@ -505,11 +475,6 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("claims", &ForwardPlan::claims)
       .def_readonly("order", &ForwardPlan::order)
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
-      .def_property_readonly("expected",
-                             [](ForwardPlan const& plan) {
-                               auto const [seqlen_q, seqlen_k, blocks] = plan.expected;
-                               return std::tuple(seqlen_q, seqlen_k, blocks);
-                             })
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",
                              [](ForwardPlan const& plan) { return plan.rows.tile_queries(); });

@@ -647,28 +647,6 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
     assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
 
 
-@pytest.mark.parametrize(
-    ("family", "head_dim", "rows", "window", "expects"),
-    [
-        ("sm90", 128, 40 * 512, (None, None), True),
-        ("sm90", 128, 40 * 512, CAUSAL, True),
-        ("sm90", 128, 40 * 512 + 1, CAUSAL, False),  # they differ
-        ("sm90", 128, 40 * 4096, (100, 0), False),  # heads side by side
-        ("sm90", 64, 40 * 512, CAUSAL, False),
-        ("sm90", 256, 40 * 512, CAUSAL, False),
-        ("sm80", 128, 40 * 512, CAUSAL, False),
-    ],
-)
-def test_equal_lengths_are_expected(host, family, head_dim, rows, window, expects):
-    """By as many blocks as share the tiles of a dense batch out."""
-    batch, mean = 40, rows // 40
-    offsets = [index * mean for index in range(batch)] + [rows]
-    sizes = (batch, 8, 8, rows, rows, head_dim)
-    chosen = plan(host, family, head_dim, sizes, window, [offsets, offsets, None, None, None])
-    dense = plan(host, family, head_dim, (batch, 8, 8, mean, mean, head_dim), window)
-    assert chosen.expected == ((mean, mean, dense.blocks) if expects else (0, 0, 0))
-
-
 @given(st.one_of(ragged_batches(), ragged_batches(garbage=True)), st.sampled_from([1, 8, 64]), st.booleans())
 def test_places_of_blocks(host, case, block, of_queries):
     """Each sequence's blocks have places of their own, and a place knows its sequence; never one past all."""
@@ -850,24 +828,16 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
         [None, None, [5, 0, 1000], [1000] * 3, None] if lengths == "used" else [lengths] * 2 + [None] * 3
     )
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, family=family, asked_for=asked_for)
-    parts = host.workspace_parts(plan, 3)
+    parts = host.workspace_parts(plan, 3, bool(lengths and lengths[0]))
     ends = {False: 0, True: 0}
     *own, (_, _, first_zero, zeros) = parts
     for name, in_dq, begin, size in own:
-        is_aligned = name in {"claimed", "sequences_of_queries", "in_order"}
+        is_aligned = name in {"claimed", "alike"}
         assert begin == ends[in_dq] or (is_aligned and 0 <= begin - ends[in_dq] < 16)
-        assert begin % (16 if name in {"dq", "dkv", "sequences_of_queries"} else 4) == 0
+        assert begin % (16 if name in {"dq", "dkv"} else 4) == 0
         ends[in_dq] = begin + size
         is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
-        counts = name in {
-            "part_turns",
-            "claimed",
-            "additions",
-            "taken",
-            "finished",
-            "stats_taken",
-            "stats_known",
-        }
+        counts = name in {"part_turns", "claimed", "additions", "taken", "finished"}
         adds = name == "dkv" or (name == "dq" and family == "sm90" and plan.clears_sums)
         assert in_dq or is_cleared == (counts or adds)
     assert ends[False] <= plan.workspace_bytes < ends[False] + 16
@@ -939,7 +909,7 @@ def counters(plan, heads, pairs):
     additions = (
         2 * plan.tile.cluster * heads * plan.query_blocks if plan.sums_dq and not plan.clears_sums else 0
     )
-    cleared = 1 + additions + (plan.makes_rows + plan.finds_stats) * (1 + pairs)
+    cleared = 1 + additions + plan.makes_rows * (1 + pairs)
     return 4 * math.ceil(cleared / 4)
 
 
@@ -1081,7 +1051,7 @@ def test_many_blocks_clear_sums_of_many_keys(host, family):
     assert few.query_blocks * 8 < HOPPERS <= few.first_blocks
     for plan in (blocks(1, 8, 8, 64, 100_000), blocks(4, 8, 1, 4096, 4096)):
         # Or backward_clear does.
-        assert plan.first_blocks == (0 if plan.finds_stats else plan.query_blocks * 8)
+        assert plan.first_blocks == plan.query_blocks * 8
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((32, 1, 4096, 4096), 4), ((32, 8, 2048, 2048), 1)])
@@ -1140,7 +1110,7 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
         for seqlen_q, seqlen_k in (((400, 1), (1, 332), (499, 367)) if lengths else [(300, 520)] * 3)
     ]
     counted = [mask.seqlen_k - mask.first_reachable_key() for mask in masks]
-    found = host.key_tiles_sm80(head_dim, batch, multiprocessors, True)
+    found = host.key_tiles_sm80(head_dim, batch, multiprocessors)
     expected = [
         (b, head, begin)
         for b in range(3)
@@ -1177,7 +1147,7 @@ def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, li
         count = rows_k - mask.first_reachable_key()
         begins = range(0, count, plan.tile.block_n)
         expected += [(b, head, begin) for head in range(heads_kv * plan.group_parts) for begin in begins]
-    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS, True)) == expected
+    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -1185,16 +1155,18 @@ def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, li
 )
 @pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
 @pytest.mark.parametrize("heads_kv", [6, 2])
-def test_blocks_of_keys_of_offsets_out_of_order_on_ampere(host, heads_kv, limits, offsets):
-    """None comes twice, and none is outside of its sequence; a sequence may lack some."""
-    sizes = (3, 6, heads_kv, 520, 520, 128)
-    lengths = [offsets, offsets, None, None, None]
-    parts = plan_backward(host, 128, sizes, lengths=lengths, window=limits).group_parts
-    found = host.key_tiles_sm80(128, make_ragged_batch(host, sizes, limits, lengths), HOPPERS, False)
-    assert len(set(found)) == len(found)
-    for b, head, begin in found:
-        assert head in range(heads_kv * parts)
-        assert begin in range(len(rows_of_sequence(sizes, lengths, b)[2]))
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_blocks_of_keys_of_offsets_that_decrease(host, family, heads_kv, limits, offsets):
+    """As of offsets that are the largest so far, and within the total."""
+    ordered = list(accumulate((min(max(offset, 0), 520) for offset in offsets), max))
+
+    def tiles(offsets):
+        batch = make_ragged_batch(host, (3, 6, heads_kv, 520, 520, 128), limits, [offsets] * 2 + [None] * 3)
+        if family == "sm80":
+            return host.key_tiles_sm80(128, batch, HOPPERS)
+        return host.key_tiles(128, batch, False, HOPPERS)
+
+    assert tiles(offsets) == tiles(ordered)
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
@@ -1221,7 +1193,7 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
 
     def tiles(sizes, lengths=(None,) * 5):
         return host.key_tiles_sm80(
-            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW, True
+            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
         )
 
     dense = tiles((batch, 12, heads_kv, mean, mean))
@@ -1230,22 +1202,18 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim", "at_a_time", "rounds"),
-    [
-        ("sm80", 128, 2 * HOPPERS, 2),
-        ("sm90", 128, HOPPERS, 1 / 2),  # rows of dQ, made in the same kernel, would come late
-        ("sm90", 256, HOPPERS // 2, 2),
-    ],
+    ("family", "head_dim", "at_a_time"),
+    [("sm80", 128, 2 * HOPPERS), ("sm90", 128, HOPPERS), ("sm90", 256, HOPPERS // 2)],
 )
-def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_dim, at_a_time, rounds):
-    """Those of so many rounds of thread blocks, of long sequences two."""
+def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_dim, at_a_time):
+    """Those of two rounds of thread blocks."""
 
     def sections(*sizes, window=CAUSAL):
         plan = plan_backward(host, head_dim, (*sizes, head_dim), family=family, window=window)
         return plan.section, plan.last_section
 
     block_n = plan_backward(host, head_dim, (1, 1, 1, 512, 512, head_dim), family=family).tile.block_n
-    assert sections(64, 16, 16, 512, 512) == (1, -(-rounds * at_a_time // (512 // block_n)))
+    assert sections(64, 16, 16, 512, 512) == (1, -(-2 * at_a_time // (512 // block_n)))
     assert sections(16, 16, 16, 4096, 4096) == (1, -(-2 * at_a_time // (4096 // block_n)))
     assert sections(2, 2, 2, 512, 512) == (1, 2 * 2)
     makes_rows = (family, head_dim) == ("sm90", 128)
@@ -1256,137 +1224,26 @@ def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_d
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "sizes", "window", "finds"),
+    "lengths",
     [
-        *((head_dim, (2, 6, 6, 300, 1100), FULL, True) for head_dim in (64, 96, 128)),
-        *((head_dim, (2, 6, 6, 300, 1100), FULL, False) for head_dim in (192, 256)),  # no room
-        (64, (2, 6, 6, 512, 512), FULL, True),
-        (64, (2, 6, 6, 511, 511), FULL, False),
-        (64, (2, 6, 6, 1024, 1024), CAUSAL, True),
-        (64, (2, 6, 6, 1000, 1000), CAUSAL, False),
-        (64, (20, 60, 30, 300, 1100), FULL, False),  # a group's are all found before its first tile
-        (128, (1, 8, 1, 8192, 8192), CAUSAL, True),  # split into single heads
-        (64, (1, 8, 1, 8192, 8192), CAUSAL, False),  # likewise, where that warp would spill
-        (64, (2, 6, 6, 2048, 2048), (2000, 0), True),
-        (64, (2, 6, 6, 4096, 4096), (1000, 0), True),
-        (64, (2, 6, 6, 4096, 4096), (500, 0), False),
+        None,
+        ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None),
+        ([0, 120, 260, 400], [5, 105, 210, 320], None, None, None),
+        ([200, 264, 392, 395], [5, 105, 210, 320], None, None, None),
+        ([0, 130, 260, 400], [5, 200, 300, 333], [0, 65, 1], None, None),
+        (None, None, [400, 0, 129], None, None),
     ],
-)
-def test_who_finds_statistics(host, head_dim, sizes, window, finds):
-    """The kernel that needs them, where it has room and they take long enough; not in turns."""
-
-    def finds_stats(deterministic=False):
-        asked_for = (True, True, deterministic)
-        shape = (*sizes, head_dim)
-        return plan_backward(
-            host, head_dim, shape, asked_for=asked_for, family="sm90", window=window
-        ).finds_stats
-
-    assert finds_stats() == finds
-    assert not finds_stats(deterministic=True)
-
-
-@pytest.mark.parametrize(("seqlen", "finds"), [(511, False), (512, True)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_who_finds_packed_statistics(host, head_dim, seqlen, finds):
-    offsets = [0, seqlen, 2 * seqlen]
-    sizes, lengths = (2, 6, 6, 2 * seqlen, 2 * seqlen, head_dim), (offsets, offsets, None, None, None)
-    assert (
-        plan_backward(host, head_dim, sizes, lengths=lengths, family="sm90", window=FULL).finds_stats == finds
-    )
-
-
-@pytest.mark.parametrize("window", [CAUSAL, FULL, (600, 100)], ids=["causal", "full", "window"])
-def test_cases_whose_statistics_are_found(host, window):
-    """These names say to GPU tests that the kernel in question finds them itself."""
-    shape = SHAPES["many_keys"]
-    sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, 64)
-    assert plan_backward(host, 64, sizes, family="sm90", window=window).finds_stats
-
-    rows = [[getattr(sequence, name) for sequence in BATCHES["many keys"]] for name in ("rows_q", "rows_k")]
-    offsets = [list(accumulate(x, initial=0)) for x in rows]
-    packed = (len(rows[0]), 3, 3, *map(sum, rows), 64), (*offsets, None, None, None)
-    padded = (len(rows[0]), 3, 3, *map(max, rows), 64), (None, None, *rows, None)
-    for head_dim, (sizes, lengths) in ((128, packed), (64, padded)):
-        assert plan_backward(host, head_dim, sizes, lengths=lengths, family="sm90", window=window).finds_stats
-
-
-@pytest.mark.parametrize(
-    ("lengths", "in_order"),
-    [
-        (None, True),
-        (([0, 130, 130, 400], [5, 200, 300, 333], None, None, None), True),
-        (([-3, 130, 390, 900], [5, 200, 300, 333], [500, 3, 2], [1, 0, 20], [0, 0, 19]), True),
-        ((None, None, [400, 0, 7], [333, 5, 0], None), True),
-        (([0, 300, 130, 400], [5, 200, 300, 333], None, None, None), False),
-        (([0, 130, 130, 400], [300, 200, 5, 333], None, None, None), False),
-    ],
-)
-@pytest.mark.parametrize("limits", [CAUSAL, (None, None), (50, 20)], ids=["causal", "full", "window"])
-@pytest.mark.parametrize("heads_kv", [1, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_tiles_wait_for_as_many_statistics_as_come(host, head_dim, heads_kv, limits, lengths, in_order):
-    """Fewer would be read before they are written, more would never come."""
-    batch = make_ragged_batch(host, (3, 4, heads_kv, 400, 333, head_dim), limits, lengths or [None] * 5)
-    waits = host.stats(head_dim, batch, in_order, FEW)
-    assert waits
-    assert all(known == wanted > 0 for known, wanted in waits)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "sizes", "pairs"),
-    [
-        (64, (32, 32, 32, 512, 512), 33),  # of four tiles each
-        (64, (8, 32, 32, 2048, 2048), 9),
-        (64, (5, 8, 8, 1100, 1100), 15),
-        (64, (2, 8, 8, 1024, 1024), 0),  # all tiles are one round
-        (64, (32, 32, 8, 512, 512), 0),
-        (128, (32, 16, 16, 512, 512), 33),
-        (128, (1, 16, 16, 16384, 16384), 2),
-        (128, (1, 2, 2, 16896, 16896), 1),
-        (128, (1, 2, 2, 16897, 16897), 0),  # sums of dQ are cleared, by more thread blocks
-        (128, (1, 1, 1, 65536, 65536), 0),
-    ],
-)
-def test_statistics_that_are_found_before(host, head_dim, sizes, pairs):
-    """Those of the first tiles' queries; the kernel before and the one for the rest leave none out."""
-    plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm90", window=(None, None))
-    assert plan.pairs_before == pairs
-    if pairs == 0:
-        return
-    assert plan.finds_stats
-    dense = make_ragged_batch(host, (*sizes, head_dim), (None, None), [None] * 5)
-    all_blocks = host.rows_order(dense, plan.tile.block_m, True)
-    places = host.BlockPlaces(dense, True, plan.tile.block_m)
-    assert plan.first_blocks == pairs * places.of_one()
-    assert {pair for pair, *_ in all_blocks[: plan.first_blocks]} == set(range(pairs))
-    assert sorted((head, place) for _, _, head, place, *_ in all_blocks) == [
-        (head, place) for head in range(sizes[1]) for place in range(places.count())
-    ]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "in_order"),
-    [
-        (None, True),
-        (([0, 130, 130, 400], [5, 200, 300, 333], None, None, None), True),
-        (([0, 120, 260, 400], [5, 105, 210, 320], None, None, None), True),
-        (([200, 264, 392, 395], [5, 105, 210, 320], None, None, None), True),
-        (([0, 130, 260, 400], [5, 200, 300, 333], [0, 65, 1], None, None), True),
-        ((None, None, [400, 0, 129], None, None), True),
-        (([0, 300, 130, 400], [5, 200, 300, 333], None, None, None), False),
-    ],
-    ids=["dense", "packed", "alike", "behind other rows", "partly used", "padded", "out of order"],
+    ids=["dense", "packed", "alike", "behind other rows", "partly used", "padded"],
 )
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths, in_order):
+def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
     """Each block of queries that has rows comes once, and pairs come in the order in which their blocks of
     keys do."""
     sizes = (3, 4, heads_kv, 400, 333, 64)
     batch = make_ragged_batch(host, sizes, (None, None), lengths or [None] * 5)
     places = host.BlockPlaces(batch, True, block_m)
-    order = host.rows_order(batch, block_m, in_order)
+    order = host.rows_order(batch, block_m)
     assert len(order) == 4 * places.count()
     blocks = [(pair, *block) for pair, *block, exists, _ in order if exists]
     begins = {place: begin for _, _, _, place, exists, begin in order if exists}
@@ -1410,8 +1267,8 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths, in_order):
     ]
     for pair, sequence, head, place in blocks:
         assert sequence == places.sequence(place)
-        assert not in_order or pair == sequence * heads_kv + head // (4 // heads_kv)
-    if not in_order or (offsets is None and lengths):
+        assert pair == sequence * heads_kv + head // (4 // heads_kv)
+    if offsets is None and lengths:
         return
     listed = host.key_tiles(64, batch, False, FEW)
     first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}

@@ -7,10 +7,8 @@
 
 namespace flash_cute {
 
-// By a warp: these rows of an entry, of all heads, become 0 and -inf. pause() is called between two rows of
-// all heads, or heads of all rows.
-template <class Pause>
-CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& rows, Pause&& pause) {
+// By a warp: these rows of an entry, of all heads, become 0 and -inf.
+CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& rows) {
   constexpr int kLanes = 32, kChunk = 8;  // elements of 16 bytes
   ProblemShape const& shape = params.shape;
   TensorView const& view = params.out;
@@ -34,7 +32,6 @@ CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& 
       chunk += side_by_side * inner_stride;
     }
     out += outer_stride;
-    pause();
   }
 
   float* lse = params.lse + entry * params.lse_batch_stride + rows.begin;
@@ -47,10 +44,9 @@ CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& 
 }
 
 // Part `part` of `parts`, each by a warp.
-template <class Pause>
-CUTE_DEVICE void clear_unwritten(ForwardParams const& params, int part, int parts, Pause&& pause) {
+CUTE_DEVICE void clear_unwritten(ForwardParams const& params, int part, int parts) {
   for_each_unwritten(params, part, parts,
-                     [&](int entry, Rows const& rows) { clear_rows(params, entry, rows, pause); });
+                     [&](int entry, Rows const& rows) { clear_rows(params, entry, rows); });
 }
 
 }  // namespace flash_cute

@@ -24,20 +24,19 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
   __syncthreads();
 
   int const batch = params.shape.batch, capacity = order.capacity;
-  bool unwritten = false, uncountable = false, alike = true;
+  bool unwritten = false, uncountable = false;
 #pragma unroll 1
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
       Listed const listed = Listed::of(params, order, b);
       unwritten |= listed.unwritten;
-      alike &= order.expected.are_met(listed.sequence);
       unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
       unsigned const first = atomicAdd(&next[listed.length_class], m_blocks);
       uncountable |= first + m_blocks > kCountable;
       if (!lists) continue;
-      SequenceRecord const record = order.record(b, listed.sequence, int(first), alike);
+      SequenceRecord const record = order.record(b, listed.sequence, int(first));
 #pragma unroll 1
       for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i)
         order.prepared()[i] = record;
@@ -46,15 +45,13 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
 
     uncountable = __syncthreads_or(uncountable);
     unwritten = __syncthreads_or(unwritten);
-    alike = __syncthreads_and(alike) && !uncountable;
     using Sum = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Sum::TempStorage storage;
     int64_t begin, total;
     Sum(storage).ExclusiveSum(is_class ? int64_t(next[threadIdx.x]) : 0, begin, total);
     if (is_class) next[threadIdx.x] = unsigned(smaller<int64_t>(begin, capacity));
     int const places = uncountable ? 0 : int(smaller<int64_t>(total, capacity));
-    if (threadIdx.x == 0)
-      *order.header = {.places = places, .claimed = 0, .unwritten = unwritten, .alike = alike};
+    if (threadIdx.x == 0) *order.header = {.places = places, .claimed = 0, .unwritten = unwritten};
     if (uncountable) return;
     __syncthreads();
   }

@@ -26,21 +26,6 @@ struct alignas(16) TileListHeader {
   int places;
   int claimed;    // see RaggedOrder
   int unwritten;  // are there rows of out that no tile writes? (see attention/clear.hpp)
-  int alike;      // see ExpectedLengths
-};
-
-// What the host expects where as many sequences of one length would have as many rows: that they do. If so,
-// as the device finds out, the tiles are shared out among so many blocks of a persistent kernel as those of a
-// batch of that length would be, head by head, and none is claimed. No blocks: nothing is expected.
-struct ExpectedLengths {
-  int seqlen_q, seqlen_k, blocks;
-
-  FLASH_CUTE_HOST_DEVICE bool are_met(Sequence const& s) const {
-    return blocks > 0 && s.used == seqlen_q && s.mask.seqlen_k == seqlen_k;
-  }
-  // At 512 tokens this wins 2 and 3% at head dim 128 (full, causal), but where tiles are short it loses 0 and
-  // 3% (64, H200). At 256 the thread that names tiles has no register left.
-  static constexpr bool pay(int head_dim) { return 64 < head_dim && head_dim < 256; }
 };
 
 // Rows from one batch entry to the next; 0 where packed.
@@ -85,11 +70,10 @@ struct RaggedOrder {
   Divisor packs, packs_of_all;  // of one head of K and V, and of all
   bool descending;              // is a sequence's last block of queries its longest?
   RaggedEntries entries;
-  ExpectedLengths expected;
 
   // is_prepared: is there a kernel before that makes the list?
   static RaggedOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles,
-                          bool is_prepared, ExpectedLengths const& expected = {}) {
+                          bool is_prepared) {
     int const heads_kv = params.shape.heads_kv, heads_per_kv = params.shape.heads_q / heads_kv;
     void* const workspace = params.lengths.workspace;
     auto* const header = is_prepared ? static_cast<TileListHeader*>(workspace) : nullptr;
@@ -104,8 +88,7 @@ struct RaggedOrder {
             .packs = Divisor(rows.packs(heads_per_kv)),
             .packs_of_all = Divisor(rows.packs(heads_per_kv) * heads_kv),
             .descending = params.mask.left >= params.mask.right,
-            .entries = RaggedEntries::of(params),
-            .expected = expected};
+            .entries = RaggedEntries::of(params)};
   }
 
   FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return header != nullptr; }
@@ -118,9 +101,8 @@ struct RaggedOrder {
     return s.used > 0 ? 1 + tile_queries.quotient(s.used - 1) : 0;
   }
 
-  // What the list has of sequence b, whose places begin at first_place; if all are alike, head by head.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place,
-                                               bool alike = false) const {
+  // What the list has of sequence b, whose places begin at first_place.
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_place) const {
     int const of_sequence = m_blocks(s);
     int const tiles_of_head = larger(1, of_sequence * int(packs.value));
     int const section = larger(1, (wanted_tiles + tiles_of_head / 2) / tiles_of_head);
@@ -132,7 +114,7 @@ struct RaggedOrder {
             .k_begin = s.k_begin,
             .seqlen_k = s.mask.seqlen_k,
             .m_blocks = of_sequence,
-            .section_heads = alike ? 1 : ceil_div(heads_kv, sections)};
+            .section_heads = ceil_div(heads_kv, sections)};
   }
 
   // Of a prepared list.

@@ -57,7 +57,6 @@ struct TileOrder {
   int shared_heads;         // that the last pack of a head of K and V has in common with the one before
   bool descending;          // is the last block of queries the longest?
   bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
-  bool few_keys;            // does no tile see a quarter of the keys?
   Divisor section, last_section;  // (batch, head) pairs of each
   int before_last;                // pairs before the last section
   Divisor section_tiles;          // tiles of a section
@@ -88,7 +87,6 @@ struct TileOrder {
             .shared_heads = int(packs) * int(rows.packed.value) - heads_per_kv,
             .descending = length(m_blocks - 1) >= length(0),
             .side_by_side = side_by_side,
-            .few_keys = 4 * int64_t(longest) < shape.seqlen_k,
             .section = Divisor(section),
             .last_section = Divisor(rest == 0 ? section : rest),
             .before_last = int(sequences) - (rest == 0 ? section : rest),

@@ -43,7 +43,7 @@ struct SequenceList {
   static constexpr int kLanes = 4;        // threads that count for a sequence
   SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
   int places, first;                      // first: the sequence that has the block's first tile
-  int unwritten, alike;                   // as in TileListHeader
+  int unwritten;                          // as in TileListHeader
 
   // By all threads of a block, of which there are at least kLanes for each of kFewSequences.
   CUTE_DEVICE void make(ForwardParams const& params, RaggedOrder const& order) {
@@ -51,7 +51,6 @@ struct SequenceList {
       if (threadIdx.x == 0) {
         places = order.header->places;
         unwritten = order.header->unwritten;
-        alike = order.header->alike;
       }
       __syncthreads();
       return;
@@ -70,9 +69,8 @@ struct SequenceList {
     Key const key{own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     if (is_sequence && lane == 0) keys[b] = key;
     int const any_unwritten = __syncthreads_or(own.unwritten);
-    int const all_alike = __syncthreads_and(!is_sequence || order.expected.are_met(own.sequence));
 
-    SequenceRecord record = order.record(b, own.sequence, 0, all_alike);
+    SequenceRecord record = order.record(b, own.sequence, 0);
     int rank = 0, first_place = 0;  // behind all that are longer, or as long and before it
     if (is_sequence) {
 #pragma unroll 4
@@ -99,17 +97,12 @@ struct SequenceList {
       if (rank == batch - 1) {
         places = smaller(first_place + own.m_blocks, order.capacity);
         unwritten = any_unwritten;
-        alike = all_alike;
       }
     }
     __syncthreads();
   }
 
   CUTE_DEVICE int tiles(RaggedOrder const& order) const { return places * int(order.packs_of_all.value); }
-  // That have one.
-  CUTE_DEVICE int blocks(RaggedOrder const& order) const {
-    return alike ? order.expected.blocks : tiles(order);
-  }
 
   CUTE_DEVICE RaggedTile tile(ForwardParams const& params, RaggedOrder const& order, int index) const {
     int const place = order.packs_of_all.quotient(index);

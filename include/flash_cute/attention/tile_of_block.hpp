@@ -6,14 +6,9 @@
 
 #include <cute/config.hpp>
 
-namespace flash_cute {
+#include "flash_cute/core/special_registers.hpp"
 
-// blockIdx.x, read anew at every call: what follows from it need not stay in registers in between.
-CUTE_DEVICE int read_block_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
+namespace flash_cute {
 
 // Found by find(): once, by one thread, and kept in shared memory, where it takes no registers; or anew
 // whenever it is asked for.

@@ -1,5 +1,5 @@
 // How the thread blocks of a persistent kernel come to their tiles: shared out beforehand (TileStream), or
-// claimed one by one (QueuedTiles), unless unequal lengths turn out to be as the host expected.
+// claimed one by one (QueuedTiles).
 // In both cases a thread goes through them by first(), and next(), through() and get() for each: next() is
 // asked when a tile begins, and gives what get() makes the upcoming tile of, once through(left) has said that
 // there is one; left is count() at first.
@@ -7,6 +7,7 @@
 
 #include "flash_cute/attention/sequence_list.hpp"
 #include "flash_cute/core/pipeline.hpp"
+#include "flash_cute/core/special_registers.hpp"
 
 namespace flash_cute {
 
@@ -26,26 +27,17 @@ struct TileQueue {
   union {
     RaggedTile ragged;
     TileCoord alike;
-  } tiles[2];              // upcoming ones
-  bool volatile computes;  // until the block's last tile is known
-  int volatile round;      // of tiles that are shared out; the thread that counts has no register left
+  } tiles[2];  // upcoming ones
 
   // As TmaRing::init; the loading thread is one more that reads.
   CUTE_DEVICE void init(int consumers) {
     wanted.init(1);
     ring.init(consumers + 1);
-    computes = true;
   }
 
   // Of a list, or of an order that needs none.
   CUTE_DEVICE RaggedTile& slot(RaggedOrder const&, int i) { return tiles[i].ragged; }
   CUTE_DEVICE TileCoord& slot(ClaimedOrder const&, int i) { return tiles[i].alike; }
-  CUTE_DEVICE bool shares_out(RaggedOrder const&) const { return list.alike; }
-  CUTE_DEVICE static bool shares_out(ClaimedOrder const&) { return false; }
-  CUTE_DEVICE int shared_place(RaggedOrder const& order) const {
-    return shared_out(blockIdx.x, order.expected.blocks, round);
-  }
-  CUTE_DEVICE static int shared_place(ClaimedOrder const&) { return kThrough; }
   CUTE_DEVICE int count(RaggedOrder const& order) const { return list.tiles(order); }
   CUTE_DEVICE static int count(ClaimedOrder const& order) { return order.tiles(); }
   CUTE_DEVICE RaggedTile tile(ForwardParams const& params, RaggedOrder const& order, int index) const {
@@ -64,21 +56,15 @@ struct Unannounced {};  // a tile that nobody knows yet
 // whenever the loading thread wants one. That is when it has nearly loaded the one before, so blocks with
 // long tiles get fewer of them: claimed when the one before begins, 8k causal takes 8% longer in a model of
 // the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
-// Tiles that are shared out it names as far ahead as there is room.
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
-template <int kHeadDim, class Order>
+template <class Order>
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, Order const& order, TileQueue& queue) {
   RingPosition<2> at{};
-  queue.round = 0;
   // Nobody cleared the counter before (nor that of a list, see SequenceList::make).
   if (!Order::kListed && blockIdx.x == 0) *order.claimed = 0;
   while (true) {
-    queue.round = queue.round + 1;
-    bool const shares = ExpectedLengths::pay(kHeadDim) && queue.shares_out(order);
-    if (!shares) queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = shares          ? queue.shared_place(order)
-                      : order.claimed ? int(gridDim.x) + atomicAdd(order.claimed, 1)
-                                      : kThrough;
+    queue.wanted.wait(at.slot);  // which is the parity of the round
+    int const index = order.claimed ? read_grid_size() + atomicAdd(order.claimed, 1) : kThrough;
     bool const is_tile = unsigned(index) < unsigned(queue.count(order));
     auto& announced = queue.ring.acquire(at);
     auto& slot = queue.slot(order, at.slot);
@@ -88,7 +74,6 @@ CUTE_DEVICE void claim_tiles(ForwardParams const& params, Order const& order, Ti
     at.advance();
     if (!is_tile) break;
   }
-  queue.computes = false;
 }
 
 template <class Order>
@@ -112,9 +97,7 @@ struct QueuedTiles {
     return tile.m_begin == kThrough;
   }
   CUTE_DEVICE auto const& get(Unannounced) const { return tile; }
-  CUTE_DEVICE void claim() {
-    if (!queue.shares_out(order)) queue.wanted.arrive();
-  }
+  CUTE_DEVICE void claim() { queue.wanted.arrive(); }
 };
 
 CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {

@@ -79,9 +79,6 @@ __global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ Bac
   wait_for_grid_before();
   if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
     number_keys<family, kThreads>(params);
-    list_sequences_of_queries(params, blockIdx.x, gridDim.x);
-    // Else backward_preprocess_sm90 does, which also does if it comes for some queries only.
-    if (params.workspace.stats_known) clear_zeros(params.workspace);
   }
   clear_unwritten<family>(params, blockIdx.x, gridDim.x);
 }

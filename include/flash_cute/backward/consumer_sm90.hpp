@@ -75,12 +75,11 @@ struct BackwardConsumerSm90 {
     }();
     // Only in a tile's first step: else the two may have exponentials at the same time up to its end, and the
     // tensor cores nothing. Neither comes twice before the other has: dQ takes dS of both. H200: up to +1%
-    // (128, 16k full), +1 to +2% (64, from 1k on, where it is later).
+    // (128, 16k full), +1 to +2% (64, from 1k on).
     NamedBarrier const turn_of_second{BarrierId::turn, 1};
     auto let_second_begin = [&] {
       if (own.warpgroup == 0) turn_of_second.arrive(2 * 128);
     };
-    constexpr bool kLater = Traits::kHeadDim == 64;
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       issue_scores(Lse{}, at.slot, mma_s, held_k.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
@@ -96,11 +95,10 @@ struct BackwardConsumerSm90 {
                                 steps.block * kBlockM, cS, acc_s);
       }
       own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
-      if constexpr (kFirst && !kLater) let_second_begin();
       auto issue_dv = [&] {
         Tensor rP = convert<Element>(acc_s);
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
-        if constexpr (kFirst && kLater) let_second_begin();
+        if constexpr (kFirst) let_second_begin();
       };
       // dV beside dS takes registers, which there are where no thread has numbers of queries.
       if constexpr (kAddsTerms) issue_dv();

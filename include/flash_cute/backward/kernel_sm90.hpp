@@ -9,7 +9,6 @@
 #include "flash_cute/backward/peer_sm90.hpp"
 #include "flash_cute/backward/producer_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
-#include "flash_cute/backward/query_stats_sm90.hpp"
 #include "flash_cute/backward/split_consumer_sm90.hpp"
 
 namespace flash_cute {
@@ -42,9 +41,6 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
     for (auto& ring : shared.ring_sums) ring.init(4);
-    for (auto& ring : shared.ring_rest) ring.init(4);
-    shared.tiles_done.init(kWarps);
-    shared.stats_come.init(2);
     cutlass::arch::fence_barrier_init();
   }
   if constexpr (Traits::kInCluster) {
@@ -57,9 +53,6 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr (Traits::kFindsStats) {
-      if (warp == 3 && params.workspace.stats_known) QueryStatsFinder<Traits>{shared, params, maps}.run();
-    }
     if (elect_one_sync()) {
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
@@ -68,7 +61,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
       } else if constexpr (Traits::kInCluster) {
         PeerExchange<Traits>{shared, params, maps}.run();
       } else if (params.workspace.finished) {
-        QueryRowsFetcher<Traits>{shared, params, order, maps}.run();
+        QueryRowsFetcher<Traits>{shared, params, maps}.run();
       }
     }
   } else {

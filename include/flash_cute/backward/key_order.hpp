@@ -16,8 +16,7 @@ FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int
   return {.m_begin = (place - first[b]) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
 }
 
-// On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head;
-// head by head if offsets are out of order, as the places of a sequence may end before they begin then.
+// On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head.
 struct KeyOrder {
   TileOrder alike;  // where sequences have equally many blocks of keys
   int tiles;
@@ -37,16 +36,11 @@ struct KeyOrder {
     int b = 0;
     if (params.lengths.given && !*params.workspace.alike) {
       int const* const first = params.workspace.key_places;
-      bool const in_order = offsets_in_order(params);
-      // Out of order the places of a head go as those of one sequence, and some come before a sequence's
-      // first.
-      int const places = first[shape.batch], head = in_order ? 0 : index / places;
-      int const heads = in_order ? shape.heads_kv : 1, place = index - head * places;
-      b = last_beginning_before(place / heads, shape.batch, [&](int sequence) { return first[sequence]; });
-      int const of_sequence = place - first[b] * heads, blocks = in_order ? first[b + 1] - first[b] : places;
-      int const more_heads = of_sequence / blocks;
-      tile.head_kv = head + more_heads;
-      tile.n_begin = (of_sequence - more_heads * blocks) * block_n;
+      int const heads = shape.heads_kv;
+      b = last_beginning_before(index / heads, shape.batch, [&](int sequence) { return first[sequence]; });
+      int const of_sequence = index - first[b] * heads, blocks = first[b + 1] - first[b];
+      tile.head_kv = of_sequence / blocks;
+      tile.n_begin = (of_sequence - tile.head_kv * blocks) * block_n;
     } else {
       TileCoord const found = alike(index);
       b = found.batch;
@@ -119,16 +113,15 @@ FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, SequenceOfQuer
 }
 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
-// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs; if offsets are
-// out of order head by head. Places that a packed sequence does not need come behind those of all its heads.
+// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs. Places that a
+// packed sequence does not need come behind those of all its heads.
 struct RowsOrder {
   BackwardParams const& params;
   BlockPlaces queries;
-  bool in_order;  // offsets
 
   struct Block {
     SequenceOfQueries sequence;
-    int pair, head, place, begin;  // pair: if offsets are in order. place: in its head
+    int pair, head, place, begin;  // place: in its head
     bool exists;                   // has it rows?
   };
 
@@ -136,12 +129,11 @@ struct RowsOrder {
   FLASH_CUTE_HOST_DEVICE Block operator()(int index) const {
     int const heads_q = params.shape.heads_q, heads_kv = params.shape.heads_kv, heads = heads_q / heads_kv;
     Block block{};
-    if (in_order) block.sequence = sequence(index / heads_q);
-    int const first = in_order ? block.sequence.first_place : 0, of_sequence = index - first * heads_q;
+    block.sequence = sequence_at(params, queries, index / heads_q);
+    int const first = block.sequence.first_place, of_sequence = index - first * heads_q;
     int const of_head_kv = of_sequence / heads, blocks = blocks_of(block.sequence),
               head_kv = of_head_kv / blocks;
     block.place = first + of_head_kv - head_kv * blocks;
-    if (!in_order) block.sequence = sequence(block.place);
     block.pair = block.sequence.index * heads_kv + head_kv;
     block.head = head_kv * heads + of_sequence - of_head_kv * heads;
     block.begin = (block.place - block.sequence.first_place) * queries.block;
@@ -150,23 +142,10 @@ struct RowsOrder {
   }
 
  private:
-  FLASH_CUTE_HOST_DEVICE SequenceOfQueries sequence(int place) const {
-    SequenceOfQueries const* const listed = params.workspace.sequences_of_queries;
-    return listed ? listed[place] : sequence_at(params, queries, place);
-  }
   FLASH_CUTE_HOST_DEVICE int blocks_of(SequenceOfQueries const& s) const {
-    if (!in_order) return queries.count();
     return queries.offsets ? larger(1, ceil_div(s.used, queries.block)) : queries.of_one();
   }
 };
-
-// How many blocks of queries have to be known before a tile: all those of its sequence and its heads, or, if
-// offsets are out of order, when a place may be another sequence's, all places there are, with rows or not.
-FLASH_CUTE_HOST_DEVICE int stats_wanted(ProblemShape const& shape, KeyTile const& tile, int block_m,
-                                        bool in_order) {
-  if (!in_order) return shape.heads_q * tile.places;
-  return shape.heads_q / shape.heads_kv * ceil_div(tile.sequence.used, block_m);
-}
 
 // The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
 // those that share it.

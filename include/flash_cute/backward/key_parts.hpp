@@ -7,17 +7,11 @@
 #include "flash_cute/backward/key_tile.hpp"
 #include "flash_cute/core/early_launch.hpp"
 #include "flash_cute/core/element.hpp"
+#include "flash_cute/core/special_registers.hpp"
 
 namespace flash_cute {
 
 enum class KeyGradient { dk, dv };
-
-// threadIdx.x, read anew at every call: it need not stay in a register for the loop before.
-CUTE_DEVICE int read_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
 
 template <class Accumulator>
 CUTE_DEVICE void scale_gradient(BackwardParams const& params, KeyGradient which, Accumulator& acc) {

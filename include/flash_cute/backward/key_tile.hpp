@@ -35,11 +35,6 @@ struct SplitKeyTile : KeyTile {
       : KeyTile(tile), first_row(tile.sequence.mask.first_seeing_row()) {}
 };
 
-// Of packed keys: see number_keys.
-FLASH_CUTE_HOST_DEVICE bool offsets_in_order(BackwardParams const& params) {
-  return !params.lengths.cu_seqlens_k || *params.workspace.in_order;
-}
-
 // The mask seen from the keys, which are rows here; those past the end see nobody.
 struct MaskOfKeys {
   WindowMask transposed;

@@ -39,6 +39,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
   // kernel for rows of dQ, if it has enough.
   int const enough = 2 * device.multiprocessors;
+  BackwardParams const ordered = params.with_offsets_in_order();
   bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
@@ -47,23 +48,23 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
       KeyOrderSm80 const order{plan.order};
       launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
                                                              sizeof(typename Traits::SharedStorage), stream,
-                                                             params, order);
+                                                             ordered, order);
     }
     if (plan.key_parts() > 0) {
-      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, params);
+      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, ordered);
     }
     if (plan.sums_dq) {
-      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, params,
+      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, ordered,
                                                        clears_beside ? enough : 0);
     }
   });
   if (plan.runs_queries) {
     launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.query_tiles * params.shape.heads_q,
                                                      Query::kThreads, sizeof(typename Query::SharedStorage),
-                                                     stream, params, plan.tile.block_m);
+                                                     stream, ordered, plan.tile.block_m);
   }
   if (params.lengths.given && !clears_beside) {
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream, params);
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream, ordered);
   }
 }
 

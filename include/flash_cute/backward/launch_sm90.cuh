@@ -61,10 +61,6 @@ BackwardMaps maps_of(BackwardParams const& params) {
     maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
                                           Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
-  if constexpr (Traits::kStatsRows < Traits::kBlockM) {
-    maps.few_out = queries(params.out, Traits::kStatsRows);
-    maps.few_dout = queries(dout, Traits::kStatsRows);
-  }
   return maps;
 }
 
@@ -88,9 +84,9 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   constexpr bool kStartsEarly = true;
   LengthParams const& lengths = params.lengths;
   bool const is_packed = lengths.cu_seqlens_q;
-  // Of packed sequences the preprocess does this where it runs; where there may be much to clear, as of
-  // padded ones, its small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
-  if (plan.first_blocks == 0 || (has_unwritten(params) && !is_packed)) {
+  // Of packed sequences the preprocess does this; where there may be much to clear, as of padded ones, its
+  // small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
+  if (has_unwritten(params) && !is_packed) {
     launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
                                                                            kRowThreads, 0, stream, params);
   }
@@ -103,21 +99,20 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
           device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
           stream, params, maps, clearing_blocks);
     };
-    if (plan.first_blocks > 0) {
-      is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
-    }
+    is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
+    BackwardParams const ordered = params.with_offsets_in_order();
     KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
-                                                              params, order, maps);
+                                                              ordered, order, maps);
     if (plan.sums_dq && !plan.makes_rows) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
-          device, queries, Traits::kConsumers * 128, 0, stream, params);
+          device, queries, Traits::kConsumers * 128, 0, stream, ordered);
     }
     if constexpr (Traits::kSplitsGroups) {
       if (plan.key_parts() > 0) {
         launch_kernel<backward_join<Traits>, kStartsEarly>(device, plan.key_parts(), Traits::kKeyThreads, 0,
-                                                           stream, params);
+                                                           stream, ordered);
       }
     }
   });

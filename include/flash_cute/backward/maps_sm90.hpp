@@ -12,8 +12,7 @@ namespace flash_cute {
 // batch entry to the next are 0 where packed.
 struct BackwardMaps {
   CUtensorMap q, k, v, out, dout, dq, dk, dv;
-  CUtensorMap few_out{}, few_dout{};  // fewer rows at a time: see QueryStatsFinder
-  CUtensorMap terms{};                // see BackwardWorkspace
+  CUtensorMap terms{};  // see BackwardWorkspace
   struct {
     int q, k, v, out, dout, dq, dk, dv, terms;
   } entry_rows;

@@ -21,8 +21,6 @@ struct BackwardPlan {
   bool clears_sums;   // which are 0 before, else the first one is stored
   bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
   bool makes_rows;    // and converts them itself, head by head
-  bool finds_stats;   // and finds LSE and delta of queries itself, ahead of its tiles,
-  int pairs_before;   // but those of so many first pairs
   // Of a head, in the first two kernels' tiles and in the last one's.
   int key_blocks, query_blocks, query_tiles;
   int tiles;                    // of the first kernel
@@ -34,7 +32,6 @@ struct BackwardPlan {
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
-  int64_t query_sequences;      // behind them, of blocks of queries: see list_sequences_of_queries
   int64_t key_numbers;          // more integers, which nobody clears, behind these: see number_keys
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
@@ -61,9 +58,9 @@ struct BackwardPlan {
                  *const sums = stats_in_dq ? begin : begin + stats_of_row() * rows,
                  *const dkv = sums + rows * dq_columns;
     int* const ints = reinterpret_cast<int*>(dkv + part_floats) + part_turns;
-    int *const of_rows = ints + 1 + additions, *const of_stats = of_rows + makes_rows * (1 + pairs);
-    auto* const sequences = reinterpret_cast<SequenceOfQueries*>(ints + counters);
-    int* const numbers = key_numbers > 0 ? reinterpret_cast<int*>(sequences + query_sequences) : nullptr;
+    int *const of_rows = ints + 1 + additions, *const numbers = key_numbers > 0 ? ints + counters : nullptr;
+    bool const orders_offsets = numbers && params.lengths.cu_seqlens_q;
+    int const offsets = params.shape.batch + 1;
     float* const zeros = clears_all ? sums : dkv;
     return {.lse = tile.adds_terms ? nullptr : floats,
             .delta = tile.adds_terms ? nullptr : floats + rows,
@@ -75,19 +72,15 @@ struct BackwardPlan {
             .parts_of_sum = parts_of_sum,
             .additions = additions > 0 ? ints + 1 : nullptr,
             .in_turns = in_turns,
-            .in_order = numbers,
-            .alike = numbers ? numbers + 1 : nullptr,
-            .key_places = numbers ? numbers + 2 : nullptr,
+            .alike = numbers,
+            .key_places = numbers ? numbers + 1 : nullptr,
+            .offsets_q = orders_offsets ? numbers + 1 + offsets : nullptr,
+            .offsets_k = orders_offsets ? numbers + 1 + 2 * offsets : nullptr,
             .key_block = tile.block_n,
             .expected_key_blocks = order.m_blocks,
-            .sequences_of_queries = query_sequences > 0 ? sequences : nullptr,
-            .query_block = tile.block_m,
             .claimed = counters > 0 ? ints : nullptr,
             .taken = makes_rows ? of_rows : nullptr,
             .finished = makes_rows ? of_rows + 1 : nullptr,
-            .stats_taken = finds_stats ? of_stats : nullptr,
-            .stats_known = finds_stats ? of_stats + 1 : nullptr,
-            .pairs_before = pairs_before,
             .zeros = zeros,
             .zero_chunks =
                 (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
@@ -287,12 +280,9 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     int const rounds = one_kernel && deterministic ? 2 : 1;
     plan.order = key_order(params, plan.tile, by_pair ? 1 : rounds * at_a_time, one_by_one);
     // Tiles that differ in length would leave thread blocks idle at the end: the heads of the last two rounds
-    // go side by side, longest first (4k causal: +2 to +4%; Ampere +1 to +5%). Of half a round where the same
-    // kernel has room to make rows of dQ and heads are short: all of these would be late (up to 2k 0 to +1%).
+    // go side by side, longest first (4k causal: +2 to +4%; Ampere +1 to +5%).
     if (by_pair && uneven && plan.order.section.value == 1) {
-      constexpr int kLong = 2048;  // queries
-      bool const rows_are_late = one_by_one && queries_of_keys(params).mean < kLong;
-      plan.order.widen_last(ceil_div(rows_are_late ? at_a_time / 2 : 2 * at_a_time, plan.order.m_blocks));
+      plan.order.widen_last(ceil_div(2 * at_a_time, plan.order.m_blocks));
     }
     if (!one_kernel && !lengths_differ) plan.blocks = plan.order.tiles();  // no padding that nobody sees
   }
@@ -304,28 +294,11 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
         plan.sums_dq && plan.tile.has_room_for_sums() && plan.query_blocks <= 2 * int64_t(plan.key_blocks);
     plan.additions = is_counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.pairs = int64_t(shape.batch) * shape.heads_kv;
-    // Beside products where those of a block of queries take long enough (H200, bursts; 512 tokens, causal:
-    // -2% at head dim 64, -7% at 128, full: 0 to +2%, in turns -7%; 1k +1 to +4%; behind a window of 1024 +1
-    // to +2%). All of a pair's are found before its first tile, and a group has many (16k: -4%).
-    constexpr int kPaysFrom = 512;  // visible keys
-    plan.finds_stats = plan.tile.may_find_stats(plan.group_parts > 1) && !deterministic &&
-                       shape.heads_q == shape.heads_kv && keys_seen.mean >= kPaysFrom;
-    if (plan.finds_stats) {
-      // Of the first round's they are known when the kernel begins (H200, head dim 128; 512 full +2%, 1k 0
-      // and +1.3%, 2k +0.8 and +0.3%, 16k 0, behind a window of 1024 +0.5%; two rounds -0.6 to 0%).
-      int const of_pair = plan.tiles / larger<int>(1, plan.pairs),
-                pairs = ceil_div(at_a_time, larger(1, of_pair));
-      bool const much_to_clear = plan.part_floats > 0 || plan.clears_all;  // for few thread blocks
-      if (!params.lengths.given && !much_to_clear && pairs < plan.pairs) plan.pairs_before = pairs;
-      plan.first_blocks = plan.pairs_before * queries.of_one();
-    }
-    int64_t const counted =
-        1 + plan.additions + (int(plan.makes_rows) + int(plan.finds_stats)) * (1 + plan.pairs);
+    int64_t const counted = 1 + plan.additions + int(plan.makes_rows) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
   }
-  if (lengths_differ && plan.runs_keys) plan.key_numbers = 2 + shape.batch + 1;
-  if (params.lengths.cu_seqlens_q && (plan.makes_rows || plan.finds_stats)) {
-    plan.query_sequences = queries.count();
+  if (lengths_differ && plan.runs_keys) {
+    plan.key_numbers = 1 + (params.lengths.cu_seqlens_q ? 3 : 1) * (shape.batch + 1);
   }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
@@ -335,8 +308,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   bool const behind = !plan.makes_rows && !(one_kernel && has_unwritten(params));
   bool const fits = behind && stats * int64_t(sizeof(float)) <= dq_bytes;
   plan.stats_in_dq = plan.sums_dq && (plan.tile.adds_terms || fits);
-  constexpr int64_t kInts = sizeof(SequenceOfQueries) / sizeof(int);
-  int64_t const integers = plan.counters + plan.key_numbers + kInts * plan.query_sequences;
+  int64_t const integers = plan.counters + plan.key_numbers;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
                          (plan.part_turns + integers) * int64_t(sizeof(int));

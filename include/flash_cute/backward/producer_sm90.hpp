@@ -7,7 +7,6 @@
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_rows_sm90.hpp"
-#include "flash_cute/backward/query_stats_sm90.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
@@ -30,10 +29,7 @@ struct BackwardProducerSm90 {
     // and once the one before is loaded, as others could begin what waits here (3% of 16k causal).
     for (int index = claim(); index < order.count(params); index = claim()) {
       KeyTile const tile = order(params, index);
-      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
-        count_as_finished(params, Traits::kConsumers);
-        continue;
-      }
+      if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       announce(tile);
       load(tile);
     }
@@ -114,9 +110,6 @@ struct BackwardProducerSm90 {
                                      kBytes);
     };
 
-    if constexpr (Traits::kFindsStats) {
-      while (!are_stats_known(params, tile, kBlockM)) __nanosleep(50);
-    }
     // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in
     // a cluster dV leaves through V's, which is given back when this tile has begun: a round later.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {

@@ -7,45 +7,32 @@
 
 namespace flash_cute {
 
-// A tile is finished when each warpgroup's additions have arrived, and the sums of a pair (see RowsOrder) are
-// complete when all its tiles are. If offsets are out of order a tile may be nobody's, and then all tiles of
-// the launch count as those of one pair, also those without keys.
-CUTE_DEVICE void count_as_finished(BackwardParams const& params, int warpgroups) {
-  if (params.workspace.finished && !offsets_in_order(params)) {
-    add_release(params.workspace.finished, warpgroups);
-  }
-}
-
-// The thread that fetches. It takes a block of queries when there is room for one, whoever added to it; once
-// this thread block has computed all of its tiles, some at a time.
+// The thread that fetches. A tile is finished when each warpgroup's additions have arrived, and the sums of a
+// pair (see RowsOrder) are complete when all its tiles are. It takes a block of queries when there is room
+// for one, whoever added to it.
 template <class Traits>
 struct QueryRowsFetcher {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
-  KeyOrder const& order;
   BackwardMaps const& maps;
 
   CUTE_DEVICE void run() {
     BackwardWorkspace const& workspace = params.workspace;
     ProblemShape const& shape = params.shape;
-    bool const in_order = offsets_in_order(params);
     BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{params, queries, in_order};
-    // All sums are clear then: tiles, which wait for it too, may have no keys.
-    if (!in_order && workspace.stats_known) wait_for(workspace.stats_known, rows.count());
+    RowsOrder const rows{params, queries};
     int waited_for = -1;  // this pair
     // Calls fetch(where its rows are, its sums) for a block, once it is complete.
     auto visit = [&](int index, auto&& fetch) {
       RowsOrder::Block const block = rows(index);
       if (!block.exists) return;
       SequenceOfQueries const& s = block.sequence;
-      int const pair = in_order ? block.pair : 0;
-      if (pair != waited_for) {
-        int const tiles = in_order ? key_blocks<Family::sm90>(params, s.index, Traits::kTileN) : order.tiles;
-        wait_for(workspace.finished + pair, tiles * Traits::kConsumers);
+      if (block.pair != waited_for) {
+        int const tiles = key_blocks<Family::sm90>(params, s.index, Traits::kTileN);
+        wait_for(workspace.finished + block.pair, tiles * Traits::kConsumers);
         fence_async_global();
-        waited_for = pair;
+        waited_for = block.pair;
       }
       auto const place_dq =
           MapPlace::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
@@ -53,58 +40,33 @@ struct QueryRowsFetcher {
       fetch({false, block.head, place_dq.shift + block.begin, place_dq.plane, place_dq.bound},
             workspace.dq + place * Traits::kBlockFloats);
     };
-    // last_comes_later: the last warp's come to where those of the first were, once these have left.
-    auto load = [&](auto& ring, FinishedQueries& said, auto const& at, float* memory,
-                    FinishedQueries const& block, float const* sums, bool last_comes_later = false) {
-      for (auto& of_warpgroup : ring) of_warpgroup.acquire(at);
-      said = block;
+    RingPosition<1> at{};
+    auto load = [&](FinishedQueries const& block, float const* sums) {
+      for (auto& ring : shared.ring_sums) ring.acquire(at);
+      shared.finished = block;
       for (int part = 0; part < Traits::kConsumers; ++part) {
-        auto& arrived = ring[part].full[at.slot];
+        auto& arrived = shared.ring_sums[part].full[0];
         auto load_floats = [&](int to, int from, int floats) {
-          bulk_load(memory + to, sums + from, floats * sizeof(float), arrived);
+          bulk_load(shared.sums + to, sums + from, floats * sizeof(float), arrived);
         };
         int const begin = part * kFloats;
-        bool const is_split = last_comes_later && part == Traits::kConsumers - 1;
-        if (!block.through && is_split) {
+        if (!block.through && Traits::kLastComesLater && part == Traits::kConsumers - 1) {
           constexpr int kSooner = kFloats - Traits::kWarpFloats;
           load_floats(begin, begin, kSooner);
           auto next = at;
           next.advance();
-          ring[0].acquire(next);
+          shared.ring_sums[0].acquire(next);  // the first warp's have left
           load_floats(0, begin + kSooner, Traits::kWarpFloats);
         } else if (!block.through) {
           load_floats(begin, begin, Traits::floats_of(part));
         }
         arrived.arrive();
       }
+      at.advance();
     };
-
-    RingPosition<1> at{};
     int index;
-    while (!shared.tiles_done.test_wait(0)) {
-      index = atomicAdd(workspace.taken, 1);
-      if (index >= rows.count()) break;
-      visit(index, [&](FinishedQueries const& block, float const* sums) {
-        load(shared.ring_sums, shared.finished, at, shared.sums, block, sums, Traits::kLastComesLater);
-        at.advance();
-      });
-    }
-    load(shared.ring_sums, shared.finished, at, shared.sums, {.through = true}, nullptr);
-    shared.tiles_done.wait(0);
-    RingPosition<Traits::kRestStages> at_rest{};
-    auto load_rest = [&](FinishedQueries const& block, float const* sums) {
-      load(shared.ring_rest, shared.rest[at_rest.slot], at_rest, shared.rest_memory(at_rest.slot), block,
-           sums);
-      at_rest.advance();
-    };
-    // Fewer when few are left, so that all thread blocks end at about the same time.
-    int at_once = 1;
-    while ((index = atomicAdd(workspace.taken, at_once)) < rows.count()) {
-      int const end = smaller(index + at_once, rows.count());
-      for (int i = index; i < end; ++i) visit(i, load_rest);
-      at_once = smaller(Traits::kRestStages, 1 + (rows.count() - end) / (4 * int(gridDim.x)));
-    }
-    load_rest({.through = true}, nullptr);
+    while ((index = atomicAdd(workspace.taken, 1)) < rows.count()) visit(index, load);
+    load({.through = true}, nullptr);
   }
 
  private:
@@ -138,31 +100,11 @@ struct QueryRowsConverter {
     state ^= kLeaving | kPhase;
   }
   CUTE_DEVICE void finish_all() {
-    auto& shared = own.shared;
-    if (!own.params.workspace.finished) return;
     finish();
-    int const lane = read_lane_index();
-    __syncwarp();
-    if (lane == 0) shared.tiles_done.arrive();
     while (!(state & kNoMore)) {
       start();
       finish();
     }
-    auto& rest = shared.ring_rest[own.warpgroup];
-    RingPosition<Traits::kRestStages> at{}, before{};
-    while (true) {
-      rest.wait(at);
-      FinishedQueries const& queries = shared.rest[at.slot];
-      if (queries.through) break;
-      convert<false>(queries, shared.rest_memory(at.slot));
-      if (lane == 0) {
-        cute::tma_store_wait<1>();
-        if (before.slot != at.slot) rest.release(before);
-      }
-      before = at;
-      at.advance();
-    }
-    if (lane == 0) cute::tma_store_wait<0>();
   }
 
  private:
@@ -172,19 +114,16 @@ struct QueryRowsConverter {
     ring().full[0].wait(state & kPhase);
     FinishedQueries const& queries = own.shared.finished;
     state |= queries.through ? kNoMore : kLeaving;
-    if (!(state & kNoMore)) convert<Traits::kLastComesLater>(queries, own.shared.sums);
+    if (!(state & kNoMore)) convert(queries);
   }
 
-  // memory: of all sums of the block. kLastAtFirst: those of the last warp are where those of the first were.
-  template <bool kLastAtFirst>
-  CUTE_DEVICE void convert(FinishedQueries const& queries, float* memory) {
-    int thread;  // read anew, so that no address is kept in registers for the loop over steps
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  CUTE_DEVICE void convert(FinishedQueries const& queries) {
+    int const thread = read_thread_index();  // anew: no address is kept in registers for the loop over steps
     int const lane = thread % 32, warp = thread / 32 - 4;
     constexpr int kWarps = 4 * Traits::kConsumers;
     // Not by a condition, beside which ptxas spills hundreds of bytes.
-    int const back = kLastAtFirst ? (warp + 1) / kWarps * (kWarps - 1) * Traits::kWarpPart : 0;
-    float* const sums = memory + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart - back;
+    int const back = Traits::kLastComesLater ? (warp + 1) / kWarps * (kWarps - 1) * Traits::kWarpPart : 0;
+    float* const sums = own.shared.sums + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart - back;
     Tensor dq = partition_fragment_C(typename Traits::MmaQueries{}, typename Traits::TileQ{});
     static_assert(32 * decltype(size(dq))::value == Traits::kWarpFloats);
     CUTE_UNROLL

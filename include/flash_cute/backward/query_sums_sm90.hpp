@@ -149,8 +149,7 @@ struct QuerySumsWriter {
     // 20 us until rows are made of them, where this kernel makes them (1% at head dim 128; 256 0 to 1%).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
-    bool const in_order = offsets_in_order(params),
-               in_turns = additions && params.workspace.in_turns && in_order;
+    bool const in_turns = additions && params.workspace.in_turns;
     auto look = [&](QuerySteps const& step) {
       return load_acquire(additions + tile.place(step.head, step.block) * kParts + own);
     };
@@ -196,7 +195,7 @@ struct QuerySumsWriter {
       if (in_turns || first) pass(additions + part);
     }
     // Once a tile, as a release waits for whatever this multiprocessor has under way.
-    if (finished) pass(finished + (in_order ? tile.pair : 0));
+    if (finished) pass(finished + tile.pair);
   }
 
   // Of those that see a block of queries, the blocks of keys that come before this one in the launch order.

@@ -10,60 +10,11 @@
 
 namespace flash_cute {
 
-// Four weights in few words. bf16: as fp16 of 2^12 P, so that small ones are no subnormals. That rounds to 11
-// bits, where dS is then rounded to bf16's 8.
-template <class Element>
-struct PackedWeights {
-  static constexpr int kWords = 2;
-  static constexpr float kUnit = 1 << 12;
-  CUTE_DEVICE static void pack(float const* weights, uint32_t* words) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      // From scaled scores of 6e7 on, whose LSE is rounded to multiples of 4, P may be 16 and more.
-      asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
-          : "=r"(words[i])
-          : "f"(kUnit * weights[2 * i + 1]), "f"(kUnit * weights[2 * i]));
-    }
-  }
-  CUTE_DEVICE static void unpack(uint32_t const* words, float* weights) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words[i]));
-      weights[2 * i] = two.x / kUnit;
-      weights[2 * i + 1] = two.y / kUnit;
-    }
-  }
-};
-// fp16, in whose gradients those 11 bits would show (RMS errors of dQ and dK were 1.2 times as high): of each
-// float all but the last byte, 16 bits of mantissa. The fourth's three take the places of the others' last
-// ones.
-template <>
-struct PackedWeights<cutlass::half_t> {
-  static constexpr int kWords = 3;
-  CUTE_DEVICE static void pack(float const* weights, uint32_t* words) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = __byte_perm(__float_as_uint(weights[i]), __float_as_uint(weights[3]), 0x3215 + i);
-    }
-  }
-  CUTE_DEVICE static void unpack(uint32_t const* words, float* weights) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      weights[i] = __uint_as_float(words[i] & ~0xffu);  // the fourth is another query's
-    }
-    uint32_t const lower = __byte_perm(words[0], words[1], 0x0400);
-    weights[3] = __uint_as_float(__byte_perm(lower, words[2], 0x4210));
-  }
-};
-
 // P passes from thread to thread, as both own the same places of a tile: 16 bytes at a time, so that neither
 // way has bank conflicts. At head dim 256 it lies where the first warpgroup's part of dQ does, neither of
 // which comes before the other has been read as a whole.
 template <class Traits>
 struct WeightsSlot {
-  using Packed = PackedWeights<typename Traits::Element>;
-  static constexpr int kWords = Packed::kWords;
-  static_assert(kWords == Traits::kWordsOfWeights);
   uint4* places;  // of this thread
 
   CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
@@ -72,27 +23,15 @@ struct WeightsSlot {
 
   template <class Weights>
   CUTE_DEVICE void put(Weights const& weights) const {
-    auto words = words_of(weights);
-    CUTE_UNROLL
-    for (int i = 0; i < size(weights) / 4; ++i) Packed::pack(&weights(4 * i), &words(kWords * i));
-    auto const own = recast<uint4 const>(words);
+    auto const own = recast<uint4 const>(weights);
     CUTE_UNROLL
     for (int i = 0; i < size(own); ++i) places[i * 32] = own(i);
   }
   template <class Weights>
   CUTE_DEVICE void get(Weights& weights) const {
-    auto words = words_of(weights);
-    auto own = recast<uint4>(words);
+    auto own = recast<uint4>(weights);
     CUTE_UNROLL
     for (int i = 0; i < size(own); ++i) own(i) = places[i * 32];
-    CUTE_UNROLL
-    for (int i = 0; i < size(weights) / 4; ++i) Packed::unpack(&words(kWords * i), &weights(4 * i));
-  }
-
- private:
-  template <class Weights>
-  CUTE_DEVICE static auto words_of(Weights const& weights) {
-    return make_tensor<uint32_t>(Int<decltype(size(weights))::value / 4 * kWords>{});
   }
 };
 

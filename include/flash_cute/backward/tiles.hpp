@@ -29,11 +29,6 @@ struct BackwardTile {
   constexpr int warps() const { return warps_keys * warps_across * (splits_work() ? 2 : 1); }
   // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
-  // And may the same kernel find LSE and delta? Where groups are split, not of 128 queries a step: a warp
-  // would spill, and the kernel before is faster (head dim 64, H100: 8k and 16k +1 to +2%; 128 -1%).
-  constexpr bool may_find_stats(bool splits_groups) const {
-    return has_room_for_sums() && !(splits_groups && block_m > 64);
-  }
   constexpr bool operator==(BackwardTile const&) const = default;
 
   // Of the Ampere family's, exactly: K and V; Q, dO and two floats of each query, or four; dS, P where warps
@@ -110,8 +105,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
   }
   if (family == Family::sm90) {
     switch (head_dim) {
-      // 64 queries, three stages: 20% less. Terms (H100): 512 -2 and -5% (full, causal), 1k +1 and 0%, 2k +4
-      // and +1%, 16k +7%.
+      // 64 queries, three stages: 20% less. Terms (H200): 512 +1 and +2% (full, causal), 1k +3 and +1%, 2k +8
+      // and +4%, 16k +11%.
       case 64: {
         BackwardTile const tile = {
             .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
@@ -120,10 +115,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
         with_terms.pays_from = 1024;
         return {.keys = {with_terms, tile}};
       }
-      // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Terms, at 128
-      // (H100): 512 -0.3%, 1k +0.7 and -0.6%, 2k and 16k +1%; in the grid of two runs none of it shows. Held
-      // slices (H100): 96 +0.5, +2 and +3% (512, 2k, 16k; four the same, six serialise products), 128 0, +0.3
-      // and +0.7% (two of K alone 0 to +0.5%, three spill). At 64 one of K alone spills.
+      // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Without terms both
+      // spill, and lose 10 and 37% (H200, with held slices off). Held slices: 96 +2.7%, 128 +0.4%.
       case 96:
       case 128:
         return {.keys = {{.block_m = 64,
@@ -132,9 +125,9 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_keys = 8,
                           .warps_across = 1,
                           .adds_terms = true,
-                          .held_slices = head_dim == 96 ? 2 : 1}}};
-      // 64 keys, by one thread block: 14 to 32% less (H100). Held slices: four 0.5 to 2% less; all twelve
-      // serialise products.
+                          .held_slices = head_dim == 96 ? 2 : 0}}};
+      // 64 keys, by one thread block: 14 to 32% less (H100). Held slices: none 3% less, four 0.5 to 2% less;
+      // all twelve serialise products.
       case 192:
         return {.keys = {{.block_m = 64,
                           .block_n = 128,
@@ -143,8 +136,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_across = 2,
                           .cluster = 2,
                           .held_slices = 8}}};
-      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices (H100): 0,
-      // with 224 registers 0 to +0.8%; four 16k -0.8%.
+      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices: 0.
       case 256:
         return {.keys = {{.block_m = 64,
                           .block_n = 128,
@@ -152,8 +144,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_keys = 4,
                           .warps_across = 2,
                           .stages_dout = 1,
-                          .cluster = 2,
-                          .held_slices = 2}}};
+                          .cluster = 2}}};
     }
   }
   return {};

@@ -144,9 +144,8 @@ struct BackwardTraitsSm90 {
   using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
-  static constexpr int kWordsOfWeights = std::is_same_v<Element, half_t> ? 3 : 2;  // four: see PackedWeights
-  static constexpr int kPiecesP = kInCluster ? kBlockN * kBlockM / 16 * kWordsOfWeights : 0;  // of 16 bytes
-  static constexpr int kSlotElements = kBlockM * kHeadDim;                                    // of Q and dO
+  static constexpr int kPiecesP = kInCluster ? kBlockN * kBlockM / 4 : 0;  // of four floats
+  static constexpr int kSlotElements = kBlockM * kHeadDim;                 // of Q and dO
   // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
   // At 256 P lies where the other one's part will, which comes once P has been taken (192: 2 to 3% slower).
   static constexpr bool kSharesP = kHeadDim == 256;
@@ -157,18 +156,11 @@ struct BackwardTraitsSm90 {
                                 kCluster * kSlotDS * sizeof(Element) >= floats_of(1) * sizeof(float)));
 
   static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
-  static constexpr bool kFindsStats = kTile.may_find_stats(kSplitsGroups);  // or else the kernel before
   // Of a block of queries. At head dim 64 there is no room for those of the last warp, which come to where
   // those of the first were.
   static constexpr int kSums = kBlockM * kSumColumns;
   static constexpr bool kAddsTerms = kTile.adds_terms, kLastComesLater = kAddsTerms && kHeadDim == 64;
   static constexpr int kSlotSums = kMakesRows ? kSums - (kLastComesLater ? kWarpFloats : 0) : 0;
-  // So many rows of O and dO come at a time to where sums will.
-  static constexpr int kStatsRows = kLastComesLater ? kBlockM / 2 : kBlockM;
-  static_assert(!kMakesRows || 2 * kStatsRows * kHeadDim * sizeof(Element) <= kSlotSums * sizeof(float));
-  // After the last tile sums come to memory that operands and dS were in, so many blocks of queries at a
-  // time.
-  static constexpr int kRestStages = 4;
 
   using Terms = QueryTerms<kBlockN, kBlockM, kStages, KeyLayout>;
   struct Stats {
@@ -193,10 +185,7 @@ struct BackwardTraitsSm90 {
     TmaRing<2> ring_tiles;
     KeyTile tiles[2];
     int part_slots[2];  // of tiles that have a part of a group: see KeyParts
-    FinishedQueries finished, rest[kRestStages];
-    TmaRing<kRestStages> ring_rest[kConsumers];
-    cutlass::arch::ClusterBarrier tiles_done;             // by each warp that computes
-    cutlass::arch::ClusterTransactionBarrier stats_come;  // what they are made of
+    FinishedQueries finished;
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
@@ -204,11 +193,8 @@ struct BackwardTraitsSm90 {
     int index;
     // Last, as compute-sanitizer takes terms and ones for twice as many bytes and more (see QueryTerms).
     alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
-
-    CUTE_DEVICE float* rest_memory(int slot) { return reinterpret_cast<float*>(k) + slot * kSums; }
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
-  static_assert(!kMakesRows || kRestStages * kSums * sizeof(float) <= offsetof(SharedStorage, peer_k));
 };
 
 }  // namespace flash_cute

@@ -9,15 +9,10 @@
 #include "flash_cute/backward/maps_sm90.hpp"
 #include "flash_cute/backward/own_tiles_sm90.hpp"
 #include "flash_cute/backward/query_sums_sm90.hpp"
+#include "flash_cute/core/special_registers.hpp"
 #include "flash_cute/core/tma.hpp"
 
 namespace flash_cute {
-
-CUTE_DEVICE int read_lane_index() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
 
 template <class Traits>
 struct BackwardWarpgroup {

@@ -6,14 +6,9 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
 
-namespace flash_cute {
+#include "flash_cute/core/special_registers.hpp"
 
-// 0 or 1; read anew where it is asked for, so that no register keeps it through a loop.
-CUTE_DEVICE int read_cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+namespace flash_cute {
 
 // Where the other block has what this one has here.
 CUTE_DEVICE uint32_t at_peer(void const* here) {

@@ -45,18 +45,16 @@ CUtensorMap make_tensor_map(int device, void* data, uint64_t const (&sizes)[dims
 }
 
 // Loads kColumns columns, from first_column on, of `rows` rows of shared memory, by one thread: in panels of
-// kPanel columns, with room for kRows rows each. head, coordinates: of the first row in the operand. hint:
-// for the L2 cache.
-template <int kColumns, int kPanel, int kRows,
-          cute::TMA::CacheHintSm90 hint = cute::TMA::CacheHintSm90::EVICT_NORMAL, class Element,
-          class... Coordinates>
+// kPanel columns, with room for kRows rows each. head, coordinates: of the first row in the operand.
+template <int kColumns, int kPanel, int kRows, class Element, class... Coordinates>
 CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
                              Element* target, int rows, int first_column, int head,
                              Coordinates... coordinates) {
   arrived.arrive_and_expect_tx(rows * kColumns * sizeof(Element));
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += kPanel) {
-    cute::SM90_TMA_LOAD::copy(&map, reinterpret_cast<uint64_t*>(&arrived), static_cast<uint64_t>(hint),
+    cute::SM90_TMA_LOAD::copy(&map, reinterpret_cast<uint64_t*>(&arrived),
+                              static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                               target + column * kRows, first_column + column, head, coordinates...);
   }
 }

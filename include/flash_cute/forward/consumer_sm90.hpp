@@ -56,11 +56,9 @@ struct ForwardConsumerSm90 {
       issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_place(tSrQ(_, _, _, at_q.slot)),
                     tSrK(_, _, _, at_k.slot), acc_s);
     };
-    auto issue_output = [&](bool first_of_tile) {
+    auto issue_output = [&] {
       shared.ring_v.wait(at_v);
-      bool const overwrites = Traits::kOverwritesO && first_of_tile;
-      issue_product(overwrites ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One, mma_pv, tOrP,
-                    tOrV(_, _, _, at_v.slot), acc_o);
+      issue_product(GMMA::ScaleOut::One, mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
     };
     auto issue_first_scores = [&] {
       ring_q.wait(at_q);
@@ -99,7 +97,7 @@ struct ForwardConsumerSm90 {
 
       int block = visited.end - 1;
       softmax.reset();
-      if constexpr (!Traits::kOverwritesO) clear(acc_o);
+      clear(acc_o);
       probabilities(acc_first, block);
       convert_into<Element>(acc_first, rP);
       while (--block >= visited.begin) {
@@ -107,7 +105,7 @@ struct ForwardConsumerSm90 {
         shared.ring_k.wait(at_k);
         turns.wait();
         issue_scores(acc_s);
-        issue_output(block == visited.end - 2);
+        issue_output();
         turns.pass();
         wait_products<1>(acc_s);
         auto const correction = probabilities(acc_s, block);
@@ -119,16 +117,15 @@ struct ForwardConsumerSm90 {
 
       release(ring_q, at_q);
 
-      bool const one_block = visited.end - visited.begin == 1;
       if (tiles.through(left)) {  // nothing follows that would need a turn
-        issue_output(one_block);
+        issue_output();
         wait_products<0>(acc_o);
         store_tile(tile);
         epilogue.finish();
         return;
       }
       turns.wait();
-      issue_output(one_block);
+      issue_output();
       if constexpr (kRunsAhead) issue_first_scores();
       turns.pass();
       wait_products<kRunsAhead>(acc_o);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       constexpr int kWarps = Traits::kThreads / 32;
       int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
       if (block < clearing) {
-        clear_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps, [] {});
+        clear_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps);
       }
     }
     if (block >= tiles) return;

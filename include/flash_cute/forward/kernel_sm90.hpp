@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
   if constexpr (Order::kListed) {
     shared.queue.list.make(params, order);
-    if (warpgroup > 0 && blockIdx.x >= shared.queue.list.blocks(order)) return;
+    if (warpgroup > 0 && blockIdx.x >= shared.queue.list.tiles(order)) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
@@ -42,23 +42,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       constexpr int kClearing = 2;  // the warps 1 and 2
       if (warp > 0 && warp <= kClearing) {
         if (shared.queue.list.unwritten) {
-          // Beside products at half the memory's bandwidth: at all of it, loads of K and V wait (3% at five
-          // times as many rows as count).
-          auto pause = [&] {
-            if (shared.queue.computes) __nanosleep(300);
-          };
-          clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing, pause);
+          clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
         }
         return;
       }
-      if (blockIdx.x >= shared.queue.list.blocks(order)) {
-        shared.queue.computes = false;
-        return;
-      }
+      if (blockIdx.x >= shared.queue.list.tiles(order)) return;
     }
     if constexpr (kIsClaimed<Order>) {
       constexpr int kClaiming = 3;
-      if (warp == kClaiming && elect_one_sync()) claim_tiles<Traits::kHeadDim>(params, order, shared.queue);
+      if (warp == kClaiming && elect_one_sync()) claim_tiles(params, order, shared.queue);
     }
     if (warp == 0 && elect_one_sync()) {
       unsigned const lane = 1u << threadIdx.x % 32;

@@ -74,7 +74,7 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
           params, order, maps_of<Traits>(params, order));
     };
     if constexpr (Order::kListed) {
-      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares, plan.expected);
+      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
       if (plan.prepares) launch_prepare<kStartsEarly>(params, order, stream);
       launch(order);
     } else if constexpr (kIsClaimed<Order>) {

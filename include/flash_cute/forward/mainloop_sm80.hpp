@@ -8,6 +8,7 @@
 #include "flash_cute/core/copy.hpp"
 #include "flash_cute/core/gemm.hpp"
 #include "flash_cute/core/layout.hpp"
+#include "flash_cute/core/special_registers.hpp"
 #include "flash_cute/forward/traits_sm80.hpp"
 
 namespace flash_cute {
@@ -143,7 +144,7 @@ struct ForwardMainloopSm80 {
   // The thread's index, read anew where registers are short (32 rows a warp, several blocks an SM): what
   // follows from it need not stay in registers in between.
   CUTE_DEVICE static int reread(int thread, bool registers_are_short) {
-    if (registers_are_short) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    if (registers_are_short) thread = read_thread_index();
     return thread;
   }
 

@@ -15,13 +15,12 @@ constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
 struct ForwardPlan {
   ForwardTile tile;
-  PackedRows rows;        // of a tile
-  int blocks;             // of the grid
-  bool ragged = false;    // sequences differ in length: a list of them is made on the device,
-  bool prepares = false;  // by a kernel of its own
-  int section_tiles = 0;  // of it, see RaggedOrder
-  bool claims = false;    // are tiles of sequences that are alike claimed, not shared out?
-  ExpectedLengths expected = {};
+  PackedRows rows;              // of a tile
+  int blocks;                   // of the grid
+  bool ragged = false;          // sequences differ in length: a list of them is made on the device,
+  bool prepares = false;        // by a kernel of its own
+  int section_tiles = 0;        // of it, see RaggedOrder
+  bool claims = false;          // are tiles of sequences that are alike claimed, not shared out?
   TileOrder order = {};         // of sequences that are alike
   int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
 };
@@ -109,11 +108,9 @@ inline PackedRows rows_of(Family family, ForwardTile const& tile, ProblemShape c
 }
 
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
-// block more than these need is started; behind a narrow window there are few short ones, which even out what
-// full rounds leave (docs/forward_sm90_experiments.md has the sweep).
+// block more than these need is started.
 inline int persistent_blocks(TileOrder const& order, int multiprocessors) {
-  int const rounds = ceil_div(order.tiles(), multiprocessors);
-  return order.few_keys ? smaller(order.tiles(), multiprocessors) : ceil_div(order.tiles(), rounds);
+  return ceil_div(order.tiles(), ceil_div(order.tiles(), multiprocessors));
 }
 
 // Stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many means
@@ -134,19 +131,6 @@ inline ForwardParams of_equal_lengths(ForwardParams const& params, int means) {
 // Lengths surely differ if the batch does not divide the rows.
 inline bool lengths_differ(ForwardParams const& params) {
   return params.lengths.cu_seqlens_q && params.shape.seqlen_q % larger(1, params.shape.batch) != 0;
-}
-
-// Else they may be alike: how tiles would then be shared out. Not so where they would be claimed, or where
-// heads would go through their tiles side by side.
-inline ExpectedLengths expect_equal_lengths(int bucket, ForwardParams const& params,
-                                            ForwardPlan const& plan) {
-  ForwardParams const equal = of_equal_lengths(params, 1);
-  TileOrder const order = TileOrder::make(equal.shape, equal.mask, plan.rows, params.device.l2_bytes, 0);
-  int const blocks = persistent_blocks(order, params.device.multiprocessors);
-  bool const pays = ExpectedLengths::pay(bucket) && !order.side_by_side && blocks <= plan.blocks &&
-                    !claims_tiles(equal, plan.rows);
-  if (lengths_differ(params) || !pays) return {};
-  return {equal.shape.seqlen_q, equal.shape.seqlen_k, blocks};
 }
 
 // What there is to do then for each query, in pairs that tiles cover. Most pairs are in sequences that are
@@ -202,7 +186,6 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
     result.section_tiles = persistent && alike ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
-    if (persistent) result.expected = plan::expect_equal_lengths(bucket, params, result);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
     result.workspace_bytes = result.prepares
                                  ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))

@@ -39,9 +39,6 @@ struct ForwardTraitsSm90 {
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
-  // Does a tile's first product with V overwrite O? Else O is cleared before. It saves 1% at short sequences;
-  // 192 x 64 loses 2.5% by asking which product is the first (its code is else the same; why is not known).
-  static constexpr bool kOverwritesO = !(kBlockM == 192 && kBlockN == 64);
   static constexpr int kThreads = (1 + kConsumers) * 128;
   static_assert(kThreads >= SequenceList::kLanes * kFewSequences);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
