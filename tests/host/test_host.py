@@ -8,7 +8,7 @@ from itertools import accumulate, groupby, pairwise
 
 import pytest
 import torch
-from cases import BATCHES, SHAPES, Mask
+from cases import Mask
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import assume, given, settings  # noqa: E402
