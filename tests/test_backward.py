@@ -721,7 +721,7 @@ def test_wild_offsets_stay_inside(
 @repeats
 def test_queries_without_keys_of_wild_offsets(kernel, deterministic):
     """Nothing is added to their gradients, though rows are made of them on Hopper: not of the NaN that memory
-    held before. Ten times, as it would be a race. The third sequence, whose offsets decrease, may have any."""
+    held before. Ten times, as it would be a race. The third sequence may have any: its offsets decrease."""
     total = 3072
     q, k, v = (
         x[0].transpose(0, 1)
