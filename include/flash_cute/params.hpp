@@ -84,15 +84,15 @@ struct BackwardWorkspace {
   // up by the kernel for dK and dV.
   float* dq = nullptr;
   // Where parts of a group of query heads have tiles of their own: sums of what these find of dK and dV,
-  // (2, heads_kv / parts_of_sum, blocks of keys, block_n * head dim of the kernel), as registers lie; behind
-  // them, where these add in turns, how many have. Else null.
+  // (2, heads_kv / parts_of_sum, blocks of keys, block_n * head dim of the kernel), as registers lie. Else
+  // null.
   float* dkv = nullptr;
   int64_t floats_of_dk = 0;
   int parts_of_sum = 1;
   // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
   // QuerySumsWriter. Null: they are 0 at first.
   int* additions = nullptr;
-  bool in_turns = false;  // are dQ and, on Hopper, dkv added to in one order?
+  bool in_turns = false;  // is dQ added to in one order?
   // Of sequences that differ in length, see number_keys: have all as many blocks of keys as expected? The
   // place of each one's first block of so many keys, and how many places there are; null where places follow
   // from the shape. Of packed ones the offsets, in order and within the totals, that later kernels read.

@@ -343,8 +343,6 @@ PYBIND11_MODULE(flash_cute_host, module) {
     add("terms", parts.terms.data, kTermBytes * plan.rows);
     add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
     add("dkv", parts.dkv, of_row * 2 * parts.floats_of_dk);
-    add("part_turns", plan.part_turns > 0 ? parts.dkv + 2 * parts.floats_of_dk : nullptr,
-        of_int * plan.part_turns);
     add("claimed", parts.claimed, of_int);
     add("additions", parts.additions, of_int * plan.additions);
     add("taken", parts.taken, of_int);

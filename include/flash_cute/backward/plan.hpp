@@ -35,8 +35,7 @@ struct BackwardPlan {
   int64_t key_numbers;          // more integers, which nobody clears, behind these: see number_keys
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
   int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
-  int parts_of_sum;             // that add to one of these, 1 if it is to have one order without turns
-  int64_t part_turns;           // integers behind them: how many have added (see BackwardWarpgroup::turn)
+  int parts_of_sum;             // that add to one of these, 1 if they are to be added in one order
   bool stats_in_dq;             // do LSE and delta lie where rows of dQ will, which are written last?
   int64_t workspace_bytes;
 
@@ -57,7 +56,7 @@ struct BackwardPlan {
     float *const floats = stats_in_dq ? static_cast<float*>(params.dq.data) : begin,
                  *const sums = stats_in_dq ? begin : begin + stats_of_row() * rows,
                  *const dkv = sums + rows * dq_columns;
-    int* const ints = reinterpret_cast<int*>(dkv + part_floats) + part_turns;
+    int* const ints = reinterpret_cast<int*>(dkv + part_floats);
     int *const of_rows = ints + 1 + additions, *const numbers = key_numbers > 0 ? ints + counters : nullptr;
     bool const orders_offsets = numbers && params.lengths.cu_seqlens_q;
     int const offsets = params.shape.batch + 1;
@@ -166,50 +165,42 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
                          wanted_tiles, one_by_one);
 }
 
-// Into how many equal parts a group of query heads is split, each with tiles of its own, which add their dK
-// and dV to sums that a kernel behind makes rows of; that costs some 4 steps a tile. As few as fill the GPU,
-// where each key is seen by as many queries; else tiles of the longest keys would be left at the end, and the
-// shorter ones read other heads than these, more than L2 holds: then as many as fill it twice, if they have
-// steps enough (H200; 8 query heads, causal, 1k to 16k: +5 to +16% over one part, four instead of two -5 to
-// 0%; full -8% for two). Single heads where these are long and tiles come one head after the other: of them
-// LSE and delta are found beside products, and sums of dQ are stored first (+1 to +3.5%; half as long and
-// shorter +1 to -3%). But no fewer than keep sums accurate: tensor cores seem to cut off what they add, and
-// each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows: by eight times half a unit of
-// fp16). If no such number divides the group, nor one up to twice as large, into single heads that have some
-// steps. In deterministic mode so many as keep some more steps, whatever the batch: then an entry of a
-// dense or padded one has the same bits in any.
+// Into how many equal parts a group of query heads is split. Each part has tiles of its own, and adds its dK
+// and dV to sums of which a kernel behind makes rows; that costs some eight steps a tile. As few as come
+// within 2% of the shortest time by a model of the schedule (H200; 8 query heads, causal, 1k to 16k: +5 to
+// +16% over one part): where each key is seen by as many queries, whole rounds of tiles; else the work of
+// all, and a quarter of the longest tile at the end. But no fewer than keep sums accurate: tensor cores seem
+// to cut off what they add, and each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows:
+// by eight times half a unit of fp16). In deterministic mode each part has sums of its own, so the number
+// depends on the group and its lengths alone: then an entry of a dense or padded batch has the same bits in
+// any. There each keeps so many steps that others of its kind would not help by 4%, and all sums, those of dQ
+// among them, take at most twice what one part's would.
 inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
-                       bool deterministic, bool one_by_one) {
+                       bool deterministic) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = queries_of_keys(params);
   bool const uneven = params.lengths.given || are_seen_unevenly(params);
   int const group = shape.heads_q / larger(1, shape.heads_kv);
   int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
-  int64_t const steps = int64_t(group) * ceil_div(mean, tile.block_m);
-  constexpr int kStepsOfPart = 32, kStepsOfHead = 8;
-  auto enough = [&](int parts) {
-    bool const fills = 8 * tiles * parts >= 7 * int64_t(at_a_time);
-    bool const pays = uneven && tiles * parts < 2 * int64_t(at_a_time) && steps >= 2 * kStepsOfPart * parts;
-    return fills && !pays;
+  auto steps = [&](int queries) { return int64_t(group) * ceil_div(queries, tile.block_m); };
+  constexpr int kStepsToBegin = 8, kStepsAlone = 256;
+  constexpr int64_t kRowsOfSum = 1 << 18, kMostTiles = 1 << 30;
+  auto time = [&](int parts) {
+    double const longest = double(steps(most)) / parts + kStepsToBegin;
+    if (!uneven) return double(ceil_div(tiles * parts, int64_t(at_a_time))) * longest;
+    double const of_all = tiles * (double(steps(mean)) + parts * kStepsToBegin) / at_a_time;
+    return larger(longest, of_all + longest / 4);
   };
-  if (tiles == 0) return 1;
-  auto divisor_up_to = [&](int64_t most_parts) {
-    int parts = int(larger<int64_t>(1, smaller<int64_t>(group, most_parts)));
-    while (group % parts != 0) --parts;
-    return parts;
-  };
-  if (deterministic) return divisor_up_to(steps / (8 * kStepsOfPart));
-  bool const can_be_single = tiles * group <= 1 << 30;
-  constexpr int kLong = 4096;  // queries
-  if (group > 1 && one_by_one && can_be_single && mean >= (uneven ? kLong : 2 * kLong)) return group;
-  constexpr int64_t kRowsOfSum = 1 << 18;
-  int64_t const keeping_accurate = ceil_div(int64_t(group) * most, kRowsOfSum);
-  int wanted = int(larger<int64_t>(1, smaller<int64_t>(group, keeping_accurate)));
-  while (wanted < group && !enough(wanted)) ++wanted;
-  int parts = wanted;
-  while (parts < 2 * wanted && group % parts != 0) ++parts;
-  if (group % parts == 0) return parts;
-  return can_be_single && steps >= int64_t(kStepsOfHead) * group ? group : divisor_up_to(wanted);
+  int64_t const for_twice_the_memory = 2 + group * int64_t(shape.seqlen_q) / larger(1, 2 * shape.seqlen_k);
+  int64_t const most_parts = deterministic ? smaller(steps(mean) / kStepsAlone, for_twice_the_memory) : group;
+  int parts = 1;
+  if (tiles == 0) return parts;
+  for (int next = 2; next <= smaller<int64_t>(group, most_parts) && tiles * next <= kMostTiles; ++next) {
+    if (group % next != 0) continue;
+    bool const is_accurate = steps(most) * tile.block_m <= kRowsOfSum * parts;
+    if (deterministic || !is_accurate || time(next) < 0.98 * time(parts)) parts = next;
+  }
+  return parts;
 }
 
 inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, bool needs_dq,
@@ -235,8 +226,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
   bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
-  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic, one_by_one);
-  plan.parts_of_sum = deterministic && !one_kernel ? 1 : plan.group_parts;
+  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic);
+  plan.parts_of_sum = deterministic ? 1 : plan.group_parts;
   plan.split_groups(params);
   KeysSeen const keys_seen = keys_of_queries(params);
   int64_t const of_sequence = ceil_div(plan.key_blocks, larger(1, shape.batch)),
@@ -254,10 +245,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
   if (needs_dkv && plan.group_parts > 1) {
     plan.part_floats = 2 * int64_t(plan.tiles / plan.parts_of_sum) * plan.tile.block_n * bucket;
-    // One for a warpgroup's 64 rows of each sum, up to a chunk of zeros.
-    if (one_kernel && deterministic) plan.part_turns = ceil_div(plan.part_floats, int64_t(256) * bucket) * 4;
   }
-  plan.in_turns = deterministic && (plan.sums_dq || plan.part_turns > 0);
+  plan.in_turns = deterministic && plan.sums_dq;
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
   // One for each block of queries of a head; more where these are few and there is more to clear.
   constexpr int64_t kFloatsToClear = 4096;  // by a block
@@ -311,7 +300,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   int64_t const integers = plan.counters + plan.key_numbers;
   plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
                              int64_t(sizeof(float)) +
-                         (plan.part_turns + integers) * int64_t(sizeof(int));
+                         integers * int64_t(sizeof(int));
   return plan;
 }
 

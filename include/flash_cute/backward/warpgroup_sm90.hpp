@@ -172,29 +172,6 @@ struct BackwardWarpgroup {
     }
   }
 
-  // Of additions beside barriers, of which the compiler does not know that they order them.
-  CUTE_DEVICE static void keep_order_of_memory() { asm volatile("" ::: "memory"); }
-
-  // How many parts of a group have added what a warpgroup has of their sum: behind all sums, where parts add
-  // in turns. They come in the launch order, so whoever waits, waits for a tile that has been claimed.
-  CUTE_DEVICE int* turn(KeyGradient which, int slot, int rank) const {
-    auto* const turns = reinterpret_cast<int*>(params.workspace.dkv + 2 * params.workspace.floats_of_dk);
-    int64_t const block = int64_t(slot) * Traits::kCluster + rank;
-    return turns + 2 * (block * Traits::kKeyGroups + (Traits::kInCluster ? 0 : warpgroup)) + int(which);
-  }
-  CUTE_DEVICE void await_turn(KeyGradient which, int slot, int rank, int part) const {
-    if (read_thread_index() % 128 == 0) {
-      while (load_acquire(turn(which, slot, rank)) < part) __nanosleep(100);
-    }
-    sync_warpgroup(warpgroup);
-    keep_order_of_memory();
-  }
-  CUTE_DEVICE void pass_turn(KeyGradient which, int slot, int rank) const {
-    keep_order_of_memory();
-    sync_warpgroup(warpgroup);
-    if (read_thread_index() % 128 == 0) add_release(turn(which, slot, rank));
-  }
-
   // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
@@ -204,9 +181,7 @@ struct BackwardWarpgroup {
         using Parts = KeyParts<Traits>;
         int const slot = shared.part_slots[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-        if (params.workspace.in_turns) await_turn(which, slot, rank, tile.head_kv % params.group_parts);
         Parts::add(Parts::of(params, which, slot, rank, key_thread()), acc);
-        if (params.workspace.in_turns) pass_turn(which, slot, rank);
         return;
       }
     }
