@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "flash_cute/attention/ragged.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flash_cute/attention/mask.hpp"
+#include "flash_cute/attention/mask/window.hpp"
 
 namespace flash_cute {
 
@@ -75,9 +75,9 @@ struct BackwardWorkspace {
   // dQ will.
   float* lse = nullptr;
   float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  // Instead of both, kTermBytes of each query (see query_terms_sm90.hpp): in rows of dQ, if that is asked
-  // for, until they are written. Of a block of queries the first 1 << log2_terms_of_row lie side by side in
-  // its first row, the next in its second.
+  // Instead of both, kTermBytes of each query (see backward/sm90/lse_delta_mma.hpp): in rows of dQ, if that
+  // is asked for, until they are written. Of a block of queries the first 1 << log2_terms_of_row lie side by
+  // side in its first row, the next in its second.
   TensorView terms;
   int log2_terms_of_row = 0;
   // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed

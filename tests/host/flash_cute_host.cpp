@@ -14,12 +14,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "flash_cute/attention/mask.hpp"
-#include "flash_cute/attention/ragged.hpp"
-#include "flash_cute/attention/scheduler.hpp"
+#include "flash_cute/attention/mask/window.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
 #include "flash_cute/attention/sequence.hpp"
-#include "flash_cute/attention/tiles.hpp"
-#include "flash_cute/backward/key_order.hpp"
+#include "flash_cute/forward/tiles.hpp"
+#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/backward/plan.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/plan.hpp"

@@ -18,9 +18,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)
   return cudaFuncGetAttributes(attributes, reinterpret_cast<void const*>(kernel));
 }
 
-#include "flash_cute/core/early_launch.hpp"
+#include "flash_cute/core/dependent_launch.hpp"
 #include "flash_cute/core/launch_kernel.hpp"
-#include "flash_cute/core/tensor_map.hpp"
+#include "flash_cute/core/sm90/tensor_map.hpp"
 
 namespace {
 

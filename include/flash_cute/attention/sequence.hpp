@@ -1,7 +1,7 @@
 // One sequence of a batch: where its queries and keys begin, how many count, and the mask between them.
 #pragma once
 
-#include "flash_cute/attention/mask.hpp"
+#include "flash_cute/attention/mask/window.hpp"
 #include "flash_cute/core/platform.hpp"
 #include "flash_cute/params.hpp"
 

@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flash_cute/core/layout.hpp"
+#include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/params.hpp"
 
 namespace flash_cute {

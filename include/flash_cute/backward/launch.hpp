@@ -1,5 +1,5 @@
 // The host's face of the backward's kernels: what torch, JAX and a C++ test call. Implemented by
-// launch_<family>.cuh.
+// <family>/launch.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

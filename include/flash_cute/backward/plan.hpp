@@ -2,10 +2,10 @@
 // explain prints it. Knows no CUDA.
 #pragma once
 
-#include "flash_cute/attention/block_places.hpp"
-#include "flash_cute/attention/scheduler.hpp"
-#include "flash_cute/backward/key_tile.hpp"
+#include "flash_cute/attention/batch_blocks.hpp"
+#include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
 
 namespace flash_cute {
 

@@ -21,8 +21,9 @@ struct BackwardTile {
   int cluster = 1;          // thread blocks that share a tile: its keys, and its part of dQ by columns
   bool adds_terms = false;  // on Hopper: do queries add LSE and delta by a product (see QueryTerms)?
   int held_slices = 0;      // on Hopper: of K and of V, 16 columns each, in registers (see HeldSlices)
-  // On Ampere, where two halves of a block's warps split the work (see split_mainloop_sm80.hpp): those of a
-  // half along the keys of dV or dK, others along the columns. Both above are then a half's, for S or dP.
+  // On Ampere, where two halves of a block's warps split the work (see backward/sm80/split_mainloop.hpp):
+  // those of a half along the keys of dV or dK, others along the columns. Both above are then a half's, for S
+  // or dP.
   int split_warps_keys = 0;
 
   constexpr bool splits_work() const { return split_warps_keys > 0; }

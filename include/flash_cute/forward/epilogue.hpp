@@ -1,9 +1,9 @@
 // How a tile's rows end, in both families; the LSE leaves straight from the registers of the compute warps.
 #pragma once
 
-#include "flash_cute/attention/ragged.hpp"
 #include "flash_cute/attention/tile_views.hpp"
-#include "flash_cute/core/layout.hpp"
+#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 

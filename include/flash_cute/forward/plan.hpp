@@ -5,9 +5,9 @@
 #include <limits>
 #include <stdexcept>
 
-#include "flash_cute/attention/ragged.hpp"
-#include "flash_cute/attention/scheduler.hpp"
-#include "flash_cute/attention/tiles.hpp"
+#include "flash_cute/forward/tiles.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 

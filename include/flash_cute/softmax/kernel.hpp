@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "flash_cute/core/early_launch.hpp"
+#include "flash_cute/core/dependent_launch.hpp"
 #include "flash_cute/softmax/reduce.hpp"
 #include "flash_cute/softmax/row.hpp"
 

@@ -1,0 +1,152 @@
+// Online softmax in base 2 over the rows that one thread owns; a row is spread over the four lanes of a quad.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/core/math.hpp"
+
+namespace flash_cute {
+
+struct MaxOp {
+  CUTE_DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+template <class Op>
+CUTE_DEVICE float reduce_quad(float value, Op op) {
+  value = op(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return op(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+// Each row times its factor.
+template <class Output, class Factors>
+CUTE_DEVICE void scale_rows(Output& acc_o, Factors const& factor) {
+  auto output = row_col_view(acc_o);
+  CUTE_UNROLL
+  for (int row = 0; row < size<0>(output); ++row) {
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); ++col) output(row, col) *= factor[row];
+  }
+}
+
+// Results computed so far, times factor, are relative to the reference of later ones.
+template <int kRows>
+struct Correction {
+  bool needed;  // by any row of the warp
+  cute::array<float, kRows> factor;
+
+  template <class Output>
+  CUTE_DEVICE void apply(Output& acc_o) const {
+    if (needed) scale_rows(acc_o, factor);
+  }
+};
+
+// Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
+// of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
+// block. With 8 they stay below 256, sums and products in float do not care, and O is seldom rescaled.
+template <int kRows, int kSlack>
+struct OnlineSoftmax {
+  float scale_log2;
+  float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
+  float row_sum[kRows];    // this lane's share, until finish() adds up the quad
+
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
+
+  CUTE_DEVICE void reset() {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      reference[row] = -FLT_MAX;
+      row_sum[row] = 0.f;
+    }
+  }
+
+  // Raw scores become probabilities. Returns what brings earlier results to the same reference.
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
+    auto scores = row_col_view(acc_s);
+    Correction<kRows> const correction = raise_references(scores);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - reference[row]);
+        row_sum[row] += scores(row, col);
+      }
+    }
+    return correction;
+  }
+
+  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
+  // Rows without a key, as sees_nothing(row) tells, become zeros even where a hidden V was not finite; they
+  // are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have a
+  // sum of 0, too: they become NaN.
+  template <class Output, class SeesNothing>
+  CUTE_DEVICE void finish(Output& acc_o, SeesNothing const& sees_nothing) {
+    float factor[kRows];
+    bool empty_sum = false;  // of any row
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      float const sum = reduce_quad(row_sum[row], SumOp{});
+      empty_sum |= sum == 0.f;
+      factor[row] = __fdividef(1.f, sum);
+      // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
+      float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);
+      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
+    }
+    if (__any_sync(0xffffffffu, empty_sum)) {
+      auto output = row_col_view(acc_o);
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        if (lse(row) != -INFINITY || !sees_nothing(row)) continue;
+        factor[row] = 1.f;
+        CUTE_UNROLL
+        for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;
+      }
+    }
+    scale_rows(acc_o, factor);
+  }
+
+  CUTE_DEVICE float lse(int row) const { return reference[row]; }
+
+ private:
+  template <class Scores>
+  CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
+    Correction<kRows> correction{kSlack == 0};
+    float highest[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) highest[row] = highest_score(scores, row);
+    if constexpr (kSlack > 0) {  // this lane's own scores tell whether a row is behind
+      bool behind = false;
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) behind |= is_behind(row, highest[row] * scale_log2);
+      correction.needed = __any_sync(0xffffffffu, behind);
+    }
+    if (correction.needed) {
+      CUTE_UNROLL
+      for (int row = 0; row < kRows; ++row) {
+        float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
+        float const raised = is_behind(row, scaled) ? scaled : reference[row];
+        correction.factor[row] = fast_exp2(reference[row] - raised);
+        reference[row] = raised;
+        row_sum[row] *= correction.factor[row];
+      }
+    }
+    return correction;
+  }
+
+  CUTE_DEVICE bool is_behind(int row, float scaled) const { return scaled > reference[row] + kSlack; }
+
+  // Two chains of maxima, as each one waits for the one before.
+  template <class Scores>
+  CUTE_DEVICE static float highest_score(Scores const& scores, int row) {
+    float even = scores(row, 0), odd = scores(row, 1);
+    CUTE_UNROLL
+    for (int col = 2; col < size<1>(scores); col += 2) {
+      even = fmaxf(even, scores(row, col));
+      odd = fmaxf(odd, scores(row, col + 1));
+    }
+    return fmaxf(even, odd);
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,26 @@
+// Rows that see nothing, which come first: their gradient is 0.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/core/accumulator.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// The first `count` rows of an accumulator become 0, whatever they hold: where a key is not finite, their
+// weights of 0 have made NaN of it.
+template <class Accumulator, class Coords>
+CUTE_DEVICE void clear_first_rows(Accumulator& acc, Coords const& accumulator_coords, int count) {
+  auto values = row_col_view(acc);
+  auto const coords = row_col_view(accumulator_coords);
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(values); ++i) {
+    if (get<0>(coords(i, 0)) >= count) continue;
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(values); ++j) values(i, j) = 0.f;
+  }
+}
+
+}  // namespace flash_cute

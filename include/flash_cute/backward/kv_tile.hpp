@@ -1,0 +1,64 @@
+// A block of keys, which a thread block of the backward keeps, and the queries that pass by it.
+#pragma once
+
+#include "flash_cute/attention/batch_blocks.hpp"
+#include "flash_cute/attention/sequence.hpp"
+
+namespace flash_cute {
+
+// Which block of queries a block of keys begins with: the first or the last that sees it, or the one of its
+// own number.
+enum class QueryStart : unsigned char { first, last, own };
+
+// A block of keys of one head, and the blocks of queries of its sequence.
+struct KeyTile {
+  Sequence sequence;
+  int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
+  int first_place, places;            // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
+  QueryStart start = QueryStart::first;
+
+  // Of a block of its queries among those of all heads.
+  FLASH_CUTE_HOST_DEVICE int64_t place(int head, int block) const {
+    return int64_t(head) * places + first_place + block;
+  }
+};
+static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
+
+// In the Ampere family where halves of a thread block split the work: kept in shared memory, so that this
+// takes no register.
+struct SplitKeyTile : KeyTile {
+  int first_row;  // that sees a key
+
+  SplitKeyTile() = default;
+  FLASH_CUTE_HOST_DEVICE SplitKeyTile(KeyTile const& tile)
+      : KeyTile(tile), first_row(tile.sequence.mask.first_seeing_row()) {}
+};
+
+// The mask seen from the keys, which are rows here; those past the end see nobody.
+struct MaskOfKeys {
+  WindowMask transposed;
+
+  FLASH_CUTE_HOST_DEVICE int first_key(int key) const { return transposed.first_key(key); }
+  FLASH_CUTE_HOST_DEVICE int end_key(int key) const {
+    return key < transposed.seqlen_q ? transposed.end_key(key) : 0;
+  }
+};
+
+// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its
+// queries are those that see a key: the blind ones before them are no part of it, and without any it has no
+// keys either.
+template <Family family, class Params>
+FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
+  Sequence s = sequence(params, b);
+  if constexpr (family == Family::sm90) {
+    int const blind = s.mask.first_seeing_row();
+    s.queries.begin += blind;
+    s.used -= blind;
+    s.mask.seqlen_q -= blind;
+    if (s.mask.seqlen_q == 0) s.mask.seqlen_k = 0;
+  }
+  return s;
+}
+
+}  // namespace flash_cute

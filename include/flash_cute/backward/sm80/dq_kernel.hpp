@@ -1,0 +1,179 @@
+// dQ alone, by the Ampere family: one thread block per block of queries, over the blocks of keys that it
+// sees. Its sums have one order, so it serves where gradients must repeat bit by bit; and where no other is
+// asked for.
+#pragma once
+
+#include "flash_cute/attention/batch_blocks.hpp"
+#include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/fully_masked.hpp"
+#include "flash_cute/backward/tiles.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/sm80/copy_async.hpp"
+#include "flash_cute/core/sm80/gemm.hpp"
+#include "flash_cute/core/sm80/tensor_core.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
+
+namespace flash_cute {
+
+template <class Instance_>
+struct QueryTraitsSm80 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+  static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim).queries;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kHeadDim = Instance::head_dim, kThreads = kTile.warps * 32;
+
+  using TensorCore = TensorCoreSm80<Element, kHeadDim>;
+  using Mma = typename TensorCore::template TiledMma<kTile.warps, 1>;
+  using LayoutAtom = typename TensorCore::LayoutAtom;
+  using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutKVt =
+      decltype(composition(LayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>,
+                                              Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
+  struct SharedStorage {
+    alignas(128) Element q[cosize_v<LayoutQ>];
+    alignas(128) Element dout[cosize_v<LayoutQ>];
+    alignas(128) Element k[cosize_v<LayoutKV>];
+    alignas(128) Element v[cosize_v<LayoutKV>];
+  };
+};
+
+// place_rows: queries of a block as the workspace counts them.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+    backward_query_kernel_sm80(__grid_constant__ BackwardParams const params, int const place_rows) {
+  using Element = typename Traits::Element;
+  using TensorCore = typename Traits::TensorCore;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
+  using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
+  using TileKV = Shape<Int<kBlockN>, Int<Traits::kHeadDim>>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  int const thread = threadIdx.x;
+  ProblemShape const& shape = params.shape;
+  BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
+  auto const [head, of_head] = tiles.of_block(blockIdx.x);
+  int const b = tiles.sequence(of_head);
+  Sequence const s = sequence(params, b);
+  WindowMask const& mask = s.mask;
+  int const m_begin = (of_head - tiles.first(b)) * kBlockM;
+  if (!has_rows(m_begin, s.used)) return;
+  BlockRange const visited = mask.visited(m_begin, kBlockM, kBlockN);
+  BlockRange const unmasked = mask.unmasked(m_begin, kBlockM, kBlockN);
+
+  typename Traits::Mma const mma;
+  auto const thread_mma = mma.get_slice(thread);
+  Tensor acc_dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
+  clear(acc_dq);
+  Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});      // (M, D)
+  Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});  // (M, D)
+  Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});     // (N, D, STAGE)
+  Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});     // (N, D, STAGE)
+  Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKVt{});   // (D, N, STAGE)
+  auto load = [&](auto tile_shape, TensorView const& view, int of_head, int first, int begin,
+                  TileInterior const& interior, auto&& target) {
+    auto const loader = typename TensorCore::template TiledLoad<Traits::kThreads>{}.get_slice(thread);
+    Tensor source = local_tensor<Element>(view, b, of_head, int64_t(first) + begin, tile_shape);
+    copy_async(typename TensorCore::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
+               loader.partition_S(make_identity_tensor(tile_shape)), interior);
+  };
+  auto load_keys = [&](int block) {
+    int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
+    TileInterior const interior{0, {mask.seqlen_k - begin, shape.head_dim}};
+    load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, block % kStages));
+    load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, block % kStages));
+  };
+  auto const copy_a = make_tiled_copy_A(typename TensorCore::FragmentAtom{}, mma);
+  auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma);
+  auto const copy_bt = make_tiled_copy_B(typename TensorCore::FragmentAtomTransposed{}, mma);
+
+  int const first_row = mask.first_seeing_row() - m_begin;
+  TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
+  TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim}};
+  load(TileQ{}, params.q, head, s.queries.begin, m_begin, interior, sQ);
+  load(TileQ{}, params.dout, head, s.queries.begin, m_begin, interior_dout, sdO);
+
+  Tensor cS = thread_mma.partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
+  auto const coords = row_col_view(cS);
+  constexpr int kRows = decltype(size<0>(coords))::value;
+  float lse[kRows], delta[kRows];
+  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * place_rows + m_begin;
+  CUTE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    int const row = get<0>(coords(i, 0));
+    bool const counts = m_begin + row < s.used;
+    lse[i] = counts ? params.workspace.lse[stored + row] : INFINITY;
+    delta[i] = counts ? params.workspace.delta[stored + row] : 0.f;
+  }
+
+  if (!visited.empty()) load_keys(visited.end - 1);
+  cp_async_fence();
+  for (int block = visited.end - 1; block >= visited.begin; --block) {
+    int const stage = block % kStages;
+    cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (kStages == 2) {
+      if (block > visited.begin) load_keys(block - 1);
+      cp_async_fence();
+    }
+    // acc += A B^T
+    auto product = [&](auto const& sA, auto const& sB, auto& acc) {
+      Tensor rA = thread_mma.partition_fragment_A(sA);
+      Tensor rB = thread_mma.partition_fragment_B(sB);
+      Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
+      Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
+      Tensor tA = copy_a.get_slice(thread).partition_S(sA);
+      Tensor tB = copy_b.get_slice(thread).partition_S(sB);
+      gemm_from_shared(
+          mma, acc, rA, rB, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); },
+          [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
+    };
+    Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
+    clear(acc_s);
+    product(sQ, sK(_, _, stage), acc_s);
+    if (!unmasked.contains(block)) {
+      hide_invisible<ComparedKeys>(mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
+    }
+    Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
+    auto scores = row_col_view(acc_s), gradients = row_col_view(acc_ds);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      CUTE_UNROLL
+      for (int col = 0; col < size<1>(scores); ++col) {
+        scores(row, col) =
+            fast_exp2(fmaf(scores(row, col), params.softmax_scale * float(M_LOG2E), -lse[row]));
+        gradients(row, col) = delta[row];
+      }
+    }
+    product(sdO, sV(_, _, stage), acc_ds);
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
+    Tensor rdS = convert<Element>(acc_ds);
+
+    Tensor rB = thread_mma.partition_fragment_B(plain_like(sKt(_, _, 0)));
+    Tensor rB_copy = copy_bt.get_slice(thread).retile_D(rB);
+    Tensor tB = copy_bt.get_slice(thread).partition_S(sKt);
+    gemm_from_shared(
+        mma, acc_dq, operand_a_view(rdS), rB, [](int) {},
+        [&](int n, int k) { copy(copy_bt, tB(_, n, k, stage), rB_copy(_, n, k)); });
+    if constexpr (kStages == 1) {
+      __syncthreads();
+      if (block > visited.begin) load_keys(block - 1);
+      cp_async_fence();
+    }
+  }
+
+  CUTE_UNROLL
+  for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.softmax_scale;
+  Tensor dq_coords = thread_mma.partition_C(make_identity_tensor(TileQ{}));
+  clear_first_rows(acc_dq, dq_coords, first_row);
+  Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
+  store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, acc_dq, dq_coords);
+}
+
+}  // namespace flash_cute

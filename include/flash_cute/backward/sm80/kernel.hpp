@@ -1,0 +1,84 @@
+// The Ampere family's backward kernel: one thread block per block of keys and head of K and V.
+#pragma once
+
+#include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/backward/gqa_reduce.hpp"
+#include "flash_cute/backward/sm80/mainloop.hpp"
+#include "flash_cute/backward/sm80/split_mainloop.hpp"
+#include "flash_cute/backward/tile_scheduler.hpp"
+#include "flash_cute/scheduler/tile_of_block.hpp"
+
+namespace flash_cute {
+
+// By whole warps, of what is the same in all threads: ptxas, which is told so, then needs no register of each
+// thread. Of a tile what the loop uses.
+CUTE_DEVICE int uniform(int value) { return __reduce_max_sync(0xffffffffu, value); }
+CUTE_DEVICE KeyTile uniform(KeyTile tile) {
+  for (int* value : {&tile.sequence.queries.begin, &tile.sequence.mask.seqlen_q, &tile.sequence.mask.seqlen_k,
+                     &tile.batch, &tile.head_kv, &tile.n_begin, &tile.first_place, &tile.places}) {
+    *value = uniform(*value);
+  }
+  return tile;
+}
+
+template <class Traits, DqSums dq_sums>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
+    backward_kernel_sm80(__grid_constant__ BackwardParams const params,
+                         __grid_constant__ KeyOrderSm80 const order) {
+  using Element = typename Traits::Element;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
+  int const thread = threadIdx.x;
+  auto const of_block = tile_of_block<Traits::kTileInSharedMemory>([&]() -> typename Traits::Tile {
+    return order(params, Traits::kBlockM, Traits::kBlockN, read_block_index());
+  });
+  auto of_loop = [&]() -> decltype(auto) {
+    if constexpr (Traits::kSparesRegisters) {
+      return uniform(of_block.get());
+    } else {
+      return of_block.get();
+    }
+  };
+  typename Traits::Tile const& tile = of_loop();
+  if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) return;
+
+  using TileKV = typename Traits::TileKV;
+  typename Traits::MmaKeys const mma;
+  // Of a half, where two split the work: the first has dV, the second dK.
+  auto own = [](int thread_of_block) {
+    return Traits::kSplitsWork ? thread_of_block % Traits::kKeyThreads : thread_of_block;
+  };
+  auto store = [&](typename Traits::Tile const& tile, KeyGradient which, TensorView const& view, auto& acc,
+                   auto const& coords) {
+    if (params.workspace.dkv) {
+      using Parts = KeyParts<Traits>;
+      return Parts::add(Parts::of(params, which, Parts::slot_of(params, tile), 0, own(read_thread_index())),
+                        acc);
+    }
+    scale_gradient(params, which, acc);
+    Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
+                                          int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
+    store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
+               params.shape.head_dim, acc, coords);
+  };
+  auto coords = [&] { return mma.get_slice(own(thread)).partition_C(make_identity_tensor(TileKV{})); };
+  if constexpr (Traits::kSplitsWork) {
+    Tensor acc = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
+    clear(acc);
+    BackwardSplitMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
+    bool const has_dv = thread < Traits::kKeyThreads;
+    store(tile, has_dv ? KeyGradient::dv : KeyGradient::dk, has_dv ? params.dv : params.dk, acc, coords());
+  } else {
+    Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
+    clear(acc_dk);
+    clear(acc_dv);
+    BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
+    Tensor const places = coords();
+    typename Traits::Tile const& asked_anew = of_block.get();  // rather than kept for the loop
+    store(asked_anew, KeyGradient::dk, params.dk, acc_dk, places);
+    store(asked_anew, KeyGradient::dv, params.dv, acc_dv, places);
+  }
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,83 @@
+// Launches the Ampere family's backward.
+#pragma once
+
+#include <type_traits>
+
+#include "flash_cute/backward/launch.hpp"
+#include "flash_cute/backward/sm80/dq_kernel.hpp"
+#include "flash_cute/backward/sm80/kernel.hpp"
+#include "flash_cute/backward/sm80/postprocess.hpp"
+#include "flash_cute/backward/sm80/preprocess.hpp"
+
+namespace flash_cute {
+
+// Calls visitor(traits, its sums of dQ) for the kernel of blocks of keys that a plan names.
+template <class Instance, int index = 0, class Visitor>
+auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  if constexpr (index + 1 < kTiles.count()) {
+    if (plan.tile != kTiles.keys[index]) return visit_backward_sm80<Instance, index + 1>(plan, visitor);
+  }
+  auto visit = [&]<DqSums sums>(std::integral_constant<DqSums, sums> constant) {
+    return visitor(BackwardTraitsSm80<Instance, kTiles.keys[index]>{}, constant);
+  };
+  if constexpr (!kTiles.keys[index].knows_dq) {
+    return visit(std::integral_constant<DqSums, DqSums::asked>{});
+  } else {
+    return plan.sums_dq ? visit(std::integral_constant<DqSums, DqSums::all>{})
+                        : visit(std::integral_constant<DqSums, DqSums::none>{});
+  }
+}
+
+template <class Instance>
+void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
+                                   cudaStream_t stream) {
+  using Query = QueryTraitsSm80<Instance>;
+  DeviceInfo const& device = params.device;
+  int const queries = plan.query_blocks * params.shape.heads_q;
+  constexpr int kRowThreads = 256;
+  // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
+  // kernel for rows of dQ, if it has enough.
+  int const enough = 2 * device.multiprocessors;
+  BackwardParams const ordered = params.with_offsets_in_order();
+  bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
+  visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
+    launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
+        device, plan.first_blocks, kRowThreads, 0, stream, params);
+    if (plan.runs_keys) {
+      KeyOrderSm80 const order{plan.order};
+      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
+                                                             sizeof(typename Traits::SharedStorage), stream,
+                                                             ordered, order);
+    }
+    if (plan.key_parts() > 0) {
+      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, ordered);
+    }
+    if (plan.sums_dq) {
+      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, ordered,
+                                                       clears_beside ? enough : 0);
+    }
+  });
+  if (plan.runs_queries) {
+    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.query_tiles * params.shape.heads_q,
+                                                     Query::kThreads, sizeof(typename Query::SharedStorage),
+                                                     stream, ordered, plan.tile.block_m);
+  }
+  if (params.lengths.given && !clears_beside) {
+    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream, ordered);
+  }
+}
+
+template <class Instance>
+KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) {
+  auto read = []<class Traits>(Traits, auto* kernel) {
+    return read_attributes(kernel, Traits::kThreads, sizeof(typename Traits::SharedStorage));
+  };
+  using Query = QueryTraitsSm80<Instance>;
+  if (!plan.runs_keys) return read(Query{}, backward_query_kernel_sm80<Query>);
+  return visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits traits, auto dq_sums) {
+    return read(traits, backward_kernel_sm80<Traits, dq_sums()>);
+  });
+}
+
+}  // namespace flash_cute

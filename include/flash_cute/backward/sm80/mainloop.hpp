@@ -1,0 +1,155 @@
+// The Ampere family's backward maths: dK and dV of one block of keys, and its part of dQ, over the blocks of
+// queries that see it.
+#pragma once
+
+#include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/gqa_reduce.hpp"
+#include "flash_cute/backward/kv_tile.hpp"
+#include "flash_cute/backward/sm80/operands.hpp"
+#include "flash_cute/backward/sm80/traits.hpp"
+#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
+
+namespace flash_cute {
+
+template <class Traits, DqSums dq_sums>
+struct BackwardMainloopSm80 {
+  using Element = typename Traits::Element;
+  using SharedStorage = typename Traits::SharedStorage;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  static constexpr int kStages = Traits::kStages;
+  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+
+  // P^T and dS^T have keys as rows, so that dV += P^T dO and dK += dS^T Q take them as they are; dS goes
+  // through shared memory to dQ += dS K, whose rows are queries. A step has two barriers: Q and dO are there
+  // and the step before is over; dS is there. acc_dk and acc_dv: (MMA, MMA_N, MMA_D).
+  template <class Gradient>
+  CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
+                              int thread, Gradient& acc_dk, Gradient& acc_dv) {
+    if constexpr (Traits::kSparesRegisters) {  // addresses then take fewer registers
+      __builtin_assume(0 <= thread && thread < Traits::kThreads);
+    }
+    WindowMask const& mask = tile.sequence.mask;
+    MaskOfKeys const mask_of_keys{mask.transposed()};
+    BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
+    BlockRange const unmasked = tile.n_begin + kBlockN <= mask.seqlen_k
+                                    ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
+                                    : BlockRange{0, 0};
+    if (visited.empty()) return;
+    int const heads = params.shape.heads_q / params.shape.heads_kv,
+              steps = heads * (visited.end - visited.begin);
+    bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
+
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
+    Tensor sKt = columns_of_keys<Traits>(shared.k);                                           // (D, N, PART)
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});             // (M, D, STAGE)
+    Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});           // (D, M, STAGE)
+    Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});         // (M, D, STAGE)
+    Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQt{});       // (D, M, STAGE)
+    Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::LayoutS{})(_, _, 0);    // (N, M)
+    Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
+    Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
+
+    KeyTileLoader<Traits> const loader{params, tile, shared, thread};
+
+    // Shared memory to registers.
+    typename Traits::MmaKeys const mma;
+    typename Traits::MmaQueries const mma_dq;
+    auto const thread_mma = mma.get_slice(thread);
+    typename Traits::FragmentAtom const atom;
+    typename Traits::FragmentAtomTransposed const transposed_atom;
+    auto const copy_a = make_tiled_copy_A(atom, mma);
+    auto const copy_b = make_tiled_copy_B(atom, mma);
+    auto const copy_bt = make_tiled_copy_B(transposed_atom, mma);
+    auto const copy_dst = make_tiled_copy_A(transposed_atom, mma_dq);
+    auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
+    Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
+
+    // acc += X B^T, with X = P or dS from registers where this warp has all its columns, else from sX.
+    auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
+      if constexpr (Traits::kSharesScores) {
+        multiply_shared(thread, mma, copy_a, sX, copy_bt, sB, acc);
+      } else {
+        multiply_by_shared(thread, mma, operand_a_view(rX), [](int) {}, copy_bt, sB, acc);
+      }
+    };
+    auto store_scores = [&](auto const& rX, auto&& sX) {
+      copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
+    };
+
+    loader.load_keys(params.k, shared.k);
+    loader.load_keys(params.v, shared.v);
+    // Of this step, and of the next one to be loaded.
+    int head = tile.head_kv * heads, block = visited.begin, stage = 0;
+    int const end_head = head + heads;
+    int next_head = head, next_block = block;
+    auto load_next = [&](int next_stage) {
+      if (next_head < end_head) loader.load_queries(next_head, next_block, next_stage);
+      cp_async_fence();
+      if (++next_block == visited.end) {
+        next_block = visited.begin;
+        ++next_head;
+      }
+    };
+    load_next(0);
+    for (int left = steps; left > 0; --left, stage ^= kStages - 1) {
+      cp_async_wait<0>();
+      __syncthreads();
+      if constexpr (kStages == 2) load_next(stage ^ 1);
+
+      Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
+      clear(acc_s);
+      multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
+      if (!unmasked.contains(block)) {
+        if constexpr (Traits::kSparesRegisters) {  // places and limits are found here, not kept for the loop
+          MaskOfKeys const from_block{mask_of_keys.transposed.from_key(block * kBlockM)};
+          auto const own_mma = mma.get_slice(read_thread_index());
+          hide_invisible<ComparedKeys>(from_block, PlainRows{}, tile.n_begin, 0,
+                                       own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
+        } else {
+          hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
+        }
+      }
+      auto const of_stage = [&](float const* of_queries) { return of_queries + stage * kBlockM; };
+      weigh(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));
+      Tensor rP = convert<Element>(acc_s);
+      if constexpr (Traits::kSharesScores) store_scores(rP, sP);
+
+      Tensor acc_ds = partition_fragment_C(mma, TileS{});  // dP - rowsum(dO O), then dS
+      fill_columns(acc_ds, cS, of_stage(shared.delta));
+      multiply_shared(thread, mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
+      Tensor rdS = convert<Element>(acc_ds);
+      if constexpr (Traits::kSharesScores) {
+        store_scores(rdS, sdS);
+        __syncthreads();
+      }
+      product_of_scores(rP, sP, sdOt(_, _, stage), acc_dv);
+      if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
+      product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
+      if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
+      if constexpr (kStages == 1) load_next(0);
+      if (sums_dq) {
+        float* sums = params.workspace.dq + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
+        CUTE_UNROLL
+        for (int part = 0; part < Traits::kDqParts; ++part) {
+          Tensor acc_dq = partition_fragment_C(mma_dq, typename Traits::TileDq{});  // (MMA, MMA_M, MMA_D)
+          clear(acc_dq);
+          multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt(_, _, part), acc_dq);
+          CUTE_UNROLL
+          for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
+          sums += size(acc_dq) * Traits::kThreads;
+        }
+      }
+      if (++block == visited.end) {
+        block = visited.begin;
+        ++head;
+      }
+    }
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,94 @@
+// Types of the Ampere family's backward: products, shared-memory layouts, copies.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/backward/kv_tile.hpp"
+#include "flash_cute/backward/tiles.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/sm80/tensor_core.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// Which kernels for keys add their part of dQ to its sums; asked: those that are given them.
+enum class DqSums { none, all, asked };
+
+template <class Instance_, BackwardTile tile>
+struct BackwardTraitsSm80 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+
+  static constexpr BackwardTile kTile = tile;
+  static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kThreads = kTile.warps() * 32;
+  // A tile's keys are one thread block's, and all of its threads have some of dV and dK, or one half of them
+  // of dV, the other of dK (see KeyParts).
+  static constexpr bool kSplitsWork = kTile.splits_work();
+  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
+  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using Tile = std::conditional_t<kSplitsWork, SplitKeyTile, KeyTile>;
+
+  // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
+  // its registers; where several share them, they do so through shared memory.
+  using TensorCore = TensorCoreSm80<Element, kHeadDim>;
+  static constexpr bool kSharesScores = kTile.warps_across > 1;
+  using MmaScores = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
+  static constexpr int kWarpsKeys = kSplitsWork ? kTile.split_warps_keys : kTile.warps_keys;
+  using MmaKeys = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
+  static constexpr int kWarpsQueries = kTile.warps_queries;
+  static_assert(kTile.warps() % kWarpsQueries == 0);
+  using MmaQueries = typename TensorCore::template TiledMma<kWarpsQueries, kTile.warps() / kWarpsQueries>;
+  // dQ is computed by parts of its columns, whole panels: more than 32 floats of a thread would leave no
+  // registers for operands to be loaded ahead.
+  static constexpr bool kFewSums = kBlockM * kHeadDim <= 32 * kThreads;
+  static constexpr int kDqParts = kFewSums || kHeadDim % 64 != 0 ? 1
+                                  : kHeadDim % 128 == 0          ? 2
+                                                                 : kHeadDim / 64;
+  using TileDq = Shape<Int<kBlockM>, Int<kHeadDim / kDqParts>>;
+
+  template <class Layout, int rows, int columns, int stages>
+  using Transposed =
+      decltype(composition(Layout{}, make_layout(Shape<Int<columns>, Int<rows>, Int<stages>>{},
+                                                 Stride<Int<rows>, _1, Int<rows * columns>>{})));
+  using LayoutAtom = typename TensorCore::LayoutAtom;
+  using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, _1>{}));
+  using LayoutKVt = Transposed<LayoutKV, kBlockN, kHeadDim, 1>;
+  using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutQt = Transposed<LayoutQ, kBlockM, kHeadDim, kStages>;
+  using ScoreAtom = typename TensorCoreSm80<Element, kBlockM>::LayoutAtom;
+  using LayoutS = decltype(tile_to_shape(ScoreAtom{}, Shape<Int<kBlockN>, Int<kBlockM>, _1>{}));
+  using LayoutSt = Transposed<LayoutS, kBlockN, kBlockM, 1>;
+
+  struct SharedStorage {
+    alignas(128) Element k[cosize_v<LayoutKV>];
+    alignas(128) Element v[cosize_v<LayoutKV>];
+    alignas(128) Element q[cosize_v<LayoutQ>];
+    alignas(128) Element dout[cosize_v<LayoutQ>];
+    alignas(128) Element ds[cosize_v<LayoutS>];
+    alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 0];
+    alignas(128) float weights[kSplitsWork ? kBlockN * kBlockM : 0];  // P, from one half to the other
+    alignas(128) float lse[kStages * kBlockM];
+    alignas(128) float delta[kStages * kBlockM];
+  };
+  static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
+  // Two blocks of head dim 128 leave no room for it.
+  static constexpr bool kTileInSharedMemory = kHeadDim != 128;
+  static_assert(sizeof(Tile) <= kTileBytes);
+  // The loop wants more registers than there are, and spills none by forms that spare them, which go together
+  // (docs/backward_sm80.md).
+  static constexpr bool kSparesRegisters = kHeadDim == 128 || (kHeadDim == 64 && kSharesScores);
+
+  using LoadAtom = typename TensorCore::LoadAtom;
+  using TiledLoad = typename TensorCore::template TiledLoad<kKeyThreads>;
+  static_assert(kBlockM % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0 &&
+                    kBlockN % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0,
+                "every thread loads the same number of rows");
+  using FragmentAtom = typename TensorCore::FragmentAtom;
+  using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;
+};
+
+}  // namespace flash_cute

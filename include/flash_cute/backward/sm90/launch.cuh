@@ -1,0 +1,129 @@
+// Launches the Hopper family's backward.
+#pragma once
+
+#include "flash_cute/backward/launch.hpp"
+#include "flash_cute/backward/sm90/kernel.hpp"
+#include "flash_cute/backward/sm90/postprocess.hpp"
+#include "flash_cute/backward/sm90/preprocess.hpp"
+#include "flash_cute/backward/zero_fill.cuh"
+
+namespace flash_cute {
+
+template <class Traits>
+BackwardMaps maps_of(BackwardParams const& params) {
+  using Element = typename Traits::Element;
+  ProblemShape const& shape = params.shape;
+  bool const ragged = params.lengths.given;
+  auto entry_rows = [&](TensorView const& view) {
+    return ragged && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
+  };
+  auto encode = [&](TensorView const& view, int heads, int rows, int first_row, TmaBox const& box) {
+    uint64_t const columns = shape.head_dim;
+    if (ragged) {  // see RaggedPlace
+      uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows(view) + rows + 1;
+      int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+      return make_tensor_map<Element, 5>(
+          params.device.index, view.data,
+          {columns, uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+          {view.head_stride, view.row_stride, view.row_stride, back}, box);
+    }
+    return make_tensor_map<Element, 5>(
+        params.device.index, static_cast<Element*>(view.data) + first_row * view.row_stride,
+        {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
+        {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
+  };
+  auto boxes_of_queries = [&](TensorView const& view, TmaBox const& box) {
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box);
+  };
+  auto queries = [&](TensorView const& view, int box_rows) {
+    return boxes_of_queries(view, {Traits::kPanel, 1, box_rows});
+  };
+  auto keys = [&](TensorView const& view, int box_rows) {
+    return encode(view, params.heads_of_keys(), shape.seqlen_k, 0, {Traits::kPanel, 1, box_rows});
+  };
+  // What is not there is never loaded or stored, but a map has to point somewhere.
+  TensorView const &dout = params.dout.data ? params.dout : params.q,
+                   &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
+                   &dv = params.dv.data ? params.dv : params.v, &terms = params.workspace.terms;
+  BackwardMaps maps{
+      .q = queries(params.q, Traits::kBlockM),
+      .k = keys(params.k, Traits::kBlockN),
+      .v = keys(params.v, Traits::kBlockN),
+      .out = queries(params.out, Traits::kBlockM),
+      .dout = queries(dout, Traits::kBlockM),
+      .dq = queries(dq, Traits::kWarpRows),
+      .dk = keys(dk, Traits::kWarpRows),
+      .dv = keys(dv, Traits::kWarpRows),
+      .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
+                     entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
+  if constexpr (Traits::kAddsTerms) {
+    int const side_by_side = 1 << params.workspace.log2_terms_of_row;
+    maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
+                                          Traits::kBlockM / side_by_side, /*swizzled=*/false});
+  }
+  return maps;
+}
+
+// Calls visitor(traits) for the kernel that a plan names.
+template <class Instance, int index = 0, class Visitor>
+auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  if constexpr (index + 1 < kTiles.count()) {
+    if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
+  }
+  if (plan.group_parts > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
+  return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index]>{});
+}
+
+template <class Instance>
+void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
+                                   cudaStream_t stream) {
+  DeviceInfo const& device = params.device;
+  int const queries = plan.query_blocks * params.shape.heads_q;
+  constexpr int kRowThreads = 256;
+  constexpr bool kStartsEarly = true;
+  LengthParams const& lengths = params.lengths;
+  bool const is_packed = lengths.cu_seqlens_q;
+  // Of packed sequences the preprocess does this; where there may be much to clear, as of padded ones, its
+  // small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
+  if (has_unwritten(params) && !is_packed) {
+    launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
+                                                                           kRowThreads, 0, stream, params);
+  }
+  visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
+    BackwardMaps const maps = maps_of<Traits>(params);
+    auto preprocess = [&]<bool kClears>(std::bool_constant<kClears>) {
+      bool const all_count = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
+      int const clearing_blocks = kClears ? (all_count ? 1 : 4) * device.multiprocessors : 0;
+      launch_kernel<backward_preprocess_sm90<Traits, kClears>, kStartsEarly>(
+          device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
+          stream, params, maps, clearing_blocks);
+    };
+    is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
+    BackwardParams const ordered = params.with_offsets_in_order();
+    KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
+    launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
+                                                              sizeof(typename Traits::SharedStorage), stream,
+                                                              ordered, order, maps);
+    if (plan.sums_dq && !plan.makes_rows) {
+      launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
+          device, queries, Traits::kConsumers * 128, 0, stream, ordered);
+    }
+    if constexpr (Traits::kSplitsGroups) {
+      if (plan.key_parts() > 0) {
+        launch_kernel<backward_join<Traits>, kStartsEarly>(device, plan.key_parts(), Traits::kKeyThreads, 0,
+                                                           stream, ordered);
+      }
+    }
+  });
+}
+
+template <class Instance>
+KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) {
+  return visit_backward_sm90<Instance>(plan, []<class Traits>(Traits) {
+    return read_attributes(backward_kernel_sm90<Traits>, Traits::kThreads,
+                           sizeof(typename Traits::SharedStorage));
+  });
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,41 @@
+// Where TMA finds the operands of the Hopper family's backward, and where it leaves dK and dV.
+#pragma once
+
+#include <cuda.h>
+
+#include "flash_cute/backward/kv_tile.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
+
+namespace flash_cute {
+
+// Each has five dimensions: columns, heads and rows, and two that say which rows (MapPlace). Rows from one
+// batch entry to the next are 0 where packed.
+struct BackwardMaps {
+  CUtensorMap q, k, v, out, dout, dq, dk, dv;
+  CUtensorMap terms{};  // see BackwardWorkspace
+  struct {
+    int q, k, v, out, dout, dq, dk, dv, terms;
+  } entry_rows;
+};
+
+// What is added to a row, and the coordinates behind it: (0, entry, 0) where sequences are alike, else as
+// RaggedPlace has it.
+struct MapPlace {
+  int shift, plane, bound;
+
+  FLASH_CUTE_HOST_DEVICE static MapPlace of(bool ragged, int entry, int entry_rows, int first_row,
+                                            int length) {
+    if (!ragged) return {0, entry, 0};
+    return {RaggedPlace::kBound - length, entry * entry_rows + first_row + length, RaggedPlace::kBound};
+  }
+  FLASH_CUTE_HOST_DEVICE static MapPlace of_keys(bool ragged, KeyTile const& tile, int entry_rows) {
+    Sequence const& s = tile.sequence;
+    return of(ragged, tile.batch, entry_rows, s.k_begin, s.mask.seqlen_k);
+  }
+  FLASH_CUTE_HOST_DEVICE static MapPlace of_queries(bool ragged, KeyTile const& tile, int entry_rows) {
+    Sequence const& s = tile.sequence;
+    return of(ragged, tile.batch, entry_rows, s.queries.begin, s.mask.seqlen_q);
+  }
+};
+
+}  // namespace flash_cute

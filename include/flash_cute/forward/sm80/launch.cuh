@@ -1,0 +1,53 @@
+// Launches the Ampere family's forward.
+#pragma once
+
+#include "flash_cute/forward/launch.hpp"
+#include "flash_cute/forward/sm80/kernel.hpp"
+#include "flash_cute/scheduler/varlen_prepare.cuh"
+
+namespace flash_cute {
+
+template <class Instance>
+using TraitsOf = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
+
+// Calls visitor(traits, type of the order) for the kernel that a plan names.
+template <class Instance, class Visitor>
+auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
+  TraitsOf<Instance> const traits;
+  return plan.ragged ? visitor(traits, std::type_identity<RaggedOrder>{})
+                     : visitor(traits, std::type_identity<TileOrder>{});
+}
+
+template <class Instance>
+void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const& plan, cudaStream_t stream) {
+  visit_kernel_sm80<Instance>(plan, [&]<class Traits, class Order>(Traits, std::type_identity<Order>) {
+    auto launch = [&](Order const& order) {
+      launch_kernel<forward_kernel_sm80<Traits, Order>>(params.device, plan.blocks, Traits::kThreads,
+                                                        sizeof(typename Traits::SharedStorage), stream,
+                                                        params, order);
+    };
+    if constexpr (Order::kListed) {
+      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
+      launch_prepare</*kStartsEarly=*/false>(params, order, stream);
+      launch(order);
+    } else {
+      launch(plan.order);
+    }
+  });
+}
+
+template <class Instance>
+KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
+  return visit_kernel_sm80<Instance>(plan, []<class Traits, class Order>(Traits, std::type_identity<Order>) {
+    return read_attributes(forward_kernel_sm80<Traits, Order>, Traits::kThreads,
+                           sizeof(typename Traits::SharedStorage));
+  });
+}
+
+template <class Instance>
+std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
+  using Traits = TraitsOf<Instance>;
+  return {{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,154 @@
+// The Hopper family's forward maths, by one warpgroup on its 64 rows of every tile.
+#pragma once
+
+#include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/core/sm90/warpgroup.hpp"
+#include "flash_cute/forward/epilogue.hpp"
+#include "flash_cute/forward/sm90/epilogue.hpp"
+#include "flash_cute/forward/sm90/traits.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct ForwardConsumerSm90 {
+  using Element = typename Traits::Element;
+  using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>;
+  using TileO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
+  typename Traits::SharedStorage& shared;
+  ForwardParams const& params;
+  ForwardMaps const& maps;
+  int warpgroup;  // among the consumers
+  int thread;     // of the warpgroup
+  static constexpr bool kRunsAhead = Traits::kRunsAhead;
+  RingPosition<Traits::kStagesQ> at_q{};
+  RingPosition<Traits::kStages> at_k{}, at_v{};
+
+  // Blocks go from the last to the first. The scores of the next block are computed while this block's
+  // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
+  // softmax of S(n - 1) starts when its scores are there. Where the next tile's Q is there already, its first
+  // scores follow this tile's last product, and are computed while O leaves. Between warpgroups, turns keep
+  // one in its products while another is in softmax.
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
+    Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
+    typename Traits::MmaQK mma_qk;
+    typename Traits::MmaPV mma_pv;
+    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);   // (MMA, MMA_M, MMA_K, STAGE)
+    Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);   // (MMA, MMA_N, MMA_K, STAGE)
+    Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
+    Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
+    Tensor acc_first = partition_fragment_C(mma_qk, TileS{});  // (MMA, MMA_M, MMA_N)
+    Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
+    Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
+    Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
+    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
+    WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
+    PackedRows const& rows = tiles.order.rows;
+    ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
+    auto& ring_q = shared.ring_q[warpgroup];
+    turns.begin();
+
+    auto issue_scores = [&](auto& acc_s) {
+      issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_place(tSrQ(_, _, _, at_q.slot)),
+                    tSrK(_, _, _, at_k.slot), acc_s);
+    };
+    auto issue_output = [&] {
+      shared.ring_v.wait(at_v);
+      issue_product(GMMA::ScaleOut::One, mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
+    };
+    auto issue_first_scores = [&] {
+      ring_q.wait(at_q);
+      shared.ring_k.wait(at_k);
+      issue_scores(acc_first);
+    };
+    auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
+    auto store_tile = [&](auto tile) {
+      tile.m_begin = first_query(tile);
+      finish_rows(softmax, params, tile, rows, cS, acc_o);
+      if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
+        store_lse(params, tile, PlainRows{}, softmax, cS);
+      } else {
+        store_lse(params, tile, rows, softmax, cS);
+      }
+      epilogue.store(acc_o, tile, place_of<OperandName::out>(tiles.order, tile));
+    };
+
+    auto tile = tiles.first();
+    turns.wait();
+    issue_first_scores();
+    turns.pass();
+    wait_products<0>(acc_first);
+    for (int left = tiles.count();;) {
+      WindowMask const& mask = mask_of(params, tile);
+      BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
+      BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
+      auto const upcoming = tiles.next();
+      auto probabilities = [&](auto& acc_s, int block) {
+        release(shared.ring_k, at_k);
+        if (!unmasked.contains(block)) {
+          hide_invisible<KeyBits>(mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
+        }
+        return softmax.update(acc_s);
+      };
+
+      int block = visited.end - 1;
+      softmax.reset();
+      clear(acc_o);
+      probabilities(acc_first, block);
+      convert_into<Element>(acc_first, rP);
+      while (--block >= visited.begin) {
+        Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
+        shared.ring_k.wait(at_k);
+        turns.wait();
+        issue_scores(acc_s);
+        issue_output();
+        turns.pass();
+        wait_products<1>(acc_s);
+        auto const correction = probabilities(acc_s, block);
+        wait_products<0>(acc_o);
+        release(shared.ring_v, at_v);
+        convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
+        correction.apply(acc_o);
+      }
+
+      release(ring_q, at_q);
+
+      if (tiles.through(left)) {  // nothing follows that would need a turn
+        issue_output();
+        wait_products<0>(acc_o);
+        store_tile(tile);
+        epilogue.finish();
+        return;
+      }
+      turns.wait();
+      issue_output();
+      if constexpr (kRunsAhead) issue_first_scores();
+      turns.pass();
+      wait_products<kRunsAhead>(acc_o);
+      release(shared.ring_v, at_v);
+      store_tile(tile);
+      tile = tiles.get(upcoming);
+      if constexpr (!kRunsAhead) {
+        ring_q.wait(at_q);  // outside of the turn, which would hold the other warpgroup up
+        turns.wait();
+        issue_first_scores();
+        turns.pass();
+      }
+      wait_products<0>(acc_first);
+    }
+  }
+
+ private:
+  // One arrival a warp: its own products have read the slot.
+  template <class Ring, class Position>
+  CUTE_DEVICE static void release(Ring& ring, Position& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+    at.advance();
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,72 @@
+// How O leaves the Hopper family: through shared memory, by TMA.
+#pragma once
+
+#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/core/sm90/tma.hpp"
+#include "flash_cute/core/sm90/warpgroup.hpp"
+#include "flash_cute/forward/sm90/traits.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct ForwardEpilogueSm90 {
+  using Element = typename Traits::Element;
+  using PartO = Shape<Int<Traits::kBlockM>, Int<Traits::kColumnsO>>;
+  typename Traits::SharedStorage& shared;
+  ForwardMaps const& maps;
+  int warpgroup;  // among the consumers
+  int thread;     // of the warpgroup
+
+  // The warpgroup's rows of O, finished; tile.m_begin is its first query. Returns while they are on their
+  // way.
+  template <class Output, class Tile, class Place>
+  CUTE_DEVICE void store(Output const& acc_o, Tile const& tile, Place const& place) const {
+    typename Traits::MmaO const mma_o;
+    auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
+    auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);
+    Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
+    Tensor tOsO = thread_copy.partition_D(sO);
+    Tensor rO = make_tensor<Element>(partition_shape_C(mma_o, PartO{}));
+    static_assert(decltype(size<2>(acc_o))::value == 1, "parts of O are slices of one product");
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kPartsO; ++part) {
+      int const stage = part % Traits::kStagesO;
+      convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
+      // What was there has left: all of the tile before, or of this one all but the newest.
+      if (thread == 0) {
+        if (part == 0) {
+          tma_store_wait<0>();
+        } else {
+          tma_store_wait<Traits::kStagesO - 1>();
+        }
+      }
+      sync_warpgroup(warpgroup);
+      copy(copy_o, thread_copy.retile_S(rO), tOsO(_, _, _, stage));
+      cutlass::arch::fence_view_async_shared();
+      sync_warpgroup(warpgroup);
+      if (thread == 0) {
+        auto const* const source = &sO(warpgroup * kWarpgroupRows, 0, stage);
+        store_at(source, part * Traits::kColumnsO, tile.head, tile.m_begin, place);
+      }
+    }
+  }
+
+  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
+                            DensePlace const& place) const {
+    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(maps.out, source, column, head, row,
+                                                                     place.entry);
+  }
+  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
+                            RaggedPlace const& place) const {
+    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
+        maps.out, source, column, head, place.shift + row, place.plane, RaggedPlace::kBound);
+  }
+
+  // Shared memory has been read: the block may end.
+  CUTE_DEVICE void finish() const {
+    if (thread == 0) tma_store_wait<0>();
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,102 @@
+// Types of the Hopper family's forward: tile shapes, warpgroup products, shared-memory layouts.
+#pragma once
+
+#include <cuda.h>
+
+#include <cute/tensor.hpp>
+
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/named_barrier.hpp"
+#include "flash_cute/core/sm90/pipeline.hpp"
+#include "flash_cute/forward/plan.hpp"
+#include "flash_cute/forward/tiles.hpp"
+#include "flash_cute/scheduler/dynamic_scheduler.hpp"
+
+namespace flash_cute {
+
+using namespace cute;
+
+// Where the operands lie, as TMA wants it.
+struct ForwardMaps {
+  CUtensorMap q, k, v, out;
+};
+
+template <class Instance_, ForwardTile tile>
+struct ForwardTraitsSm90 {
+  using Instance = Instance_;
+  using Element = typename ElementOf<Instance::element>::type;
+
+  static constexpr ForwardTile kTile = tile;
+  static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in forward/tiles.hpp");
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
+  static constexpr int kStagesQ = kTile.stages_q;
+  // With a second slot for Q, a tile's first scores are computed while O of the tile before leaves.
+  static constexpr bool kRunsAhead = kStagesQ > 1;
+  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kSlack = 8;  // see OnlineSoftmax
+
+  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
+  // producer.
+  static constexpr int kConsumers = kTile.warps / 4;
+  static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
+  static constexpr int kThreads = (1 + kConsumers) * 128;
+  static_assert(kThreads >= SequenceList::kLanes * kFewSequences);
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters,
+                "setmaxnreg would wait for registers that nobody gives back");
+
+  using ConsumerLayout = Layout<Shape<Int<kConsumers>, _1, _1>>;
+  using MmaQK = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kBlockN>, Int<kHeadDim>>>(),
+      ConsumerLayout{}));
+  static_assert(size<1>(typename MmaQK::AtomShape_MNK{}) == kBlockN,
+                "CuTe makes do with narrow products where it has none of this many keys");
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
+                           GMMA::Major::K, GMMA::Major::MN>(),
+      ConsumerLayout{}));
+
+  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles and WGMMA reads; V's rows are its k
+  // dimension.
+  static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
+  template <class Wide, class Narrow>
+  using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
+  using AtomQK = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
+  using AtomVt = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
+  using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
+  using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
+                                          Step<_2, _1, _3>{}));
+
+  // O leaves through shared memory: at once where there is room for it, else panel by panel.
+  static constexpr int kStagesO = kRunsAhead ? 1 : 2, kColumnsO = kRunsAhead ? kHeadDim : kPanel;
+  static constexpr int kPartsO = kHeadDim / kColumnsO;
+  using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
+  using MmaO = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kColumnsO>, _16>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      ConsumerLayout{}));
+  using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+  static constexpr int kSlotElements = kBlockN * kHeadDim, kSlotElementsQ = kBlockM * kHeadDim;
+
+  struct SharedStorage {
+    alignas(1024) Element q[cosize_v<LayoutQ>];
+    alignas(1024) Element k[cosize_v<LayoutK>];
+    alignas(1024) Element v[cosize_v<LayoutVt>];
+    alignas(1024) Element o[cosize_v<LayoutO>];
+    TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
+    TmaRing<kStages> ring_k, ring_v;
+    TileQueue queue;
+  };
+};
+
+// The blocks of keys that a tile computes: those that its queries see, or one that is hidden from them all.
+template <class Traits>
+CUTE_DEVICE BlockRange visited_blocks(WindowMask const& mask, int m_begin, int queries) {
+  BlockRange const visited = mask.visited(m_begin, queries, Traits::kBlockN);
+  return visited.empty() ? BlockRange{0, 1} : visited;
+}
+
+}  // namespace flash_cute
