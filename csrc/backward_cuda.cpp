@@ -25,9 +25,9 @@ BackwardCall plan_call(AttentionProblem const& problem, BackwardArguments const&
 struct Gradient {
   Tensor result, target;
 
-  Gradient(char const* name, Tensor const& whole, bool ragged, bool zeros)
+  Gradient(char const* name, Tensor const& whole, bool varlen, bool zeros)
       : result(allocate_like(name, whole)),
-        target(is_readable(result, ragged) ? result : padded_like(name, whole)) {
+        target(is_readable(result, varlen) ? result : padded_like(name, whole)) {
     if (zeros && result.numel() > 0) torch::stable::zero_(target);
   }
   explicit Gradient(Tensor const& like)  // not asked for
@@ -51,25 +51,25 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   BackwardParams& params = call.params;
-  bool const ragged = call.problem.ragged;
+  bool const varlen = call.problem.varlen;
   int const unreachable = call.unreachable();
 
   // Keys that no query reaches are cut off before the launch.
   bool const all_zeros = !call.launches;
   auto gradient = [&](char const* name, Tensor const& like, bool needed, bool zeros) {
-    return needed ? Gradient(name, like, ragged, zeros) : Gradient(like);
+    return needed ? Gradient(name, like, varlen, zeros) : Gradient(like);
   };
   Gradient dq = gradient("dq", q_whole, arguments.needs_dq, all_zeros);
   Gradient dk = gradient("dk", k_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
   Gradient dv = gradient("dv", v_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
   if (call.launches) {
-    Readable const q = readable("a copy of q", q_whole, ragged);
-    Readable const k = readable("a copy of k", k_whole, ragged, unreachable);
-    Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
-    Readable const out = readable("a copy of out", arguments.out, ragged);
+    Readable const q = readable("a copy of q", q_whole, varlen);
+    Readable const k = readable("a copy of k", k_whole, varlen, unreachable);
+    Readable const v = readable("a copy of v", v_whole, varlen, unreachable);
+    Readable const out = readable("a copy of out", arguments.out, varlen);
     std::optional<Readable> dout;
     if (arguments.dout)
-      params.dout = dout.emplace(readable("a copy of dout", *arguments.dout, ragged)).view();
+      params.dout = dout.emplace(readable("a copy of dout", *arguments.dout, varlen)).view();
     params.q = q.view();
     params.k = k.view();
     params.v = v.view();
@@ -102,14 +102,14 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))
-      .add("copies", reasons_to_copy(arguments.attention, call.problem.ragged))
+      .add("copies", reasons_to_copy(arguments.attention, call.problem.varlen))
       .add("bucket", call.kernel.head_dim)
       .add("block_m", tile.block_m)
       .add("block_n", tile.block_n)
       .add("stages", tile.stages)
       .add("packed_heads", 1)
-      .add("group_parts", call.launch.group_parts)
-      .add_raw("adds_terms", tile.adds_terms ? "true" : "false")
+      .add("gqa_splits", call.launch.gqa_splits)
+      .add_raw("lse_delta_mma", tile.lse_delta_mma ? "true" : "false")
       .add("threads", attributes.threads)
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)

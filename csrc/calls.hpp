@@ -36,7 +36,7 @@ struct BackwardCall {
   }
 };
 
-// lengths: pointers to those that were given; read if the problem is ragged.
+// lengths: pointers to those that were given; read if the problem is varlen.
 FLASH_CUTE_API ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths,
                                              Gpu const& gpu);
 FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths,

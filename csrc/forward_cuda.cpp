@@ -31,7 +31,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ForwardParams& params = call.params;
   ProblemShape const& shape = params.shape;
-  bool const ragged = call.problem.ragged, packed = call.problem.packed;
+  bool const varlen = call.problem.varlen, packed = call.problem.packed;
 
   Tensor out = allocate_like("out", q_whole);
   int32_t const float32 = aoti_torch_dtype_float32();
@@ -47,11 +47,11 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   }
 
   int const unreachable = call.unreachable();
-  Readable const q = readable("a copy of q", q_whole, ragged);
-  Readable const k = readable("a copy of k", k_whole, ragged, unreachable);
-  Readable const v = readable("a copy of v", v_whole, ragged, unreachable);
+  Readable const q = readable("a copy of q", q_whole, varlen);
+  Readable const k = readable("a copy of k", k_whole, varlen, unreachable);
+  Readable const v = readable("a copy of v", v_whole, varlen, unreachable);
   // out has q's layout, which may be one that the kernels can't write.
-  bool const direct = is_readable(out, ragged);
+  bool const direct = is_readable(out, varlen);
   Tensor const target = direct ? out : padded_like("a copy of out", q_whole);
   params.q = q.view();
   params.k = k.view();
@@ -82,7 +82,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   JsonObject plan;
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
-      .add("copies", reasons_to_copy(arguments, problem.ragged))
+      .add("copies", reasons_to_copy(arguments, problem.varlen))
       .add("bucket", kernel.head_dim)
       .add("block_m", launch.tile.block_m)
       .add("block_n", launch.tile.block_n)

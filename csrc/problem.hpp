@@ -30,7 +30,7 @@ struct AttentionProblem {
   std::optional<int64_t> window_left, window_right;  // nullopt: unlimited; causal is right = 0
   std::optional<Family> family;                      // nullopt: the device decides
   bool packed;                                       // the sequences lie one behind the other
-  bool ragged;                                       // tensors of lengths were given, packed or not
+  bool varlen;                                       // tensors of lengths were given, packed or not
 
   // That of sequences which are all as long as the shape says.
   WindowMask mask() const {

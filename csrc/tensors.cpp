@@ -67,7 +67,7 @@ Layout::Layout(Tensor const& tensor) {
   if (sizes[2] == 1) strides[2] = sizes[0] > 1 && strides[0] > 0 ? strides[0] : sizes[3];
 }
 
-char const* reason_to_copy(Tensor const& tensor, bool ragged) {
+char const* reason_to_copy(Tensor const& tensor, bool varlen) {
   auto const [sizes, strides] = Layout(tensor);
   if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
@@ -76,18 +76,18 @@ char const* reason_to_copy(Tensor const& tensor, bool ragged) {
     aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
   }
   if (!aligned) return "its rows do not start at multiples of 16 bytes";
-  if (!ragged || sizes[0] == 1 || strides[0] == 0) return "";
+  if (!varlen || sizes[0] == 1 || strides[0] == 0) return "";
   bool const whole_rows = strides[2] > 0 && strides[0] % strides[2] == 0;
   if (!whole_rows) return "its batch stride is no multiple of its row stride";
   bool const within_int = sizes[0] * (strides[0] / strides[2]) < std::numeric_limits<int>::max();
   return within_int ? "" : "its last row is too many rows behind its first";
 }
 
-std::vector<std::string> reasons_to_copy(AttentionArguments const& arguments, bool ragged) {
+std::vector<std::string> reasons_to_copy(AttentionArguments const& arguments, bool varlen) {
   std::vector<std::string> reasons;
   for (auto const& [name, tensor] :
        {std::pair{"q", &arguments.q}, {"k", &arguments.k}, {"v", &arguments.v}}) {
-    std::string const reason = reason_to_copy(*tensor, ragged);
+    std::string const reason = reason_to_copy(*tensor, varlen);
     if (!reason.empty()) reasons.push_back(std::string(name) + ": " + reason);
   }
   return reasons;
@@ -100,8 +100,8 @@ TensorView Readable::view() const {
   return {data + first * strides[2] * kElementBytes, batch_stride, strides[1], strides[2]};
 }
 
-Readable readable(char const* name, Tensor const& whole, bool ragged, int first) {
-  if (is_readable(whole, ragged)) return {whole, first};
+Readable readable(char const* name, Tensor const& whole, bool varlen, int first) {
+  if (is_readable(whole, varlen)) return {whole, first};
   Tensor const tensor =
       first == 0 ? whole
                  : torch::stable::narrow(const_cast<Tensor&>(whole), 2, first, whole.sizes()[2] - first);

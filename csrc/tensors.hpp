@@ -19,11 +19,11 @@ struct Layout {
   explicit Layout(Tensor const& tensor);
 };
 
-// Why the kernels can't read a tensor where it lies; empty if they can. ragged: sequences differ in length,
+// Why the kernels can't read a tensor where it lies; empty if they can. varlen: sequences differ in length,
 // and an entry of the batch has to begin whole rows after the one before.
-char const* reason_to_copy(Tensor const& tensor, bool ragged);
-std::vector<std::string> reasons_to_copy(AttentionArguments const& arguments, bool ragged);  // "q: why", ...
-inline bool is_readable(Tensor const& tensor, bool ragged) { return *reason_to_copy(tensor, ragged) == 0; }
+char const* reason_to_copy(Tensor const& tensor, bool varlen);
+std::vector<std::string> reasons_to_copy(AttentionArguments const& arguments, bool varlen);  // "q: why", ...
+inline bool is_readable(Tensor const& tensor, bool varlen) { return *reason_to_copy(tensor, varlen) == 0; }
 
 // An operand where a kernel can read it: the tensor itself, or a copy with rows padded to 16 bytes by zeros.
 struct Readable {
@@ -35,7 +35,7 @@ struct Readable {
 };
 
 // name: for errors. first: the rows before it are not needed; a copy does not have them.
-Readable readable(char const* name, Tensor const& whole, bool ragged, int first = 0);
+Readable readable(char const* name, Tensor const& whole, bool varlen, int first = 0);
 
 // Contiguous memory for a tensor's elements, with head_dim padded (padded_head_dim).
 Tensor padded_like(char const* name, Tensor const& tensor);

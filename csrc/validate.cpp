@@ -233,7 +233,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .window_right = options.causal ? std::optional<int64_t>(0) : options.window_right,
       .family = family,
       .packed = packed,
-      .ragged = std::any_of(lengths.begin(), lengths.end(), [](auto const& l) { return l.has_value(); }),
+      .varlen = std::any_of(lengths.begin(), lengths.end(), [](auto const& l) { return l.has_value(); }),
   };
 }
 

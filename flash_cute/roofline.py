@@ -81,7 +81,7 @@ class Explanation(dict):
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
     smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, where tiles are claimed
     one by one, and for every backward), seqlen_k_used.
-    Of a backward, whose kernel is the one that takes longest: group_parts (into how many the query heads that
+    Of a backward, whose kernel is the one that takes longest: gqa_splits (into how many the query heads that
     share K and V are split, each with tiles of its own), adds_terms (do LSE and delta come by a product?).
     """
 
@@ -120,8 +120,8 @@ class Explanation(dict):
         tile = f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages"
         if self.get("adds_terms"):
             tile += ", LSE and delta by a product"
-        if self.get("group_parts", 1) > 1:
-            tile += f", query heads that share K and V in {self['group_parts']} parts"
+        if self.get("gqa_splits", 1) > 1:
+            tile += f", query heads that share K and V in {self['gqa_splits']} parts"
         return {
             "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
             "tile": tile,

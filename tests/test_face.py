@@ -82,7 +82,7 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     assert "workspace none" in shown[0]
     assert "workspace 2.5 MB" in shown[1]
     assert "parts" not in shown[0]
-    plan |= {"workspace_bytes": 0, "group_parts": 4, "adds_terms": True}
+    plan |= {"workspace_bytes": 0, "gqa_splits": 4, "lse_delta_mma": True}
     shown = str(Explanation.of(plan, torch.device("cpu")))
     assert "LSE and delta by a product, query heads that share K and V in 4 parts" in shown
 
@@ -138,9 +138,9 @@ def test_the_launch_fits_the_problem(shape, causal, expected):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        (Shape(32, 32, 32, 512, 512, 64), {"adds_terms": False, "group_parts": 1}),
-        (Shape(4, 32, 32, 4096, 4096, 64), {"adds_terms": True, "group_parts": 1}),
-        (Shape(1, 32, 1, 8192, 8192, 64), {"adds_terms": True, "group_parts": 32}),
+        (Shape(32, 32, 32, 512, 512, 64), {"lse_delta_mma": False, "gqa_splits": 1}),
+        (Shape(4, 32, 32, 4096, 4096, 64), {"lse_delta_mma": True, "gqa_splits": 1}),
+        (Shape(1, 32, 1, 8192, 8192, 64), {"lse_delta_mma": True, "gqa_splits": 32}),
     ],
 )
 def test_a_plan_tells_which_backward_it_is(shape, expected):

@@ -61,7 +61,7 @@ AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bo
           .window_right = limit(right),
           .family = std::nullopt,
           .packed = false,
-          .ragged = has_lengths};
+          .varlen = has_lengths};
 }
 
 LengthParams lengths_of(ffi::AnyBuffer const& seqused_q, ffi::AnyBuffer const& seqused_k,
@@ -235,7 +235,7 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch,
                                  .window_right = limit(right),
                                  .family = std::nullopt,
                                  .packed = false,
-                                 .ragged = has_lengths};
+                                 .varlen = has_lengths};
   try {
     return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
   } catch (std::exception const&) {

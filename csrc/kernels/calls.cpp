@@ -44,7 +44,7 @@ Params make_params(AttentionProblem const& problem, LengthParams const& lengths,
   params.mask = problem.mask();
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
-  if (problem.ragged) {
+  if (problem.varlen) {
     params.lengths = lengths;
     params.lengths.given = true;
   } else {
@@ -114,16 +114,16 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
-  if (!problem.ragged) return sizeof(int);
+  if (!problem.varlen) return sizeof(int);
   return largest<ForwardParams>(problem, forward_kernel, [](Family family, int bucket, auto const& params) {
     ForwardParams const mean = plan::of_equal_lengths(params, 1);
     ForwardTiles const tiles = forward_tiles(family, bucket);
     int64_t places = 0;
     for (ForwardTile const& tile : {tiles.main, tiles.small}) {
       if (tile.warps == 0) continue;
-      places = larger(places, place_capacity(params, plan::rows_of(family, tile, mean.shape)));
+      places = larger(places, m_block_capacity(params, plan::rows_of(family, tile, mean.shape)));
     }
-    return int64_t(sizeof(TileListHeader)) + places * int64_t(sizeof(SequenceRecord));
+    return int64_t(sizeof(VarlenListHeader)) + places * int64_t(sizeof(SequenceRecord));
   });
 }
 

@@ -15,15 +15,15 @@
 #include <vector>
 
 #include "flash_cute/attention/mask/window.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
-#include "flash_cute/scheduler/tile_order.hpp"
 #include "flash_cute/attention/sequence.hpp"
-#include "flash_cute/forward/tiles.hpp"
-#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/backward/plan.hpp"
+#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/dispatch.hpp"
 #include "flash_cute/forward/plan.hpp"
+#include "flash_cute/forward/tiles.hpp"
 #include "flash_cute/params.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
 #include "flash_cute/softmax/plan.hpp"
 
 namespace py = pybind11;
@@ -67,12 +67,12 @@ std::vector<std::tuple<int, int, int>> stream_of(TileOrder const& order, int blo
 }
 
 // Params with tensors of lengths, which here are on the host.
-struct RaggedBatch {
+struct VarlenBatch {
   using Lengths = std::array<std::optional<std::vector<int>>, 5>;  // in the order of LengthParams
   Lengths lengths;
   ForwardParams params{};
 
-  RaggedBatch(Sizes sizes, WindowMask const& mask, Lengths lengths_) : lengths(std::move(lengths_)) {
+  VarlenBatch(Sizes sizes, WindowMask const& mask, Lengths lengths_) : lengths(std::move(lengths_)) {
     auto pointer = [&](int index) { return lengths[index] ? lengths[index]->data() : nullptr; };
     params.shape = shape_of(sizes);
     params.mask = mask;
@@ -84,20 +84,20 @@ struct RaggedBatch {
                       .given = lengths != Lengths{}};
     params.lse_batch_stride = lengths[0] ? 0 : int64_t(params.shape.heads_q) * params.shape.seqlen_q;
   }
-  RaggedBatch(RaggedBatch const&) = delete;
+  VarlenBatch(VarlenBatch const&) = delete;
 };
 
 // A list of sequences as attention/prepare.cuh writes it, and the order over it.
-struct RaggedTiles {
-  RaggedBatch const& batch;
+struct VarlenTiles {
+  VarlenBatch const& batch;
   std::vector<std::byte> list;
-  RaggedOrder order;
+  VarlenOrder order;
 
   // entries: rows from one entry of q, k, v and out to the next. listed: the sequences, in their order.
-  RaggedTiles(RaggedBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
+  VarlenTiles(VarlenBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
               std::array<int, 4> entries, std::vector<int> const& listed)
       : batch(batch_),
-        order(RaggedOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles,
+        order(VarlenOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles,
                                 false)) {
     order.entries = {entries[0], entries[1], entries[2], entries[3]};
     std::vector<SequenceRecord> records;
@@ -106,15 +106,15 @@ struct RaggedTiles {
       SequenceRecord const record = order.record(b, found, int(records.size()));
       records.insert(records.end(), record.m_blocks, record);
     }
-    list.resize(sizeof(TileListHeader) + records.size() * sizeof(SequenceRecord));
-    order.header = new (list.data()) TileListHeader{.places = int(records.size()), .claimed = 0};
+    list.resize(sizeof(VarlenListHeader) + records.size() * sizeof(SequenceRecord));
+    order.header = new (list.data()) VarlenListHeader{.places = int(records.size()), .claimed = 0};
     std::ranges::copy(records, reinterpret_cast<SequenceRecord*>(order.header + 1));
   }
-  RaggedTiles(RaggedTiles const&) = delete;
+  VarlenTiles(VarlenTiles const&) = delete;
 
-  template <OperandName operand>
-  std::pair<int, int> place(int index) const {
-    RaggedPlace const found = place_of<operand>(order, order(index));
+  template <TmaOperand operand>
+  std::pair<int, int> coord(int index) const {
+    VarlenCoord const found = tma_coord<operand>(order, order(index));
     return {found.shift, found.plane};
   }
 };
@@ -138,8 +138,8 @@ Instances instances() {
 
 PYBIND11_MODULE(flash_cute_host, module) {
   module.attr("FEW_SEQUENCES") = kFewSequences;
-  module.attr("MAP_BOUND") = RaggedPlace::kBound;
-  module.attr("MAP_WRAP") = RaggedPlace::kWrap;
+  module.attr("MAP_BOUND") = VarlenCoord::kBound;
+  module.attr("MAP_WRAP") = VarlenCoord::kWrap;
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
@@ -167,7 +167,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
              return as_pair(mask.unmasked_rows(n_begin, block_n, block_m));
            })
       .def("first_reachable_key", &WindowMask::first_reachable_key)
-      .def("first_seeing_row", &WindowMask::first_seeing_row)
+      .def("fully_masked_rows", &WindowMask::fully_masked_rows)
       .def("visible_pairs", &WindowMask::visible_pairs);
 
   py::class_<TileOrder>(module, "TileOrder")
@@ -186,69 +186,69 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def("row", &row_of<TileOrder>)
       .def("stream", &stream_of);
 
-  py::class_<RaggedBatch>(module, "RaggedBatch")
-      .def(py::init<Sizes, WindowMask const&, RaggedBatch::Lengths>())
+  py::class_<VarlenBatch>(module, "VarlenBatch")
+      .def(py::init<Sizes, WindowMask const&, VarlenBatch::Lengths>())
       .def("sequence",  // its rows, how many count, its first key, and what its mask knows
-           [](RaggedBatch const& batch, int index) {
+           [](VarlenBatch const& batch, int index) {
              Sequence const found = sequence(batch.params, index);
              return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
            })
       .def("unwritten",  // (entry, first row, end) of a part of what tiles leave out
-           [](RaggedBatch const& batch, int part, int parts) {
+           [](VarlenBatch const& batch, int part, int parts) {
              std::vector<std::tuple<int, int, int>> found;
              for_each_unwritten(batch.params, part, parts, [&](int entry, Rows const& rows) {
                found.emplace_back(entry, rows.begin, rows.end);
              });
              return found;
            })
-      .def("place_capacity", [](RaggedBatch const& batch, int block_m, int groups, int packed) {
-        return place_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
+      .def("m_block_capacity", [](VarlenBatch const& batch, int block_m, int groups, int packed) {
+        return m_block_capacity(batch.params, PackedRows(block_m / groups, groups, packed));
       });
 
-  py::class_<RaggedTiles>(module, "RaggedTiles")
-      .def(py::init<RaggedBatch const&, int, int, int, int, std::array<int, 4>, std::vector<int>>(),
+  py::class_<VarlenTiles>(module, "VarlenTiles")
+      .def(py::init<VarlenBatch const&, int, int, int, int, std::array<int, 4>, std::vector<int>>(),
            py::keep_alive<1, 2>())
-      .def("tiles", [](RaggedTiles const& tiles) { return tiles.order.tiles(); })
+      .def("tiles", [](VarlenTiles const& tiles) { return tiles.order.tiles(); })
       .def("__call__",
-           [](RaggedTiles const& tiles, int index) {
-             RaggedTile const tile = tiles.order(index);
+           [](VarlenTiles const& tiles, int index) {
+             VarlenTile const tile = tiles.order(index);
              return std::tuple(tile.m_begin, tile.head, tile.head_kv, entry_of(tile));
            })
-      .def("mask", [](RaggedTiles const& tiles,
+      .def("mask", [](VarlenTiles const& tiles,
                       int index) { return mask_of(tiles.batch.params, tiles.order(index)); })
       .def("begins",  // the first query and key of its sequence
-           [](RaggedTiles const& tiles, int index) {
-             RaggedTile const tile = tiles.order(index);
+           [](VarlenTiles const& tiles, int index) {
+             VarlenTile const tile = tiles.order(index);
              return std::pair(first_query_of(tile), first_key_of(tile));
            })
-      .def("lse_offset", [](RaggedTiles const& tiles,
+      .def("lse_offset", [](VarlenTiles const& tiles,
                             int index) { return lse_offset(tiles.batch.params, tiles.order(index)); })
-      .def("place_q", &RaggedTiles::place<OperandName::q>)
-      .def("place_k", &RaggedTiles::place<OperandName::k>)
-      .def("place_v", &RaggedTiles::place<OperandName::v>)
-      .def("place_out", &RaggedTiles::place<OperandName::out>)
+      .def("coord_q", &VarlenTiles::coord<TmaOperand::q>)
+      .def("coord_k", &VarlenTiles::coord<TmaOperand::k>)
+      .def("coord_v", &VarlenTiles::coord<TmaOperand::v>)
+      .def("coord_out", &VarlenTiles::coord<TmaOperand::out>)
       .def("row",
-           [](RaggedTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); });
+           [](VarlenTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); });
 
-  py::class_<BlockPlaces>(module, "BlockPlaces")
-      .def(py::init([](RaggedBatch const& batch, bool of_queries, int block) {
+  py::class_<BatchBlocks>(module, "BatchBlocks")
+      .def(py::init([](VarlenBatch const& batch, bool of_queries, int block) {
              auto const& [params, lengths] = std::tie(batch.params, batch.params.lengths);
              return of_queries
-                        ? BlockPlaces{lengths.cu_seqlens_q, params.shape.seqlen_q, params.shape.batch, block}
-                        : BlockPlaces{lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, block};
+                        ? BatchBlocks{lengths.cu_seqlens_q, params.shape.seqlen_q, params.shape.batch, block}
+                        : BatchBlocks{lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, block};
            }),
            py::keep_alive<1, 2>())
-      .def("count", &BlockPlaces::count)
-      .def("first", &BlockPlaces::first)
-      .def("owned", [](BlockPlaces const& places,
+      .def("count", &BatchBlocks::count)
+      .def("first", &BatchBlocks::first)
+      .def("owned", [](BatchBlocks const& places,
                        int index) { return std::pair(places.owned(index).begin, places.owned(index).end); })
-      .def("of_one", &BlockPlaces::of_one)
+      .def("of_one", &BatchBlocks::of_one)
       .def("of_block",
-           [](BlockPlaces const& places, int index, int heads, bool side_by_side) {
+           [](BatchBlocks const& places, int index, int heads, bool side_by_side) {
              auto const [head, place] = places.of_block(index, heads, side_by_side);
              return std::pair(head, place);
            })
-      .def("sequence", &BlockPlaces::sequence);
+      .def("sequence", &BatchBlocks::sequence);
 
   py::class_<RowTile>(module, "RowTile")
       .def_readonly("chunks", &RowTile::chunks)
@@ -279,7 +279,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("block_m", &BackwardTile::block_m)
       .def_readonly("block_n", &BackwardTile::block_n)
       .def_readonly("cluster", &BackwardTile::cluster)
-      .def_readonly("adds_terms", &BackwardTile::adds_terms)
+      .def_readonly("lse_delta_mma", &BackwardTile::lse_delta_mma)
       .def("smem_bytes", &BackwardTile::smem_bytes);
   module.def("backward_tiles", [](Family family, int head_dim) {
     BackwardTiles const tiles = backward_tiles(family, head_dim);
@@ -290,20 +290,20 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("runs_keys", &BackwardPlan::runs_keys)
       .def_readonly("runs_queries", &BackwardPlan::runs_queries)
       .def_readonly("sums_dq", &BackwardPlan::sums_dq)
-      .def_readonly("in_turns", &BackwardPlan::in_turns)
-      .def_readonly("clears_sums", &BackwardPlan::clears_sums)
-      .def_readonly("makes_rows", &BackwardPlan::makes_rows)
-      .def_readonly("group_parts", &BackwardPlan::group_parts)
-      .def_readonly("stats_in_dq", &BackwardPlan::stats_in_dq)
+      .def_readonly("ordered", &BackwardPlan::ordered)
+      .def_readonly("zero_fills_dq", &BackwardPlan::zero_fills_dq)
+      .def_readonly("converts_dq", &BackwardPlan::converts_dq)
+      .def_readonly("gqa_splits", &BackwardPlan::gqa_splits)
+      .def_readonly("lse_delta_in_dq", &BackwardPlan::lse_delta_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
       .def_property_readonly("last_section",
                              [](BackwardPlan const& plan) { return plan.order.last_section.value; })
       .def_readonly("rows", &BackwardPlan::rows)
       .def_readonly("tiles", &BackwardPlan::tiles)
       .def_readonly("blocks", &BackwardPlan::blocks)
-      .def_readonly("first_blocks", &BackwardPlan::first_blocks)
-      .def_readonly("key_blocks", &BackwardPlan::key_blocks)
-      .def_readonly("query_blocks", &BackwardPlan::query_blocks)
+      .def_readonly("preprocess_blocks", &BackwardPlan::preprocess_blocks)
+      .def_readonly("kv_blocks", &BackwardPlan::kv_blocks)
+      .def_readonly("q_blocks", &BackwardPlan::q_blocks)
       .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
   // Where a plan of dense or packed tensors of these sizes has terms of queries: in dQ's memory? their first
   // byte, and then elements from row to row and how many lie side by side.
@@ -342,19 +342,19 @@ PYBIND11_MODULE(flash_cute_host, module) {
     add("delta", parts.delta, of_row * plan.rows);
     add("terms", parts.terms.data, kTermBytes * plan.rows);
     add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
-    add("dkv", parts.dkv, of_row * 2 * parts.floats_of_dk);
+    add("gqa_sums", parts.gqa_sums, of_row * 2 * parts.floats_of_dk);
     add("claimed", parts.claimed, of_int);
     add("additions", parts.additions, of_int * plan.additions);
     add("taken", parts.taken, of_int);
     add("finished", parts.finished, of_int * plan.pairs);
-    add("alike", parts.alike, of_int);
-    add("key_places", parts.key_places, of_int * (batch + 1));
+    add("is_uniform", parts.is_uniform, of_int);
+    add("kv_block_offsets", parts.kv_block_offsets, of_int * (batch + 1));
     add("offsets_q", parts.offsets_q, of_int * (batch + 1));
     add("offsets_k", parts.offsets_k, of_int * (batch + 1));
     add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
     return found;
   });
-  module.def("plan_backward", [](Family family, int bucket, RaggedBatch const& batch, int smem_bytes,
+  module.def("plan_backward", [](Family family, int bucket, VarlenBatch const& batch, int smem_bytes,
                                  bool needs_dq, bool needs_dkv, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
@@ -365,38 +365,38 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.device.l2_bytes = 50 << 20;
     return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
   });
-  // What a kernel finds out about sequences that differ in length: see number_keys.
+  // What a kernel finds out about sequences that differ in length: see varlen_prepare.
   struct KeyNumbers {
-    int alike = 1;
+    int is_uniform = 1;
     std::vector<int> places, offsets_q, offsets_k;
   };
-  static auto const number_keys = [](BackwardParams& params, Family family, BackwardPlan const& plan) {
+  static auto const varlen_prepare = [](BackwardParams& params, Family family, BackwardPlan const& plan) {
     auto numbers = std::make_unique<KeyNumbers>();
-    auto& [alike, places, offsets_q, offsets_k] = *numbers;
+    auto& [is_uniform, places, offsets_q, offsets_k] = *numbers;
     int const batch = params.shape.batch;
     int const block_n = plan.tile.block_n;
-    auto put_in_order = [&](int const* offsets, int total, std::vector<int>& ordered) {
+    auto order_offsets = [&](int const* offsets, int total, std::vector<int>& ordered) {
       for (int b = 0, most = 0; offsets && b <= batch; ++b) {
         ordered.push_back(most = larger(most, smaller(offsets[b], total)));
       }
       return offsets ? ordered.data() : nullptr;
     };
-    params.workspace.offsets_q = put_in_order(params.lengths.cu_seqlens_q, params.shape.seqlen_q, offsets_q);
-    params.workspace.offsets_k = put_in_order(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
-    params = params.with_offsets_in_order();
+    params.workspace.offsets_q = order_offsets(params.lengths.cu_seqlens_q, params.shape.seqlen_q, offsets_q);
+    params.workspace.offsets_k = order_offsets(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
+    params = params.with_ordered_offsets();
     places.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
-      places[b + 1] = places[b] + (family == Family::sm80 ? key_blocks<Family::sm80>(params, b, block_n)
-                                                          : key_blocks<Family::sm90>(params, b, block_n));
-      alike &= places[b + 1] - places[b] == plan.order.m_blocks;
+      places[b + 1] = places[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, b, block_n)
+                                                          : kv_blocks<Family::sm90>(params, b, block_n));
+      is_uniform &= places[b + 1] - places[b] == plan.order.m_blocks;
     }
-    params.workspace.alike = &alike;
-    params.workspace.key_places = places.data();
+    params.workspace.is_uniform = &is_uniform;
+    params.workspace.kv_block_offsets = places.data();
     return numbers;
   };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
   // (head, block) of queries that its steps are for.
-  module.def("key_tiles", [](int bucket, RaggedBatch const& batch, bool deterministic, int multiprocessors) {
+  module.def("key_tiles", [](int bucket, VarlenBatch const& batch, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
@@ -406,18 +406,18 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
     plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    auto const numbers = number_keys(params, Family::sm90, plan);
-    KeyOrder const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
+    auto const numbers = varlen_prepare(params, Family::sm90, plan);
+    KvTileScheduler const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.count(params); ++index) {
-      KeyTile const tile = order(params, index);
+      KvTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
         if (params.lengths.given) throw std::runtime_error("a place without keys");
         continue;
       }
       std::vector<std::pair<int, int>> steps;
       int const heads = params.shape.heads_q / params.shape.heads_kv;
-      for (QuerySteps at(tile, heads, block_m, block_n); at.left > 0; at.advance()) {
+      for (QBlockIterator at(tile, heads, block_m, block_n); at.left > 0; at.advance()) {
         steps.emplace_back(at.head, at.block);
       }
       tiles.push_back({{tile.batch, tile.head_kv, tile.sequence.k_begin + tile.n_begin}, steps});
@@ -426,7 +426,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
 
   // Of each block of keys in the Ampere family: batch entry, head of K and V, first key; in the launch order.
-  module.def("key_tiles_sm80", [](int bucket, RaggedBatch const& batch, int multiprocessors) {
+  module.def("key_tiles_sm80", [](int bucket, VarlenBatch const& batch, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
@@ -436,11 +436,11 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
     plan.split_groups(params);
     std::unique_ptr<KeyNumbers> numbers;
-    if (plan.key_numbers > 0) numbers = number_keys(params, Family::sm80, plan);
-    KeyOrderSm80 const order{plan.order};
+    if (plan.key_numbers > 0) numbers = varlen_prepare(params, Family::sm80, plan);
+    KvTileSchedulerSm80 const order{plan.order};
     std::vector<std::tuple<int, int, int>> tiles;
     for (int index = 0; index < plan.blocks; ++index) {
-      KeyTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
+      KvTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
       tiles.emplace_back(tile.pair / params.shape.heads_kv, tile.head_kv, tile.n_begin);
     }
@@ -449,17 +449,17 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   // Of each place of the order in which rows of dQ are made: pair, sequence, head and place of a block of
   // queries, whether it has rows, and from which row of its sequence on.
-  module.def("rows_order", [](RaggedBatch const& batch, int block_m) {
+  module.def("rows_order", [](VarlenBatch const& batch, int block_m) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
     params.lengths = batch.params.lengths;
     ProblemShape const& shape = params.shape;
-    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    RowsOrder const order{params, queries};
+    BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
+    DqConvertOrder const order{params, queries};
     std::vector<std::tuple<int, int, int, int, bool, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
-      RowsOrder::Block const block = order(index);
+      DqConvertOrder::Block const block = order(index);
       blocks.emplace_back(block.pair, block.sequence.index, block.head, block.place, block.exists,
                           block.begin);
     }
@@ -476,7 +476,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",
                              [](ForwardPlan const& plan) { return plan.rows.tile_queries(); });
-  module.def("plan_forward", [](Family family, int bucket, RaggedBatch const& batch, int multiprocessors,
+  module.def("plan_forward", [](Family family, int bucket, VarlenBatch const& batch, int multiprocessors,
                                 int64_t l2_bytes) {
     ForwardParams params = batch.params;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};

@@ -127,7 +127,7 @@ def test_reachable_keys_and_pairs(host, case):
 @given(masks)
 def test_rows_that_see_nothing_come_first(host, case):
     seeing = visible_pairs(*case).any(1)
-    first = make_mask(host, *case).first_seeing_row()
+    first = make_mask(host, *case).fully_masked_rows()
     assert not seeing[:first].any()
     assert seeing[first:].all()
 
@@ -287,8 +287,8 @@ def ragged_batches(draw, garbage=False):
     return sizes, window, (*offsets, *used, leftpad)
 
 
-def make_ragged_batch(host, sizes, window, lengths):
-    return host.RaggedBatch(sizes, make_mask(host, *sizes[3:5], *window), lengths)
+def make_varlen_batch(host, sizes, window, lengths):
+    return host.VarlenBatch(sizes, make_mask(host, *sizes[3:5], *window), lengths)
 
 
 def rows_of_sequence(sizes, lengths, index):
@@ -311,7 +311,7 @@ def rows_of_sequence(sizes, lengths, index):
 def test_sequence(host, case):
     """Its rows, those that count, and what they see of each other; never a row outside of the tensors."""
     sizes, window, lengths = case
-    batch = make_ragged_batch(host, *case)
+    batch = make_varlen_batch(host, *case)
     for index in range(sizes[0]):
         owned, queries, keys = rows_of_sequence(sizes, lengths, index)
         begin, end, used, first_key, mask = batch.sequence(index)
@@ -336,7 +336,7 @@ def test_sequence(host, case):
 
 @given(ragged_batches())
 def test_offsets_that_make_sense_share_no_row(host, case):
-    batch = make_ragged_batch(host, *case)
+    batch = make_varlen_batch(host, *case)
     if case[2][0]:
         rows = [row for b in range(case[0][0]) for row in range(*batch.sequence(b)[:2])]
         assert len(rows) == len(set(rows))
@@ -346,7 +346,7 @@ def test_offsets_that_make_sense_share_no_row(host, case):
 def test_unwritten_rows(host, case, parts):
     """The parts are every row that is no query that counts, each row once."""
     sizes, _, lengths = case
-    batch = make_ragged_batch(host, *case)
+    batch = make_varlen_batch(host, *case)
     packed = lengths[0] is not None
     every = {(entry, row) for entry in range(1 if packed else sizes[0]) for row in range(sizes[3])}
     for index in range(sizes[0]):
@@ -364,7 +364,7 @@ def test_unwritten_rows(host, case, parts):
 @given(ragged_batches(garbage=True), st.integers(1, 9))
 def test_unwritten_rows_stay_inside(host, case, parts):
     sizes, _, lengths = case
-    batch = make_ragged_batch(host, *case)
+    batch = make_varlen_batch(host, *case)
     for part in range(parts):
         for entry, begin, end in batch.unwritten(part, parts):
             assert 0 <= entry < (1 if lengths[0] is not None else sizes[0])
@@ -375,13 +375,13 @@ def test_unwritten_rows_stay_inside(host, case, parts):
 def ragged_tiles(draw, host):
     """A batch, its list of sequences in any order, and the order over it: (sizes, batch, entries, order)."""
     sizes, window, lengths = draw(ragged_batches())
-    batch = make_ragged_batch(host, sizes, window, lengths)
+    batch = make_varlen_batch(host, sizes, window, lengths)
     block_m, groups = draw(st.sampled_from([(16, 1), (64, 1), (32, 2), (48, 3)]))
     group = sizes[1] // sizes[2]
     packed = -(-group // -(-group // (block_m // groups))) if draw(st.booleans()) else 1
     queries = block_m // groups // packed * groups
     used = [batch.sequence(index)[2] for index in range(sizes[0])]
-    assert sum(-(-count // queries) for count in used) <= batch.place_capacity(block_m, groups, packed)
+    assert sum(-(-count // queries) for count in used) <= batch.m_block_capacity(block_m, groups, packed)
     listed = draw(st.permutations([index for index in range(sizes[0]) if used[index]]))
     # q and out lie alike or not, and between two entries may be more than their rows
     sizes_of = sizes[3], sizes[4], sizes[4], sizes[3]
@@ -438,7 +438,7 @@ def test_places_clip_at_the_end_of_a_sequence(host, data):
         rows_of = {"q": sizes[3], "k": sizes[4], "v": sizes[4], "out": sizes[3]}
         for (name, rows), rows_of_entry in zip(rows_of.items(), entries, strict=True):
             first, length = sides[name]
-            shift, plane = getattr(order, f"place_{name}")(index)
+            shift, plane = getattr(order, f"coord_{name}")(index)
             assert shift >= 0
             assert 0 <= plane <= (sizes[0] - 1) * rows_of_entry + rows
             for row in {*range(length), length, length + block_m}:
@@ -507,7 +507,7 @@ MULTIPROCESSORS, L2_BYTES = 132, 60 << 20
 
 
 def plan(host, family, head_dim, sizes, window=(None, None), lengths=None):
-    batch = make_ragged_batch(host, sizes, window, lengths or [None] * 5)
+    batch = make_varlen_batch(host, sizes, window, lengths or [None] * 5)
     return host.plan_forward(getattr(host.Family, family), head_dim, batch, MULTIPROCESSORS, L2_BYTES)
 
 
@@ -624,7 +624,7 @@ def test_plans_of_unequal_lengths(host, data, family):
     sizes, window, lengths = data.draw(ragged_batches())
     assume(any(lengths))
     chosen = plan(host, family, 128, (*sizes[:5], 128), window, lengths)
-    batch = make_ragged_batch(host, sizes, window, lengths)
+    batch = make_varlen_batch(host, sizes, window, lengths)
     places = sum(-(-batch.sequence(b)[2] // chosen.tile_queries) for b in range(sizes[0]))
     tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
     assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, MULTIPROCESSORS))
@@ -651,7 +651,7 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
 def test_places_of_blocks(host, case, block, of_queries):
     """Each sequence's blocks have places of their own, and a place knows its sequence; never one past all."""
     sizes, _, lengths = case
-    places = host.BlockPlaces(make_ragged_batch(host, *case), of_queries, block)
+    places = host.BatchBlocks(make_varlen_batch(host, *case), of_queries, block)
     offsets = lengths[0 if of_queries else 1]
     in_order = not offsets or offsets == sorted(offsets)
     taken = set()
@@ -688,7 +688,7 @@ def plan_backward(
     window=CAUSAL,
     multiprocessors=HOPPERS,
 ):
-    batch = make_ragged_batch(host, sizes, window, lengths or [None] * 5)
+    batch = make_varlen_batch(host, sizes, window, lengths or [None] * 5)
     return host.plan_backward(
         getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, multiprocessors
     )
@@ -748,12 +748,12 @@ def test_keys_out_of_reach_do_not_make_the_tile_smaller(host):
 def test_kernels_of_the_backward(host, asked_for, runs):
     plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for)
     assert (plan.runs_keys, plan.runs_queries, plan.sums_dq) == runs
-    assert (plan.query_blocks, plan.key_blocks) == (2 * 2, 2 * 5)
-    rows = 4 * plan.query_blocks * plan.tile.block_m
-    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.group_parts > 1 and plan.runs_keys else 0
+    assert (plan.q_blocks, plan.kv_blocks) == (2 * 2, 2 * 5)
+    rows = 4 * plan.q_blocks * plan.tile.block_m
+    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.gqa_splits > 1 and plan.runs_keys else 0
     if not asked_for[2]:
-        parts //= plan.group_parts  # these add to the same sums
-    assert plan.stats_in_dq == plan.sums_dq
+        parts //= plan.gqa_splits  # these add to the same sums
+    assert plan.lse_delta_in_dq == plan.sums_dq
     assert plan.workspace_bytes == 4 * (parts + rows * (128 if plan.sums_dq else 2))
 
 
@@ -770,12 +770,12 @@ def test_kernels_of_the_backward(host, asked_for, runs):
 def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in_dq):
     lengths = lengths and [lengths, lengths, None, None, None]
     plan = plan_backward(host, 64, sizes, lengths=lengths)
-    assert plan.stats_in_dq == in_dq
+    assert plan.lse_delta_in_dq == in_dq
     assert plan.workspace_bytes >= 4 * plan.rows * (64 + 2 * (not in_dq))
     for family, asked_for in (("sm90", (True, True, False)), ("sm80", (True, True, True))):
         assert not plan_backward(
             host, 64, sizes, lengths=lengths, family=family, asked_for=asked_for
-        ).stats_in_dq
+        ).lse_delta_in_dq
 
 
 @pytest.mark.parametrize("lengths", [None, [0, 3, 3, 400]])
@@ -789,11 +789,11 @@ def test_terms_of_queries_lie_in_rows_of_dq(host, asked_for, head_dim, lengths):
     lengths = lengths and [lengths, lengths, None, None, None]
     plan = plan_backward(host, bucket, sizes, lengths=lengths, asked_for=asked_for, family="sm90")
     beside = bucket > 128 and not lengths  # LSE and delta as they are: a kernel behind makes rows
-    assert plan.stats_in_dq == (asked_for[0] and (bucketed or beside))
+    assert plan.lse_delta_in_dq == (asked_for[0] and (bucketed or beside))
     if not bucketed:
         return
     (in_dq, first), row_stride, side_by_side = host.terms(plan, sizes, lengths is not None)
-    assert (in_dq, first) == (plan.stats_in_dq, 0)
+    assert (in_dq, first) == (plan.lse_delta_in_dq, 0)
     assert row_stride == (head_dim if in_dq else 4 * 8)
     assert side_by_side == (min(8, 2 ** int(math.log2(head_dim // 8))) if in_dq else 1)
 
@@ -811,8 +811,8 @@ def test_workspace_is_no_larger_than_flash_attention_3s(host, head_dim, seqlen, 
         sizes = (batch, *heads, seqlen, seqlen, head_dim)
         plan = plan_backward(host, head_dim, sizes, window=window, family="sm90")
         theirs = queries * 4 * (head_dim + 2) + 4 * queries // 128 + 2 * keys * 4 * head_dim
-        assert plan.stats_in_dq or head_dim == 64
-        counted = 0 if plan.stats_in_dq else queries // 4 + 64
+        assert plan.lse_delta_in_dq or head_dim == 64
+        counted = 0 if plan.lse_delta_in_dq else queries // 4 + 64
         assert plan.workspace_bytes <= theirs + counted
 
 
@@ -832,13 +832,13 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
     ends = {False: 0, True: 0}
     *own, (_, _, first_zero, zeros) = parts
     for name, in_dq, begin, size in own:
-        is_aligned = name in {"claimed", "alike"}
+        is_aligned = name in {"claimed", "is_uniform"}
         assert begin == ends[in_dq] or (is_aligned and 0 <= begin - ends[in_dq] < 16)
-        assert begin % (16 if name in {"dq", "dkv"} else 4) == 0
+        assert begin % (16 if name in {"dq", "gqa_sums"} else 4) == 0
         ends[in_dq] = begin + size
         is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
         counts = name in {"claimed", "additions", "taken", "finished"}
-        adds = name == "dkv" or (name == "dq" and family == "sm90" and plan.clears_sums)
+        adds = name == "gqa_sums" or (name == "dq" and family == "sm90" and plan.zero_fills_dq)
         assert in_dq or is_cleared == (counts or adds)
     assert ends[False] <= plan.workspace_bytes < ends[False] + 16
     assert ends[True] <= (3 if lengths is None or lengths[2] else 1) * heads[0] * total * head_dim * 2
@@ -859,7 +859,7 @@ def test_workspace_is_no_larger_than_flash_attention_2s(host, head_dim, seqlen, 
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "sums_dq", "in_turns"),
+    ("asked_for", "sums_dq", "ordered"),
     [
         ((True, True, False), True, False),
         ((True, True, True), True, True),
@@ -868,14 +868,14 @@ def test_workspace_is_no_larger_than_flash_attention_2s(host, head_dim, seqlen, 
     ],
     ids=["all", "all, deterministic", "dq", "dk and dv"],
 )
-def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns):
+def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, ordered):
     """Whatever is asked for, so that each gradient has the same bits; sums of dQ have one order in turns."""
     plan = plan_backward(host, 128, (2, 4, 4, 100, 300, 128), asked_for=asked_for, family="sm90")
     assert (plan.runs_keys, plan.runs_queries) == (True, False)
-    assert (plan.sums_dq, plan.in_turns, plan.clears_sums) == (sums_dq, in_turns, False)
-    assert plan.makes_rows == sums_dq
-    assert plan.tiles == plan.blocks == 4 * plan.key_blocks
-    rows = 4 * plan.query_blocks * plan.tile.block_m
+    assert (plan.sums_dq, plan.ordered, plan.zero_fills_dq) == (sums_dq, ordered, False)
+    assert plan.converts_dq == sums_dq
+    assert plan.tiles == plan.blocks == 4 * plan.kv_blocks
+    rows = 4 * plan.q_blocks * plan.tile.block_m
     assert plan.workspace_bytes == 4 * rows * (128 if sums_dq else 4) + 4 * counters(plan, 4, 2 * 4)
 
 
@@ -884,32 +884,32 @@ def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, in_turns
 def test_queries_add_terms_where_many_see_a_key(host, lengths, deterministic):
     """At head dim 64; in turns an entry's bits don't depend on other lengths."""
 
-    def adds_terms(seqlen, head_dim, window=FULL):
+    def lse_delta_mma(seqlen, head_dim, window=FULL):
         sizes = (2, 4, 4, seqlen, seqlen, head_dim)
         cumulated = lengths and [[0, seqlen // 10, seqlen]] * 2 + [None] * 3
         options = {"lengths": cumulated, "window": window, "family": "sm90"}
         return plan_backward(
             host, head_dim, sizes, asked_for=(True, True, deterministic), **options
-        ).tile.adds_terms
+        ).tile.lse_delta_mma
 
     always = lengths is not None and deterministic
     sequences = 2 if lengths else 1
-    assert adds_terms(1024 * sequences, 64)
-    assert adds_terms(1023 * sequences, 64) == always
-    assert adds_terms(1024 * sequences, 64, CAUSAL) == always
-    assert adds_terms(100, 96)
-    assert adds_terms(100, 128)
-    assert not adds_terms(4096, 192)
-    assert not adds_terms(4096, 256)
+    assert lse_delta_mma(1024 * sequences, 64)
+    assert lse_delta_mma(1023 * sequences, 64) == always
+    assert lse_delta_mma(1024 * sequences, 64, CAUSAL) == always
+    assert lse_delta_mma(100, 96)
+    assert lse_delta_mma(100, 128)
+    assert not lse_delta_mma(4096, 192)
+    assert not lse_delta_mma(4096, 256)
 
 
 def counters(plan, heads, pairs):
     """Integers of a workspace: of tiles, of each warpgroup's part of dQ, of rows of dQ and of statistics, in
     16 bytes at a time."""
     additions = (
-        2 * plan.tile.cluster * heads * plan.query_blocks if plan.sums_dq and not plan.clears_sums else 0
+        2 * plan.tile.cluster * heads * plan.q_blocks if plan.sums_dq and not plan.zero_fills_dq else 0
     )
-    cleared = 1 + additions + plan.makes_rows * (1 + pairs)
+    cleared = 1 + additions + plan.converts_dq * (1 + pairs)
     return 4 * math.ceil(cleared / 4)
 
 
@@ -919,9 +919,9 @@ def test_two_thread_blocks_share_a_tile(host, heads, head_dim):
     """Whole clusters, and each block has sums of its own."""
     plan = plan_backward(host, head_dim, (2, heads, heads, 100, 300, head_dim), family="sm90")
     assert (plan.tile.block_m, plan.tile.block_n) == (64, 128)
-    assert (plan.key_blocks, plan.tiles) == (2 * 3, 2 * 3 * heads)
+    assert (plan.kv_blocks, plan.tiles) == (2 * 3, 2 * 3 * heads)
     assert plan.blocks == 2 * min(plan.tiles, 132 // 2)
-    blocks = heads * plan.query_blocks
+    blocks = heads * plan.q_blocks
     assert plan.workspace_bytes == 4 * (64 * blocks * head_dim + counters(plan, heads, 2 * heads))
 
 
@@ -946,7 +946,7 @@ def test_some_sums_are_cleared(host, packed):
             family="sm90",
             window=window,
             **options,
-        ).clears_sums
+        ).zero_fills_dq
 
     assert not clears(130 * 128)
     assert clears(140 * 128)
@@ -967,7 +967,7 @@ def test_some_sums_are_cleared(host, packed):
 def test_heads_come_one_by_one_where_rows_are_made_of_their_sums(host, head_dim, apart):
     """Behind a window, too."""
     sizes, window = (2, 3, 3, 17_000, 17_000, head_dim), (1000, 0)
-    batch = make_ragged_batch(host, sizes, window, [None] * 5)
+    batch = make_varlen_batch(host, sizes, window, [None] * 5)
     heads = [(b, head) for (b, head, _), _ in host.key_tiles(head_dim, batch, False, HOPPERS)]
     changes = sum(before != after for before, after in pairwise(heads))
     assert (changes == 5) == apart
@@ -977,14 +977,14 @@ def test_heads_come_one_by_one_where_rows_are_made_of_their_sums(host, head_dim,
 def test_who_makes_rows_of_dq(host, head_dim):
     """The kernel that sums them up, where it has room, and tiles enough for the blocks of queries."""
 
-    def makes_rows(seqlen_q, seqlen_k, heads_kv=4):
+    def converts_dq(seqlen_q, seqlen_k, heads_kv=4):
         sizes = (2, 4, heads_kv, seqlen_q, seqlen_k, head_dim)
-        return plan_backward(host, head_dim, sizes, family="sm90").makes_rows
+        return plan_backward(host, head_dim, sizes, family="sm90").converts_dq
 
     small = head_dim <= 128
-    assert makes_rows(512, 512) == makes_rows(500, 4000) == makes_rows(5, 5) == small
-    assert not makes_rows(4000, 500)
-    assert makes_rows(512, 512, heads_kv=1) == small
+    assert converts_dq(512, 512) == converts_dq(500, 4000) == converts_dq(5, 5) == small
+    assert not converts_dq(4000, 500)
+    assert converts_dq(512, 512, heads_kv=1) == small
 
 
 @pytest.mark.parametrize(
@@ -1033,7 +1033,7 @@ def test_parts_of_groups(host, head_dim, sizes, window, parts):
         return plan_backward(host, head_dim, shape, asked_for=asked_for, family="sm90", window=window)
 
     plan, without_keys = planned((True, True, False)), planned((True, False, False))
-    assert plan.group_parts == without_keys.group_parts == parts
+    assert plan.gqa_splits == without_keys.gqa_splits == parts
     floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
     assert plan.workspace_bytes == without_keys.workspace_bytes + 4 * floats
 
@@ -1046,11 +1046,11 @@ def test_many_blocks_clear_sums_of_many_keys(host, family):
         return plan_backward(host, 128, (*sizes, 128), family=family, window=FULL)
 
     few = blocks(1, 8, 1, 64, 8192)
-    assert few.group_parts > 1
-    assert few.query_blocks * 8 < HOPPERS <= few.first_blocks
+    assert few.gqa_splits > 1
+    assert few.q_blocks * 8 < HOPPERS <= few.preprocess_blocks
     for plan in (blocks(1, 8, 8, 64, 100_000), blocks(4, 8, 1, 4096, 4096)):
-        # Or backward_clear does.
-        assert plan.first_blocks == plan.query_blocks * 8
+        # Or backward_zero_fill does.
+        assert plan.preprocess_blocks == plan.q_blocks * 8
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((32, 1, 4096, 4096), 4), ((32, 8, 2048, 2048), 1)])
@@ -1065,7 +1065,7 @@ def test_parts_of_groups_of_deterministic_calls_depend_on_no_batch(host, sizes, 
                 family="sm90",
                 multiprocessors=multiprocessors,
             )
-            assert plan.group_parts == parts
+            assert plan.gqa_splits == parts
             sums = 2 * plan.tiles * plan.tile.block_n * 128 if parts > 1 else 0
             of_queries = plan.rows * 128
             assert 0 <= plan.workspace_bytes // 4 - sums - of_queries < of_queries // 64
@@ -1086,7 +1086,7 @@ def test_parts_of_groups_of_deterministic_calls_depend_on_no_batch(host, sizes, 
 def test_parts_of_groups_on_ampere(host, head_dim, sizes, window, parts):
     plan = plan_backward(host, head_dim, (*sizes, head_dim), family="sm80", window=window)
     floats = 2 * plan.tiles // parts * plan.tile.block_n * head_dim if parts > 1 else 0
-    assert plan.group_parts == parts
+    assert plan.gqa_splits == parts
     assert plan.workspace_bytes == 4 * (floats + plan.rows * head_dim)
     grouped = sizes[1] != sizes[2]
     assert (plan.section == 1) != grouped
@@ -1103,7 +1103,7 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
     sizes = (3, 24, heads_kv, 900 if lengths else 300, 700 if lengths else 520, head_dim)
     options = {"lengths": lengths, "window": limits, "multiprocessors": multiprocessors}
     plan = plan_backward(host, head_dim, sizes, **options)
-    batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    batch = make_varlen_batch(host, sizes, limits, lengths or [None] * 5)
     block_n = plan.tile.block_n
     masks = [
         make_mask(host, seqlen_q, seqlen_k, *limits)
@@ -1114,7 +1114,7 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
     expected = [
         (b, head, begin)
         for b in range(3)
-        for head in range(heads_kv * plan.group_parts)
+        for head in range(heads_kv * plan.gqa_splits)
         for begin in range(0, counted[b], block_n)
     ]
     assert sorted(found) == expected
@@ -1136,7 +1136,7 @@ def test_blocks_of_keys_on_ampere(host, heads_kv, multiprocessors, lengths, limi
 )
 def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, limits, head_dim):
     sizes = (3, 6, heads_kv, 400, 520, head_dim)
-    batch = make_ragged_batch(host, sizes, limits, lengths)
+    batch = make_varlen_batch(host, sizes, limits, lengths)
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, window=limits)
     expected = []
     for b in range(3):
@@ -1146,7 +1146,7 @@ def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, li
         mask = make_mask(host, rows_q, rows_k, *limits)
         count = rows_k - mask.first_reachable_key()
         begins = range(0, count, plan.tile.block_n)
-        expected += [(b, head, begin) for head in range(heads_kv * plan.group_parts) for begin in begins]
+        expected += [(b, head, begin) for head in range(heads_kv * plan.gqa_splits) for begin in begins]
     assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS)) == expected
 
 
@@ -1161,7 +1161,7 @@ def test_blocks_of_keys_of_offsets_that_decrease(host, family, heads_kv, limits,
     ordered = list(accumulate((min(max(offset, 0), 520) for offset in offsets), max))
 
     def tiles(offsets):
-        batch = make_ragged_batch(host, (3, 6, heads_kv, 520, 520, 128), limits, [offsets] * 2 + [None] * 3)
+        batch = make_varlen_batch(host, (3, 6, heads_kv, 520, 520, 128), limits, [offsets] * 2 + [None] * 3)
         if family == "sm80":
             return host.key_tiles_sm80(128, batch, HOPPERS)
         return host.key_tiles(128, batch, False, HOPPERS)
@@ -1179,7 +1179,7 @@ def test_empty_problems_have_a_plan(host, empty, packed, family):
     ends = [[size * i // 3 for i in range(sizes[0] + 1)] for size in sizes[3:]]
     lengths = (*ends, None, None, None) if packed else None
     plan = plan_backward(host, 64, (*sizes, 64), lengths=lengths, family=family)
-    assert plan.tiles == plan.key_blocks * sizes[2]
+    assert plan.tiles == plan.kv_blocks * sizes[2]
 
 
 @pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
@@ -1193,7 +1193,7 @@ def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, leng
 
     def tiles(sizes, lengths=(None,) * 5):
         return host.key_tiles_sm80(
-            head_dim, make_ragged_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
+            head_dim, make_varlen_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
         )
 
     dense = tiles((batch, 12, heads_kv, mean, mean))
@@ -1216,10 +1216,10 @@ def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_d
     assert sections(64, 16, 16, 512, 512) == (1, -(-2 * at_a_time // (512 // block_n)))
     assert sections(16, 16, 16, 4096, 4096) == (1, -(-2 * at_a_time // (4096 // block_n)))
     assert sections(2, 2, 2, 512, 512) == (1, 2 * 2)
-    makes_rows = (family, head_dim) == ("sm90", 128)
+    converts_dq = (family, head_dim) == ("sm90", 128)
     full = at_a_time // (512 // block_n) if (family, head_dim) == ("sm90", 256) else 1
     assert sections(64, 16, 16, 512, 512, window=FULL) == (full, 64 * 16 % full or full)
-    assert (sections(64, 16, 16, 512, 512, window=(100, 0)) == (1, 1)) == makes_rows  # else all side by side
+    assert (sections(64, 16, 16, 512, 512, window=(100, 0)) == (1, 1)) == converts_dq  # else all side by side
     assert sections(64, 16, 8, 512, 512)[0] > 1  # of tiles that have, or on Ampere share, several heads
 
 
@@ -1241,8 +1241,8 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
     """Each block of queries that has rows comes once, and pairs come in the order in which their blocks of
     keys do."""
     sizes = (3, 4, heads_kv, 400, 333, 64)
-    batch = make_ragged_batch(host, sizes, (None, None), lengths or [None] * 5)
-    places = host.BlockPlaces(batch, True, block_m)
+    batch = make_varlen_batch(host, sizes, (None, None), lengths or [None] * 5)
+    places = host.BatchBlocks(batch, True, block_m)
     order = host.rows_order(batch, block_m)
     assert len(order) == 4 * places.count()
     blocks = [(pair, *block) for pair, *block, exists, _ in order if exists]
@@ -1289,11 +1289,11 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic
     a part of it: from its own on, where the first one stores; in turns the last ones first, where blocks of
     keys have those in common."""
     sizes = (3, 4, heads_kv, 400, 333, head_dim)
-    batch = make_ragged_batch(host, sizes, limits, lengths or [None] * 5)
+    batch = make_varlen_batch(host, sizes, limits, lengths or [None] * 5)
     asked_for = (True, True, deterministic)
     options = {"family": "sm90", "window": limits, "multiprocessors": multiprocessors}
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, asked_for=asked_for, **options)
-    heads_kv *= plan.group_parts
+    heads_kv *= plan.gqa_splits
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
     listed = host.key_tiles(head_dim, batch, deterministic, multiprocessors)
     found = dict(listed)
@@ -1304,8 +1304,8 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic
         begin_q, end_q = lengths[0][b : b + 2] if lengths else (0, 400)
         begin_k, end_k = lengths[1][b : b + 2] if lengths else (0, 333)
         mask = make_mask(host, end_q - begin_q, end_k - begin_k, *limits)
-        cut, blind = mask.first_reachable_key(), mask.first_seeing_row()
-        queries, keys = end_q - begin_q - blind, end_k - begin_k - cut
+        cut, fully_masked = mask.first_reachable_key(), mask.fully_masked_rows()
+        queries, keys = end_q - begin_q - fully_masked, end_k - begin_k - cut
         if queries == 0:  # nobody sees these keys
             continue
         if not lengths:  # the host has cut keys off before
@@ -1316,7 +1316,7 @@ def test_blocks_of_keys_on_hopper(host, heads_kv, multiprocessors, deterministic
                 blocks = range(*mask.visited_rows(n_begin, tile.block_n, tile.block_m))
                 if last_first:
                     blocks = blocks[::-1]
-                elif not deterministic and not plan.clears_sums and len(blocks) > 0:
+                elif not deterministic and not plan.zero_fills_dq and len(blocks) > 0:
                     own = max(blocks[0], min(blocks[-1], n_begin // tile.block_m)) - blocks[0]
                     blocks = [*blocks[own:], *blocks[:own]]
                 group = 4 // heads_kv

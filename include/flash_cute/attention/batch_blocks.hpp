@@ -26,7 +26,7 @@ FLASH_CUTE_HOST_DEVICE int last_beginning_before(int place, int sequences, First
   return found;
 }
 
-struct BlockPlaces {
+struct BatchBlocks {
   int const* offsets;  // of packed rows, null where each sequence has `rows`
   int rows, batch, block;
 
@@ -50,17 +50,17 @@ struct BlockPlaces {
   }
 
   // Thread blocks go through the places of one head, then through those of the next.
-  struct PlaceOfHead {
+  struct HeadBlock {
     int head, place;
   };
-  FLASH_CUTE_HOST_DEVICE PlaceOfHead of_block(int index) const {
+  FLASH_CUTE_HOST_DEVICE HeadBlock of_block(int index) const {
     int const head = index / count();
     return {head, index - head * count()};
   }
 
   // Place by place instead, all heads of each: where heads lie side by side, thread blocks that run together
   // then touch what lies together.
-  FLASH_CUTE_HOST_DEVICE PlaceOfHead of_block(int index, int heads, bool side_by_side) const {
+  FLASH_CUTE_HOST_DEVICE HeadBlock of_block(int index, int heads, bool side_by_side) const {
     if (!side_by_side) return of_block(index);
     int const place = index / heads;
     return {index - place * heads, place};

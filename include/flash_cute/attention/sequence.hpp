@@ -11,7 +11,7 @@ struct Rows {
   int begin, end;
 };
 
-constexpr int kThrough = -1;  // where a thread block's tile would begin, after its last one
+constexpr int kNoTile = -1;  // where a thread block's tile would begin, after its last one
 
 struct Sequence {
   Rows queries;       // that it owns, among the rows of its entry, or of the packed tensor

@@ -66,8 +66,8 @@ struct KeyBits {
 // Scores of pairs that the mask hides become -inf. m_begin, n_begin: the first query of the rows and the
 // first key of the columns. cS holds the (row, key) coordinates of acc_s within the tile.
 template <class Keys, class Mask, class Rows, class Coords, class Scores>
-CUTE_DEVICE void hide_invisible(Mask const& mask, Rows const& rows, int m_begin, int n_begin,
-                                Coords const& cS, Scores& acc_s) {
+CUTE_DEVICE void apply_mask(Mask const& mask, Rows const& rows, int m_begin, int n_begin, Coords const& cS,
+                            Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
   static_assert(decltype(size<1>(scores))::value <= 32);

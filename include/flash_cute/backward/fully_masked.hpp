@@ -12,7 +12,7 @@ using namespace cute;
 // The first `count` rows of an accumulator become 0, whatever they hold: where a key is not finite, their
 // weights of 0 have made NaN of it.
 template <class Accumulator, class Coords>
-CUTE_DEVICE void clear_first_rows(Accumulator& acc, Coords const& accumulator_coords, int count) {
+CUTE_DEVICE void zero_fully_masked_rows(Accumulator& acc, Coords const& accumulator_coords, int count) {
   auto values = row_col_view(acc);
   auto const coords = row_col_view(accumulator_coords);
   CUTE_UNROLL

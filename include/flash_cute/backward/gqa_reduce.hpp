@@ -11,38 +11,38 @@
 
 namespace flash_cute {
 
-enum class KeyGradient { dk, dv };
+enum class KvGradient { dk, dv };
 
 template <class Accumulator>
-CUTE_DEVICE void scale_gradient(BackwardParams const& params, KeyGradient which, Accumulator& acc) {
-  float const scale = which == KeyGradient::dk ? params.softmax_scale : 1.f;
+CUTE_DEVICE void scale_gradient(BackwardParams const& params, KvGradient which, Accumulator& acc) {
+  float const scale = which == KvGradient::dk ? params.softmax_scale : 1.f;
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
 }
 
 template <class Traits>
-struct KeyParts {
+struct GqaSums {
   static constexpr int kThreads = Traits::kKeyThreads;  // that have a block's keys
   static constexpr int kFloats = Traits::kBlockN * Traits::kHeadDim;
 
-  CUTE_DEVICE static BlockPlaces places(BackwardParams const& params) {
+  CUTE_DEVICE static BatchBlocks places(BackwardParams const& params) {
     return {params.lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, Traits::kTileN};
   }
 
   // The sum that a part of a group adds to, of a block of its keys.
-  CUTE_DEVICE static int slot_of(BackwardParams const& params, int part, int place) {
-    return part / params.workspace.parts_of_sum * places(params).count() + place;
+  CUTE_DEVICE static int sum_index(BackwardParams const& params, int part, int place) {
+    return part / params.workspace.splits_of_sum * places(params).count() + place;
   }
-  CUTE_DEVICE static int slot_of(BackwardParams const& params, KeyTile const& tile) {
+  CUTE_DEVICE static int sum_index(BackwardParams const& params, KvTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
-    return slot_of(params, tile.head_kv, places(params).first(b) + tile.n_begin / Traits::kTileN);
+    return sum_index(params, tile.head_kv, places(params).first(b) + tile.n_begin / Traits::kTileN);
   }
 
   // rank: of a thread block among those that share a tile's keys. thread: one of kThreads.
-  CUTE_DEVICE static float* of(BackwardParams const& params, KeyGradient which, int slot, int rank,
+  CUTE_DEVICE static float* of(BackwardParams const& params, KvGradient which, int index, int rank,
                                int thread) {
-    return params.workspace.dkv + int64_t(which) * params.workspace.floats_of_dk +
-           (int64_t(slot) * Traits::kCluster + rank) * kFloats + thread;
+    return params.workspace.gqa_sums + int64_t(which) * params.workspace.floats_of_dk +
+           (int64_t(index) * Traits::kCluster + rank) * kFloats + thread;
   }
 
   template <class Accumulator>
@@ -55,12 +55,12 @@ struct KeyParts {
 // A thread block for dK or dV of a block of keys of a head.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes few registers, and spills
-    backward_join(__grid_constant__ BackwardParams const params) {
+    backward_gqa_reduce(__grid_constant__ BackwardParams const params) {
   wait_for_grid_before();
-  using Parts = KeyParts<Traits>;
-  BlockPlaces const keys = Parts::places(params);
+  using Parts = GqaSums<Traits>;
+  BatchBlocks const keys = Parts::places(params);
   int const rank = blockIdx.x % Traits::kCluster, rest = blockIdx.x / Traits::kCluster;
-  auto const which = KeyGradient(rest % 2);
+  auto const which = KvGradient(rest % 2);
   auto const [head, place] = keys.of_block(rest / 2);
   int const b = keys.sequence(place);
   Sequence const s = sequence_for<Traits::Instance::family>(params, b);
@@ -72,15 +72,15 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes f
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
   clear(sum);
 #pragma unroll 1
-  for (int part = 0; part < params.group_parts; part += params.workspace.parts_of_sum) {
-    int const slot = Parts::slot_of(params, head * params.group_parts + part, place);
-    float const* const floats = Parts::of(params, which, slot, rank, threadIdx.x);
+  for (int part = 0; part < params.gqa_splits; part += params.workspace.splits_of_sum) {
+    int const index = Parts::sum_index(params, head * params.gqa_splits + part, place);
+    float const* const floats = Parts::of(params, which, index, rank, threadIdx.x);
     CUTE_UNROLL
     for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Parts::kThreads];
   }
   Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
   scale_gradient(params, which, sum);
-  TensorView const& view = which == KeyGradient::dk ? params.dk : params.dv;
+  TensorView const& view = which == KvGradient::dk ? params.dk : params.dv;
   Tensor target = local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, TileKV{});
   store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, params.shape.head_dim, sum,
              coords);

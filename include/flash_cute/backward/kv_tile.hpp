@@ -11,32 +11,32 @@ namespace flash_cute {
 enum class QueryStart : unsigned char { first, last, own };
 
 // A block of keys of one head, and the blocks of queries of its sequence.
-struct KeyTile {
+struct KvTile {
   Sequence sequence;
   int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
-  int first_place, places;            // of the sequence's blocks of queries, and of all (see BlockPlaces)
+  int first_block, places;            // of the sequence's blocks of queries, and of all (see BatchBlocks)
   bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
   QueryStart start = QueryStart::first;
 
   // Of a block of its queries among those of all heads.
   FLASH_CUTE_HOST_DEVICE int64_t place(int head, int block) const {
-    return int64_t(head) * places + first_place + block;
+    return int64_t(head) * places + first_block + block;
   }
 };
-static_assert(sizeof(KeyTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
+static_assert(sizeof(KvTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
 
 // In the Ampere family where halves of a thread block split the work: kept in shared memory, so that this
 // takes no register.
-struct SplitKeyTile : KeyTile {
+struct SplitKvTile : KvTile {
   int first_row;  // that sees a key
 
-  SplitKeyTile() = default;
-  FLASH_CUTE_HOST_DEVICE SplitKeyTile(KeyTile const& tile)
-      : KeyTile(tile), first_row(tile.sequence.mask.first_seeing_row()) {}
+  SplitKvTile() = default;
+  FLASH_CUTE_HOST_DEVICE SplitKvTile(KvTile const& tile)
+      : KvTile(tile), first_row(tile.sequence.mask.fully_masked_rows()) {}
 };
 
 // The mask seen from the keys, which are rows here; those past the end see nobody.
-struct MaskOfKeys {
+struct TransposedMask {
   WindowMask transposed;
 
   FLASH_CUTE_HOST_DEVICE int first_key(int key) const { return transposed.first_key(key); }
@@ -46,16 +46,16 @@ struct MaskOfKeys {
 };
 
 // The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its
-// queries are those that see a key: the blind ones before them are no part of it, and without any it has no
-// keys either.
+// queries are those that see a key: the fully_masked ones before them are no part of it, and without any it
+// has no keys either.
 template <Family family, class Params>
 FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
   Sequence s = sequence(params, b);
   if constexpr (family == Family::sm90) {
-    int const blind = s.mask.first_seeing_row();
-    s.queries.begin += blind;
-    s.used -= blind;
-    s.mask.seqlen_q -= blind;
+    int const fully_masked = s.mask.fully_masked_rows();
+    s.queries.begin += fully_masked;
+    s.used -= fully_masked;
+    s.mask.seqlen_q -= fully_masked;
     if (s.mask.seqlen_q == 0) s.mask.seqlen_k = 0;
   }
   return s;

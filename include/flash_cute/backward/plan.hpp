@@ -14,72 +14,72 @@ constexpr int kZeroBytes = 16;  // written at a time, see BackwardWorkspace
 struct BackwardPlan {
   BackwardTile tile;
   QueryTile query_tile;
-  bool runs_keys;     // the kernel for dK and dV
-  bool runs_queries;  // the kernel for dQ alone
-  bool sums_dq;       // dQ comes from the first: adds to sums that a kernel after it converts
-  bool in_turns;      // in one order, and on Hopper parts of a group add to theirs of dK and dV so, too
-  bool clears_sums;   // which are 0 before, else the first one is stored
-  bool clears_all;    // of them at once; else a kernel that looks at queries clears those of each block
-  bool makes_rows;    // and converts them itself, head by head
+  bool runs_keys;      // the kernel for dK and dV
+  bool runs_queries;   // the kernel for dQ alone
+  bool sums_dq;        // dQ comes from the first: adds to sums that a kernel after it converts
+  bool ordered;        // in one order, and on Hopper parts of a group add to theirs of dK and dV so, too
+  bool zero_fills_dq;  // which are 0 before, else the first one is stored
+  bool clears_all;     // of them at once; else a kernel that looks at queries clears those of each block
+  bool converts_dq;    // and converts them itself, head by head
   // Of a head, in the first two kernels' tiles and in the last one's.
-  int key_blocks, query_blocks, query_tiles;
+  int kv_blocks, q_blocks, q_tiles;
   int tiles;                    // of the first kernel
   int blocks;                   // of its grid
-  int first_blocks;             // of the kernel before it that looks at queries, if there is one
-  int group_parts;              // of the query heads that share K and V: each has tiles of its own
+  int preprocess_blocks;        // of the kernel before it that looks at queries, if there is one
+  int gqa_splits;               // of the query heads that share K and V: each has tiles of its own
   TileOrder order;              // of its blocks of keys, where sequences have equally many
   QueryStart query_start;       // whatever is asked for
   int64_t rows;                 // of the workspace, over all heads
   int dq_columns;               // of the sums of dQ, 0 if there are none
   int64_t counters, additions;  // integers of the workspace, and which of them count additions
-  int64_t key_numbers;          // more integers, which nobody clears, behind these: see number_keys
+  int64_t key_numbers;          // more integers, which nobody clears, behind these: see varlen_prepare
   int64_t pairs;                // of a sequence and a head of K and V, or of a part of a group
-  int64_t part_floats;          // of the workspace: sums of what parts of groups find of dK and dV
-  int parts_of_sum;             // that add to one of these, 1 if they are to be added in one order
-  bool stats_in_dq;             // do LSE and delta lie where rows of dQ will, which are written last?
+  int64_t gqa_floats;           // of the workspace: sums of what parts of groups find of dK and dV
+  int splits_of_sum;            // that add to one of these, 1 if they are to be added in one order
+  bool lse_delta_in_dq;         // do LSE and delta lie where rows of dQ will, which are written last?
   int64_t workspace_bytes;
 
-  int stats_of_row() const { return tile.adds_terms ? kTermBytes / int(sizeof(float)) : 2; }  // floats
+  int lse_delta_floats() const { return tile.lse_delta_mma ? kTermBytes / int(sizeof(float)) : 2; }  // floats
 
   // As kernels see it: each part of a group has a head of K and V.
   void split_groups(BackwardParams& params) const {
-    params.group_parts = group_parts;
-    params.shape.heads_kv *= group_parts;
+    params.gqa_splits = gqa_splits;
+    params.shape.heads_kv *= gqa_splits;
   }
 
   // Blocks of dK and of dV that are joined of such parts: by how many thread blocks.
-  int key_parts() const { return part_floats > 0 ? 2 * tile.cluster * (tiles / group_parts) : 0; }
+  int gqa_reduce_blocks() const { return gqa_floats > 0 ? 2 * tile.cluster * (tiles / gqa_splits) : 0; }
 
   // Where each part of a workspace begins.
   BackwardWorkspace parts(void* workspace, BackwardParams const& params) const {
     auto* const begin = static_cast<float*>(workspace);
-    float *const floats = stats_in_dq ? static_cast<float*>(params.dq.data) : begin,
-                 *const sums = stats_in_dq ? begin : begin + stats_of_row() * rows,
-                 *const dkv = sums + rows * dq_columns;
-    int* const ints = reinterpret_cast<int*>(dkv + part_floats);
+    float *const floats = lse_delta_in_dq ? static_cast<float*>(params.dq.data) : begin,
+                 *const sums = lse_delta_in_dq ? begin : begin + lse_delta_floats() * rows,
+                 *const gqa_sums = sums + rows * dq_columns;
+    int* const ints = reinterpret_cast<int*>(gqa_sums + gqa_floats);
     int *const of_rows = ints + 1 + additions, *const numbers = key_numbers > 0 ? ints + counters : nullptr;
     bool const orders_offsets = numbers && params.lengths.cu_seqlens_q;
     int const offsets = params.shape.batch + 1;
-    float* const zeros = clears_all ? sums : dkv;
-    return {.lse = tile.adds_terms ? nullptr : floats,
-            .delta = tile.adds_terms ? nullptr : floats + rows,
+    float* const zeros = clears_all ? sums : gqa_sums;
+    return {.lse = tile.lse_delta_mma ? nullptr : floats,
+            .delta = tile.lse_delta_mma ? nullptr : floats + rows,
             .terms = terms(begin, params),
             .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim),
             .dq = sums_dq ? sums : nullptr,
-            .dkv = part_floats > 0 ? dkv : nullptr,
-            .floats_of_dk = part_floats / 2,
-            .parts_of_sum = parts_of_sum,
+            .gqa_sums = gqa_floats > 0 ? gqa_sums : nullptr,
+            .floats_of_dk = gqa_floats / 2,
+            .splits_of_sum = splits_of_sum,
             .additions = additions > 0 ? ints + 1 : nullptr,
-            .in_turns = in_turns,
-            .alike = numbers,
-            .key_places = numbers ? numbers + 1 : nullptr,
+            .ordered = ordered,
+            .is_uniform = numbers,
+            .kv_block_offsets = numbers ? numbers + 1 : nullptr,
             .offsets_q = orders_offsets ? numbers + 1 + offsets : nullptr,
             .offsets_k = orders_offsets ? numbers + 1 + 2 * offsets : nullptr,
             .key_block = tile.block_n,
-            .expected_key_blocks = order.m_blocks,
+            .expected_kv_blocks = order.m_blocks,
             .claimed = counters > 0 ? ints : nullptr,
-            .taken = makes_rows ? of_rows : nullptr,
-            .finished = makes_rows ? of_rows + 1 : nullptr,
+            .taken = converts_dq ? of_rows : nullptr,
+            .finished = converts_dq ? of_rows + 1 : nullptr,
             .zeros = zeros,
             .zero_chunks =
                 (reinterpret_cast<float*>(ints + counters) - zeros) * int64_t(sizeof(float)) / kZeroBytes};
@@ -87,8 +87,8 @@ struct BackwardPlan {
 
  private:
   TensorView terms(void* begin, BackwardParams const& params) const {
-    if (!tile.adds_terms) return {};
-    if (stats_in_dq) return params.dq;
+    if (!tile.lse_delta_mma) return {};
+    if (lse_delta_in_dq) return params.dq;
     constexpr int kElements = kTermBytes / kElementBytes;
     int64_t const of_row = int64_t(params.shape.heads_q) * kElements;
     return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, kElements, of_row};
@@ -96,7 +96,7 @@ struct BackwardPlan {
   // A line of the L2 cache at most. One a row costs 3 to 8% up to 2k (head dim 128, H100).
   int log2_terms_of_row(int head_dim) const {
     constexpr int kLineBytes = 128;
-    int const bytes = stats_in_dq ? smaller(head_dim * kElementBytes, kLineBytes) : kTermBytes;
+    int const bytes = lse_delta_in_dq ? smaller(head_dim * kElementBytes, kLineBytes) : kTermBytes;
     int log2 = 0;
     while (kTermBytes << (log2 + 1) <= bytes) ++log2;
     return log2;
@@ -105,7 +105,7 @@ struct BackwardPlan {
 
 // Are there gradients that no tile writes on Hopper? A kernel before does.
 inline bool has_unwritten(BackwardParams const& params) {
-  return params.lengths.given || params.mask.first_seeing_row() > 0;
+  return params.lengths.given || params.mask.fully_masked_rows() > 0;
 }
 
 // The mask of a sequence of the mean length.
@@ -175,13 +175,13 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
 // depends on the group and its lengths alone: then an entry of a dense or padded batch has the same bits in
 // any. There each keeps so many steps that others of its kind would not help by 4%, and all sums, those of dQ
 // among them, take at most twice what one part's would.
-inline int group_parts(BackwardParams const& params, BackwardTile const& tile, int key_blocks, int at_a_time,
-                       bool deterministic) {
+inline int gqa_splits(BackwardParams const& params, BackwardTile const& tile, int kv_blocks, int at_a_time,
+                      bool deterministic) {
   ProblemShape const& shape = params.shape;
   auto const [mean, most] = queries_of_keys(params);
   bool const uneven = params.lengths.given || are_seen_unevenly(params);
   int const group = shape.heads_q / larger(1, shape.heads_kv);
-  int64_t const tiles = int64_t(key_blocks) * shape.heads_kv;
+  int64_t const tiles = int64_t(kv_blocks) * shape.heads_kv;
   auto steps = [&](int queries) { return int64_t(group) * ceil_div(queries, tile.block_m); };
   constexpr int kStepsToBegin = 8, kStepsAlone = 256;
   constexpr int64_t kRowsOfSum = 1 << 18, kMostTiles = 1 << 30;
@@ -215,43 +215,43 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.runs_keys = needs_dkv || one_kernel;
   plan.sums_dq = needs_dq && (one_kernel || (needs_dkv && !deterministic));
   plan.runs_queries = needs_dq && !plan.sums_dq;
-  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tile.block_n};
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
-  BlockPlaces const alone{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.query_tile.block_m};
-  plan.key_blocks = keys.count();
-  plan.query_tiles = plan.runs_queries ? alone.count() : 0;
-  plan.query_blocks = queries.count();
+  BatchBlocks const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, plan.tile.block_n};
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.tile.block_m};
+  BatchBlocks const alone{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, plan.query_tile.block_m};
+  plan.kv_blocks = keys.count();
+  plan.q_tiles = plan.runs_queries ? alone.count() : 0;
+  plan.q_blocks = queries.count();
   // Storing first wins 0 to 12%, but loses 6% where the blocks of keys that share a block of queries don't
   // run all at once (head dim 256, causal, 16k), and 1 to 5% where tiles have several heads, which they come
   // to at different times, and the sums of one are large (2 to 24% more where they are not; H200).
   int const at_a_time = params.device.multiprocessors * plan.tile.blocks_per_sm / plan.tile.cluster;
   bool const one_by_one = one_kernel && plan.tile.has_room_for_sums();  // heads
-  plan.group_parts = group_parts(params, plan.tile, plan.key_blocks, at_a_time, deterministic);
-  plan.parts_of_sum = deterministic ? 1 : plan.group_parts;
+  plan.gqa_splits = gqa_splits(params, plan.tile, plan.kv_blocks, at_a_time, deterministic);
+  plan.splits_of_sum = deterministic ? 1 : plan.gqa_splits;
   plan.split_groups(params);
   KeysSeen const keys_seen = keys_of_queries(params);
-  int64_t const of_sequence = ceil_div(plan.key_blocks, larger(1, shape.batch)),
+  int64_t const of_sequence = ceil_div(plan.kv_blocks, larger(1, shape.batch)),
                 of_queries = (int64_t(keys_seen.most) + plan.tile.block_m) / plan.tile.block_n + 2;
   bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
   bool const small = int64_t(queries_of_keys(params).most) * bucket < kLargeSums;
   bool const stores_first = one_kernel && at_once && (small || shape.heads_q == shape.heads_kv);
-  plan.clears_sums = plan.sums_dq && !deterministic && !stores_first;
-  plan.clears_all = plan.clears_sums && one_kernel;
+  plan.zero_fills_dq = plan.sums_dq && !deterministic && !stores_first;
+  plan.clears_all = plan.zero_fills_dq && one_kernel;
   if (one_kernel) {
     plan.query_start = deterministic ? QueryStart::last : stores_first ? QueryStart::own : QueryStart::first;
   }
   plan.rows = int64_t(shape.heads_q) * queries.count() * plan.tile.block_m;
-  plan.tiles = plan.blocks = plan.key_blocks * shape.heads_kv;
-  if (needs_dkv && plan.group_parts > 1) {
-    plan.part_floats = 2 * int64_t(plan.tiles / plan.parts_of_sum) * plan.tile.block_n * bucket;
+  plan.tiles = plan.blocks = plan.kv_blocks * shape.heads_kv;
+  if (needs_dkv && plan.gqa_splits > 1) {
+    plan.gqa_floats = 2 * int64_t(plan.tiles / plan.splits_of_sum) * plan.tile.block_n * bucket;
   }
-  plan.in_turns = deterministic && plan.sums_dq;
+  plan.ordered = deterministic && plan.sums_dq;
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.tile.cluster;
   // One for each block of queries of a head; more where these are few and there is more to clear.
   constexpr int64_t kFloatsToClear = 4096;  // by a block
-  plan.first_blocks = int(larger<int64_t>(int64_t(plan.query_blocks) * shape.heads_q,
-                                          smaller<int64_t>(at_a_time, plan.part_floats / kFloatsToClear)));
+  plan.preprocess_blocks = int(larger<int64_t>(
+      int64_t(plan.q_blocks) * shape.heads_q, smaller<int64_t>(at_a_time, plan.gqa_floats / kFloatsToClear)));
   // Of unequal lengths the mean one's, which serves where they turn out to be alike. Not so on Hopper in
   // turns: an entry's bits would depend on the others.
   bool const lengths_differ = params.lengths.given && (one_kernel || params.lengths.cu_seqlens_k);
@@ -277,13 +277,13 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   }
   plan.dq_columns = plan.sums_dq ? bucket : 0;
   if (one_kernel) {
-    bool const is_counted = plan.sums_dq && !plan.clears_sums;
+    bool const is_counted = plan.sums_dq && !plan.zero_fills_dq;
     // A tile's end is the time for two blocks of queries. Where there are more, a kernel behind is faster.
-    plan.makes_rows =
-        plan.sums_dq && plan.tile.has_room_for_sums() && plan.query_blocks <= 2 * int64_t(plan.key_blocks);
+    plan.converts_dq =
+        plan.sums_dq && plan.tile.has_room_for_sums() && plan.q_blocks <= 2 * int64_t(plan.kv_blocks);
     plan.additions = is_counted ? sum_parts(plan.tile) * plan.rows / plan.tile.block_m : 0;
     plan.pairs = int64_t(shape.batch) * shape.heads_kv;
-    int64_t const counted = 1 + plan.additions + int(plan.makes_rows) * (1 + plan.pairs);
+    int64_t const counted = 1 + plan.additions + int(plan.converts_dq) * (1 + plan.pairs);
     plan.counters = ceil_div(counted, int64_t(kZeroBytes / sizeof(int))) * (kZeroBytes / sizeof(int));
   }
   if (lengths_differ && plan.runs_keys) {
@@ -291,16 +291,17 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
   int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
-                stats = plan.stats_of_row() * plan.rows;
+                stats = plan.lse_delta_floats() * plan.rows;
   // Terms lie in rows, of which the shortest has kTermBytes; else all lie side by side, where a kernel behind
   // writes rows, and none before.
-  bool const behind = !plan.makes_rows && !(one_kernel && has_unwritten(params));
+  bool const behind = !plan.converts_dq && !(one_kernel && has_unwritten(params));
   bool const fits = behind && stats * int64_t(sizeof(float)) <= dq_bytes;
-  plan.stats_in_dq = plan.sums_dq && (plan.tile.adds_terms || fits);
+  plan.lse_delta_in_dq = plan.sums_dq && (plan.tile.lse_delta_mma || fits);
   int64_t const integers = plan.counters + plan.key_numbers;
-  plan.workspace_bytes = ((plan.stats_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.part_floats) *
-                             int64_t(sizeof(float)) +
-                         integers * int64_t(sizeof(int));
+  plan.workspace_bytes =
+      ((plan.lse_delta_in_dq ? 0 : stats) + plan.rows * plan.dq_columns + plan.gqa_floats) *
+          int64_t(sizeof(float)) +
+      integers * int64_t(sizeof(int));
   return plan;
 }
 

@@ -7,9 +7,9 @@
 namespace flash_cute {
 
 // In the Ampere family blocks of keys of sequences that differ in length go head by head, in each sequence by
-// sequence, as number_keys has them.
-FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int block_n, int index) {
-  int const* const first = params.workspace.key_places;
+// sequence, as varlen_prepare has them.
+FLASH_CUTE_HOST_DEVICE TileCoord varlen_kv_tile(BackwardParams const& params, int block_n, int index) {
+  int const* const first = params.workspace.kv_block_offsets;
   int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
   int const place = index - head_kv * places;
   int const b = last_beginning_before(place, batch, [&](int sequence) { return first[sequence]; });
@@ -17,36 +17,36 @@ FLASH_CUTE_HOST_DEVICE TileCoord numbered_keys(BackwardParams const& params, int
 }
 
 // On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head.
-struct KeyOrder {
-  TileOrder alike;  // where sequences have equally many blocks of keys
+struct KvTileScheduler {
+  TileOrder uniform;  // where sequences have equally many blocks of keys
   int tiles;
   int block_m, block_n;
   QueryStart start;
 
   FLASH_CUTE_HOST_DEVICE int count(BackwardParams const& params) const {
     if (!params.lengths.given) return tiles;
-    return params.shape.heads_kv * params.workspace.key_places[params.shape.batch];
+    return params.shape.heads_kv * params.workspace.kv_block_offsets[params.shape.batch];
   }
 
-  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int index) const {
+  FLASH_CUTE_HOST_DEVICE KvTile operator()(BackwardParams const& params, int index) const {
     ProblemShape const& shape = params.shape;
     int const* const offsets_q = params.lengths.cu_seqlens_q;
-    BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
-    KeyTile tile{};
+    BatchBlocks const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
+    KvTile tile{};
     int b = 0;
-    if (params.lengths.given && !*params.workspace.alike) {
-      int const* const first = params.workspace.key_places;
+    if (params.lengths.given && !*params.workspace.is_uniform) {
+      int const* const first = params.workspace.kv_block_offsets;
       int const heads = shape.heads_kv;
       b = last_beginning_before(index / heads, shape.batch, [&](int sequence) { return first[sequence]; });
       int const of_sequence = index - first[b] * heads, blocks = first[b + 1] - first[b];
       tile.head_kv = of_sequence / blocks;
       tile.n_begin = (of_sequence - tile.head_kv * blocks) * block_n;
     } else {
-      TileCoord const found = alike(index);
+      TileCoord const found = uniform(index);
       b = found.batch;
       tile.head_kv = found.head_kv;
       tile.n_begin = found.m_begin;
-      tile.descending = alike.descending;
+      tile.descending = uniform.descending;
     }
     // Blocks of keys that add in turns begin with the queries that they have in common under a causal mask:
     // so each is a step behind the one before it, from the other end two.
@@ -55,72 +55,73 @@ struct KeyOrder {
     tile.sequence = sequence_for<Family::sm90>(params, b);
     tile.pair = b * shape.heads_kv + tile.head_kv;
     tile.batch = offsets_q ? 0 : b;
-    tile.first_place = queries.first(b);
+    tile.first_block = queries.first(b);
     tile.places = queries.count();
     return tile;
   }
 };
 
 // In the Ampere family. There may be fewer tiles than thread blocks.
-struct KeyOrderSm80 {
-  TileOrder alike;  // where sequences have equally many blocks of keys
+struct KvTileSchedulerSm80 {
+  TileOrder uniform;  // where sequences have equally many blocks of keys
 
   // The block sizes are arguments, as compilers should know them.
   FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
     ProblemShape const& shape = params.shape;
     BackwardWorkspace const& workspace = params.workspace;
-    if (workspace.key_places) {
-      bool const is_alike = *workspace.alike;
-      int const tiles = is_alike ? alike.tiles() : shape.heads_kv * workspace.key_places[shape.batch];
-      if (index >= tiles) return {.m_begin = kThrough, .head = 0, .head_kv = 0, .batch = 0};
-      if (!is_alike) return numbered_keys(params, block_n, index);
+    if (workspace.kv_block_offsets) {
+      bool const is_uniform = *workspace.is_uniform;
+      int const tiles =
+          is_uniform ? uniform.tiles() : shape.heads_kv * workspace.kv_block_offsets[shape.batch];
+      if (index >= tiles) return {.m_begin = kNoTile, .head = 0, .head_kv = 0, .batch = 0};
+      if (!is_uniform) return varlen_kv_tile(params, block_n, index);
     }
-    return alike(index);
+    return uniform(index);
   }
 
-  FLASH_CUTE_HOST_DEVICE KeyTile operator()(BackwardParams const& params, int block_m, int block_n,
-                                            int index) const {
+  FLASH_CUTE_HOST_DEVICE KvTile operator()(BackwardParams const& params, int block_m, int block_n,
+                                           int index) const {
     ProblemShape const& shape = params.shape;
     int const* const offsets_q = params.lengths.cu_seqlens_q;
-    BlockPlaces const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
+    BatchBlocks const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
     TileCoord const found = place(params, block_n, index);
     return {.sequence = sequence_for<Family::sm80>(params, found.batch),
             .pair = found.batch * shape.heads_kv + found.head_kv,
             .batch = offsets_q ? 0 : found.batch,
             .head_kv = found.head_kv,
             .n_begin = found.m_begin,
-            .first_place = queries.first(found.batch),
+            .first_block = queries.first(found.batch),
             .places = queries.count()};
   }
 };
 
 // Of a sequence, those that have a key.
 template <Family family, class Params>
-FLASH_CUTE_HOST_DEVICE int key_blocks(Params const& params, int b, int block_n) {
+FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, int b, int block_n) {
   return ceil_div(sequence_for<family>(params, b).mask.seqlen_k, block_n);
 }
 
 // The sequence that a block of queries has a place in, and where its own rows are.
-FLASH_CUTE_HOST_DEVICE SequenceOfQueries sequence_at(BackwardParams const& params, BlockPlaces const& queries,
-                                                     int place) {
+FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, BatchBlocks const& queries,
+                                                 int place) {
   int const b = queries.sequence(place);
   Sequence const s = sequence_for<Family::sm90>(params, b);
-  return {.index = b, .first_place = queries.first(b), .begin = s.queries.begin, .used = s.used};
+  return {.index = b, .first_block = queries.first(b), .begin = s.queries.begin, .used = s.used};
 }
 
-FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, SequenceOfQueries const& s) {
+FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, QuerySequence const& s) {
   return params.lengths.cu_seqlens_q ? 0 : s.index;
 }
 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
-// of a sequence and a head of K and V, in the order in which KeyOrder comes to these pairs. Places that a
-// packed sequence does not need come behind those of all its heads.
-struct RowsOrder {
+// of a sequence and a head of K and V, in the order in which KvTileScheduler comes to these pairs. Places
+// that a packed sequence does not need come behind those of all its heads.
+struct DqConvertOrder {
   BackwardParams const& params;
-  BlockPlaces queries;
+  BatchBlocks queries;
 
   struct Block {
-    SequenceOfQueries sequence;
+    QuerySequence sequence;
     int pair, head, place, begin;  // place: in its head
     bool exists;                   // has it rows?
   };
@@ -130,31 +131,31 @@ struct RowsOrder {
     int const heads_q = params.shape.heads_q, heads_kv = params.shape.heads_kv, heads = heads_q / heads_kv;
     Block block{};
     block.sequence = sequence_at(params, queries, index / heads_q);
-    int const first = block.sequence.first_place, of_sequence = index - first * heads_q;
+    int const first = block.sequence.first_block, of_sequence = index - first * heads_q;
     int const of_head_kv = of_sequence / heads, blocks = blocks_of(block.sequence),
               head_kv = of_head_kv / blocks;
     block.place = first + of_head_kv - head_kv * blocks;
     block.pair = block.sequence.index * heads_kv + head_kv;
     block.head = head_kv * heads + of_sequence - of_head_kv * heads;
-    block.begin = (block.place - block.sequence.first_place) * queries.block;
+    block.begin = (block.place - block.sequence.first_block) * queries.block;
     block.exists = of_sequence >= 0 && head_kv < heads_kv && has_rows(block.begin, block.sequence.used);
     return block;
   }
 
  private:
-  FLASH_CUTE_HOST_DEVICE int blocks_of(SequenceOfQueries const& s) const {
+  FLASH_CUTE_HOST_DEVICE int blocks_of(QuerySequence const& s) const {
     return queries.offsets ? larger(1, ceil_div(s.used, queries.block)) : queries.of_one();
   }
 };
 
 // The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
 // those that share it.
-struct QuerySteps {
+struct QBlockIterator {
   BlockRange visited;
   bool backwards;
   int start, head, block, left;
 
-  FLASH_CUTE_HOST_DEVICE QuerySteps(KeyTile const& tile, int heads, int block_m, int block_n)
+  FLASH_CUTE_HOST_DEVICE QBlockIterator(KvTile const& tile, int heads, int block_m, int block_n)
       : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),
         backwards(tile.start == QueryStart::last),
         start(first(tile, block_m)),
@@ -171,7 +172,7 @@ struct QuerySteps {
   }
 
  private:
-  FLASH_CUTE_HOST_DEVICE int first(KeyTile const& tile, int block_m) const {
+  FLASH_CUTE_HOST_DEVICE int first(KvTile const& tile, int block_m) const {
     if (backwards) return visited.end - 1;
     if (tile.start == QueryStart::first) return visited.begin;
     return larger(visited.begin, smaller(visited.end - 1, tile.n_begin / block_m));

@@ -8,19 +8,19 @@ namespace flash_cute {
 
 // A block of keys stays, blocks of queries pass by.
 struct BackwardTile {
-  int block_m, block_n;     // queries of a step, keys of a thread block, or of all that share a tile
-  int stages;               // of Q and dO in shared memory
-  int warps_keys;           // warps side by side along the keys
-  int warps_across;         // and along the queries of S, or the columns of dK and dV; in a cluster, where
-                            // warpgroups split the work, two
-  int warps_queries = 0;    // on Ampere, of the same warps: along the queries of dQ, others along its columns
-  int blocks_per_sm = 1;    // thread blocks that registers must leave room for
-  int pays_from = 0;        // queries that see a key
-  int stages_dout = 0;      // of dO, where fewer than of Q
-  bool knows_dq = false;    // two kernels, with and without sums of dQ, instead of one that asks
-  int cluster = 1;          // thread blocks that share a tile: its keys, and its part of dQ by columns
-  bool adds_terms = false;  // on Hopper: do queries add LSE and delta by a product (see QueryTerms)?
-  int held_slices = 0;      // on Hopper: of K and of V, 16 columns each, in registers (see HeldSlices)
+  int block_m, block_n;   // queries of a step, keys of a thread block, or of all that share a tile
+  int stages;             // of Q and dO in shared memory
+  int warps_keys;         // warps side by side along the keys
+  int warps_across;       // and along the queries of S, or the columns of dK and dV; in a cluster, where
+                          // warpgroups split the work, two
+  int warps_queries = 0;  // on Ampere, of the same warps: along the queries of dQ, others along its columns
+  int blocks_per_sm = 1;  // thread blocks that registers must leave room for
+  int pays_from = 0;      // queries that see a key
+  int stages_dout = 0;    // of dO, where fewer than of Q
+  bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
+  int cluster = 1;        // thread blocks that share a tile: its keys, and its part of dQ by columns
+  bool lse_delta_mma = false;  // on Hopper: do queries add LSE and delta by a product (see LseDeltaMma)?
+  int register_slices = 0;     // on Hopper: of K and of V, 16 columns each, in registers (see RegisterSlices)
   // On Ampere, where two halves of a block's warps split the work (see backward/sm80/split_mainloop.hpp):
   // those of a half along the keys of dV or dK, others along the columns. Both above are then a half's, for S
   // or dP.
@@ -36,7 +36,7 @@ struct BackwardTile {
   // share it, and as floats where they split the work. On Hopper every tile fits, whatever this says.
   constexpr int smem_bytes(int head_dim) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
-    int const floats = (adds_terms ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);
+    int const floats = (lse_delta_mma ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);
     return kElementBytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
            floats * int(sizeof(float));
   }
@@ -112,7 +112,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
         BackwardTile const tile = {
             .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
         BackwardTile with_terms = tile;
-        with_terms.adds_terms = true;
+        with_terms.lse_delta_mma = true;
         with_terms.pays_from = 1024;
         return {.keys = {with_terms, tile}};
       }
@@ -125,8 +125,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .stages = 2,
                           .warps_keys = 8,
                           .warps_across = 1,
-                          .adds_terms = true,
-                          .held_slices = head_dim == 96 ? 2 : 0}}};
+                          .lse_delta_mma = true,
+                          .register_slices = head_dim == 96 ? 2 : 0}}};
       // 64 keys, by one thread block: 14 to 32% less (H100). Held slices: none 3% less, four 0.5 to 2% less;
       // all twelve serialise products.
       case 192:
@@ -136,7 +136,7 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
                           .warps_keys = 4,
                           .warps_across = 2,
                           .cluster = 2,
-                          .held_slices = 8}}};
+                          .register_slices = 8}}};
       // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices: 0.
       case 256:
         return {.keys = {{.block_m = 64,

@@ -15,7 +15,7 @@ using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 // By a thread block: offsets of packed rows become the largest so far, from 0 to the total. Those that make
 // sense stay as they are; of others sequences have an order and do not overlap all the same.
 template <int kThreads>
-__device__ void put_in_order(int const* offsets, int count, int total, int* ordered) {
+__device__ void order_offsets(int const* offsets, int count, int total, int* ordered) {
   __shared__ typename BlockScan<kThreads>::TempStorage storage;
   auto maximum = [](int a, int b) { return larger(a, b); };
   int most = 0;   // so far
@@ -41,16 +41,16 @@ struct OrderedSequences {
 // and whether all sequences have as many as expected. Of packed ones the offsets are put in order first: so
 // additions have an order, and a sequence's have an end, whatever the offsets hold.
 template <Family family, int kThreads>
-__device__ void number_keys(BackwardParams const& params) {
+__device__ void varlen_prepare(BackwardParams const& params) {
   BackwardWorkspace const& workspace = params.workspace;
-  if (!workspace.key_places || blockIdx.x > 0) return;
+  if (!workspace.kv_block_offsets || blockIdx.x > 0) return;
   int const batch = params.shape.batch;
   OrderedSequences sequences{params.shape, params.lengths, params.mask};
   if (workspace.offsets_q) {
-    put_in_order<kThreads>(params.lengths.cu_seqlens_q, batch + 1, params.shape.seqlen_q,
-                           workspace.offsets_q);
-    put_in_order<kThreads>(params.lengths.cu_seqlens_k, batch + 1, params.shape.seqlen_k,
-                           workspace.offsets_k);
+    order_offsets<kThreads>(params.lengths.cu_seqlens_q, batch + 1, params.shape.seqlen_q,
+                            workspace.offsets_q);
+    order_offsets<kThreads>(params.lengths.cu_seqlens_k, batch + 1, params.shape.seqlen_k,
+                            workspace.offsets_k);
     __syncthreads();
     sequences.lengths.cu_seqlens_q = workspace.offsets_q;
     sequences.lengths.cu_seqlens_k = workspace.offsets_k;
@@ -59,25 +59,25 @@ __device__ void number_keys(BackwardParams const& params) {
   __shared__ typename BlockScan<kThreads>::TempStorage storage;
   constexpr int kAtOnce = 4;  // of a thread, as what is known of a sequence takes a while to come
   int places = 0;
-  bool alike = true;
+  bool is_uniform = true;
   for (int first = 0; first <= batch; first += kThreads * kAtOnce) {
     int const b = first + threadIdx.x * kAtOnce;
     int before[kAtOnce] = {}, of_all = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (b + i < batch) before[i] = key_blocks<family>(sequences, b + i, workspace.key_block);
-      alike &= b + i >= batch || before[i] == workspace.expected_key_blocks;
+      if (b + i < batch) before[i] = kv_blocks<family>(sequences, b + i, workspace.key_block);
+      is_uniform &= b + i >= batch || before[i] == workspace.expected_kv_blocks;
     }
     __syncthreads();
     BlockScan<kThreads>(storage).ExclusiveSum(before, before, of_all);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (b + i <= batch) workspace.key_places[b + i] = places + before[i];
+      if (b + i <= batch) workspace.kv_block_offsets[b + i] = places + before[i];
     }
     places += of_all;
   }
-  alike = __syncthreads_and(alike);
-  if (threadIdx.x == 0) *workspace.alike = alike;
+  is_uniform = __syncthreads_and(is_uniform);
+  if (threadIdx.x == 0) *workspace.is_uniform = is_uniform;
 }
 
 }  // namespace flash_cute

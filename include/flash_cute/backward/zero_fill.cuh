@@ -12,8 +12,8 @@
 namespace flash_cute {
 
 // By one thread block; these rows of an entry, of all heads.
-__device__ inline void clear_gradient(TensorView const& view, int heads, int head_dim, int entry,
-                                      Rows const& rows) {
+__device__ inline void zero_fill_gradient(TensorView const& view, int heads, int head_dim, int entry,
+                                          Rows const& rows) {
   if (!view.data) return;    // nobody asked for it
   constexpr int kChunk = 8;  // elements of 16 bytes
   int const chunks = head_dim / kChunk;
@@ -29,8 +29,8 @@ __device__ inline void clear_gradient(TensorView const& view, int heads, int hea
 // Calls clear(entry, rows) for part `part` of `parts` of what surrounds the rows that are written:
 // written(sequence) of those that places.owned(sequence) has.
 template <class Written, class Clear>
-__device__ void clear_around(BlockPlaces const& places, int part, int parts, Written&& written,
-                             Clear&& clear) {
+__device__ void zero_fill_around(BatchBlocks const& places, int part, int parts, Written&& written,
+                                 Clear&& clear) {
   int const shares = larger(1, parts / larger(1, places.batch));
   auto clear_share = [&](int entry, Rows const& rows, int share, int of) {
     int const size = ceil_div(larger(0, rows.end - rows.begin), of), begin = rows.begin + share * size;
@@ -49,38 +49,39 @@ __device__ void clear_around(BlockPlaces const& places, int part, int parts, Wri
 
 // Part `part` of `parts`, each by a thread block.
 template <Family family>
-__device__ void clear_unwritten(BackwardParams const& params, int part, int parts) {
+__device__ void zero_fill_unwritten(BackwardParams const& params, int part, int parts) {
   ProblemShape const& shape = params.shape;
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
-  BlockPlaces const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};
-  clear_around(
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
+  BatchBlocks const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};
+  zero_fill_around(
       queries, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, b);
         return Rows{s.queries.begin, s.queries.begin + s.used};
       },
       [&](int entry, Rows const& rows) {
-        clear_gradient(params.dq, shape.heads_q, shape.head_dim, entry, rows);
+        zero_fill_gradient(params.dq, shape.heads_q, shape.head_dim, entry, rows);
       });
-  clear_around(
+  zero_fill_around(
       keys, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, b);
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {
-        clear_gradient(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
-        clear_gradient(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
+        zero_fill_gradient(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
+        zero_fill_gradient(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
       });
 }
 
 template <Family family, int kThreads>
-__global__ void __launch_bounds__(kThreads) backward_clear(__grid_constant__ BackwardParams const params) {
+__global__ void __launch_bounds__(kThreads)
+    backward_zero_fill(__grid_constant__ BackwardParams const params) {
   wait_for_grid_before();
   if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
-    number_keys<family, kThreads>(params);
+    varlen_prepare<family, kThreads>(params);
   }
-  clear_unwritten<family>(params, blockIdx.x, gridDim.x);
+  zero_fill_unwritten<family>(params, blockIdx.x, gridDim.x);
 }
 
 }  // namespace flash_cute

@@ -8,7 +8,7 @@
 namespace flash_cute {
 
 // By all threads of a grid, each its share.
-__device__ inline void clear_zeros(BackwardWorkspace const& workspace) {
+__device__ inline void zero_fill_workspace(BackwardWorkspace const& workspace) {
   auto* const zeros = static_cast<uint4*>(workspace.zeros);
   int64_t const threads = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < workspace.zero_chunks; i += threads) {

@@ -9,7 +9,7 @@ constexpr int kMaxWarpgroups = 3;  // that compute
 
 // The first of a row of barriers, one for each computing warpgroup. 0 is __syncthreads'; there are 16.
 enum class BarrierId : int {
-  turn = 1,                           // WarpgroupTurns; in Hopper's backward, to begin a tile
+  turn = 1,                           // WarpSchedulerBarrier; in Hopper's backward, to begin a tile
   warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
   // Of the Ampere family's split backward: P, dS, and V, dO and delta are there; and one of each half.
   weights = warpgroup + kMaxWarpgroups,

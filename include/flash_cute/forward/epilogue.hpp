@@ -13,8 +13,9 @@ CUTE_DEVICE void finish_rows(Softmax& softmax, ForwardParams const& params, Tile
                              Rows const& rows, Coords const& accumulator_coords, Output& acc_o) {
   WindowMask const& mask = mask_of(params, tile);
   auto const coords = row_col_view(accumulator_coords);
-  softmax.finish(
-      acc_o, [&](int row) { return mask.sees_nothing(tile.m_begin + rows.query(get<0>(coords(row, 0)))); });
+  softmax.finish(acc_o, [&](int row) {
+    return mask.is_fully_masked(tile.m_begin + rows.query(get<0>(coords(row, 0))));
+  });
 }
 
 // Writes the LSE of the rows whose first column this thread owns. coords: (row, column) of an accumulator.

@@ -17,9 +17,9 @@ struct ForwardPlan {
   ForwardTile tile;
   PackedRows rows;              // of a tile
   int blocks;                   // of the grid
-  bool ragged = false;          // sequences differ in length: a list of them is made on the device,
+  bool varlen = false;          // sequences differ in length: a list of them is made on the device,
   bool prepares = false;        // by a kernel of its own
-  int section_tiles = 0;        // of it, see RaggedOrder
+  int section_tiles = 0;        // of it, see VarlenOrder
   bool claims = false;          // are tiles of sequences that are alike claimed, not shared out?
   TileOrder order = {};         // of sequences that are alike
   int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
@@ -39,7 +39,7 @@ inline int64_t count_tiles(ProblemShape const& shape, PackedRows const& rows) {
 // Tiles of unequal length are claimed one by one, as multiprocessors become free, unless they are so short
 // that a claim matters more than who is left with the last long tile. Behind a narrow window the few short
 // tiles of a section's heads come last in it and even out what full rounds of long ones leave.
-inline bool claims_tiles(ForwardParams const& params, PackedRows const& rows) {
+inline bool is_dynamic(ForwardParams const& params, PackedRows const& rows) {
   constexpr int kLong = 1024;  // keys
   int const queries = rows.tile_queries(), m_blocks = ceil_div(params.shape.seqlen_q, queries);
   auto length = [&](int m_block) {
@@ -57,7 +57,7 @@ inline bool claims_tiles(ForwardParams const& params, PackedRows const& rows) {
 // heads, the last one of three rounds of tiles, so that enough short ones come at the end; up to 3.25 rounds
 // in all, sections of one head and the last of two rounds, whose tiles then pair up, long with short. In a
 // last section that does not stay in L2, tiles would wait for their keys.
-inline TileOrder claimed_order(ForwardParams const& params, PackedRows const& rows) {
+inline TileOrder dynamic_order(ForwardParams const& params, PackedRows const& rows) {
   ProblemShape const& shape = params.shape;
   DeviceInfo const& device = params.device;
   bool const few = 4 * count_tiles(shape, rows) < 13 * int64_t(device.multiprocessors);
@@ -90,7 +90,7 @@ inline double work(ForwardParams const& params, ForwardTile const& tile, int pac
   }
   int64_t const tiles = count_tiles(params.shape, rows), multiprocessors = params.device.multiprocessors;
   double const mean = blocks / samples, pairs = tile.block_m * tile.block_n;
-  if (claims_tiles(params, rows)) return larger(longest, mean * tiles / multiprocessors) * pairs;
+  if (is_dynamic(params, rows)) return larger(longest, mean * tiles / multiprocessors) * pairs;
   return ceil_div(tiles, multiprocessors) * mean * pairs;
 }
 
@@ -153,10 +153,10 @@ inline double work_of_unequal(ForwardParams const& params, ForwardTile const& ti
 
 // The tile that serves the problem, without a grid.
 inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params) {
-  bool const ragged = params.lengths.given;
-  if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, ragged};
-  ForwardParams const mean = ragged ? of_equal_lengths(params, 1) : params;
-  bool const differ = ragged && lengths_differ(params);
+  bool const varlen = params.lengths.given;
+  if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, varlen};
+  ForwardParams const mean = varlen ? of_equal_lengths(params, 1) : params;
+  bool const differ = varlen && lengths_differ(params);
   auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
   auto work_with = [&](ForwardTile const& tile) {
     return differ ? work_of_unequal(params, tile, packed(tile)) : work(mean, tile, packed(tile));
@@ -164,7 +164,7 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
   double const enough = differ ? tiles.enough_unequal : tiles.enough;
   bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
   ForwardTile const tile = take_small ? tiles.small : tiles.main;
-  return {tile, rows_of(family, tile, mean.shape), 0, ragged};
+  return {tile, rows_of(family, tile, mean.shape), 0, varlen};
 }
 
 }  // namespace plan
@@ -174,26 +174,26 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
-  // Tiles that share K and V come in sections (see TileOrder, RaggedOrder): of two rounds, of blocks one an
+  // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds, of blocks one an
   // SM; on sm90, where tiles are alike or shared out, of one head of K and V.
-  if (result.ragged) {
-    int64_t const places = place_capacity(params, result.rows);
+  if (result.varlen) {
+    int64_t const places = m_block_capacity(params, result.rows);
     int64_t const tiles =
         places * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
     if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for claims past the end
       throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
     }
-    bool const alike = params.mask.left == params.mask.right;  // tiles of a sequence, in length
-    result.section_tiles = persistent && alike ? 0 : 2 * multiprocessors;
+    bool const equal = params.mask.left == params.mask.right;  // tiles of a sequence, in length
+    result.section_tiles = persistent && equal ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
     result.workspace_bytes = result.prepares
-                                 ? sizeof(TileListHeader) + places * int64_t(sizeof(SequenceRecord))
+                                 ? sizeof(VarlenListHeader) + places * int64_t(sizeof(SequenceRecord))
                              : tiles > result.blocks ? sizeof(int)
                                                      : 0;
-  } else if (persistent && plan::claims_tiles(params, result.rows)) {
+  } else if (persistent && plan::is_dynamic(params, result.rows)) {
     result.claims = true;
-    result.order = plan::claimed_order(params, result.rows);
+    result.order = plan::dynamic_order(params, result.rows);
     result.blocks = multiprocessors;
     result.workspace_bytes = sizeof(int);
   } else {

@@ -70,7 +70,7 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
                 0.985};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
-      // 48 keys lose 6-9%; no more than 64 fit beside the slots of O.
+      // 48 keys lose 6-9%; no more than 64 fit beside the stages of O.
       case 256: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
     }
   }

@@ -8,7 +8,7 @@
 namespace flash_cute {
 
 // By a warp: these rows of an entry, of all heads, become 0 and -inf.
-CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& rows) {
+CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows const& rows) {
   constexpr int kLanes = 32, kChunk = 8;  // elements of 16 bytes
   ProblemShape const& shape = params.shape;
   TensorView const& view = params.out;
@@ -44,9 +44,9 @@ CUTE_DEVICE void clear_rows(ForwardParams const& params, int entry, Rows const& 
 }
 
 // Part `part` of `parts`, each by a warp.
-CUTE_DEVICE void clear_unwritten(ForwardParams const& params, int part, int parts) {
+CUTE_DEVICE void zero_fill_unwritten(ForwardParams const& params, int part, int parts) {
   for_each_unwritten(params, part, parts,
-                     [&](int entry, Rows const& rows) { clear_rows(params, entry, rows); });
+                     [&](int entry, Rows const& rows) { zero_fill_rows(params, entry, rows); });
 }
 
 }  // namespace flash_cute

@@ -11,7 +11,7 @@
 
 namespace flash_cute {
 
-// TileOrder, of tiles that are claimed. Those of a RaggedOrder are, too.
+// TileOrder, of tiles that are claimed. Those of a VarlenOrder are, too.
 struct ClaimedOrder : TileOrder {
   int* claimed;  // tiles, beside each block's first
 };
@@ -21,12 +21,12 @@ constexpr bool kIsClaimed = requires(Order order) { order.claimed; };
 
 // In shared memory: a block's next tiles, from the thread that claims them to those that load and compute.
 struct TileQueue {
-  SequenceList list;  // where sequences differ
+  VarlenList list;  // where sequences differ
   cutlass::arch::ClusterBarrier wanted;
   TmaRing<2> ring;
   union {
-    RaggedTile ragged;
-    TileCoord alike;
+    VarlenTile varlen;
+    TileCoord uniform;
   } tiles[2];  // upcoming ones
 
   // As TmaRing::init; the loading thread is one more that reads.
@@ -36,17 +36,17 @@ struct TileQueue {
   }
 
   // Of a list, or of an order that needs none.
-  CUTE_DEVICE RaggedTile& slot(RaggedOrder const&, int i) { return tiles[i].ragged; }
-  CUTE_DEVICE TileCoord& slot(ClaimedOrder const&, int i) { return tiles[i].alike; }
-  CUTE_DEVICE int count(RaggedOrder const& order) const { return list.tiles(order); }
+  CUTE_DEVICE VarlenTile& tile_of_stage(VarlenOrder const&, int i) { return tiles[i].varlen; }
+  CUTE_DEVICE TileCoord& tile_of_stage(ClaimedOrder const&, int i) { return tiles[i].uniform; }
+  CUTE_DEVICE int count(VarlenOrder const& order) const { return list.tiles(order); }
   CUTE_DEVICE static int count(ClaimedOrder const& order) { return order.tiles(); }
-  CUTE_DEVICE RaggedTile tile(ForwardParams const& params, RaggedOrder const& order, int index) const {
+  CUTE_DEVICE VarlenTile tile(ForwardParams const& params, VarlenOrder const& order, int index) const {
     return list.tile(params, order, index);
   }
   CUTE_DEVICE static TileCoord tile(ForwardParams const&, ClaimedOrder const& order, int index) {
     return order(index);
   }
-  CUTE_DEVICE RaggedTile first_tile(RaggedOrder const& order) const { return list.first_tile(order); }
+  CUTE_DEVICE VarlenTile first_tile(VarlenOrder const& order) const { return list.first_tile(order); }
   CUTE_DEVICE static TileCoord first_tile(ClaimedOrder const& order) { return order(blockIdx.x); }
 };
 
@@ -59,17 +59,17 @@ struct Unannounced {};  // a tile that nobody knows yet
 constexpr int kClaimedAhead = 4;  // blocks of keys before the end
 template <class Order>
 CUTE_DEVICE void claim_tiles(ForwardParams const& params, Order const& order, TileQueue& queue) {
-  RingPosition<2> at{};
-  // Nobody cleared the counter before (nor that of a list, see SequenceList::make).
-  if (!Order::kListed && blockIdx.x == 0) *order.claimed = 0;
+  PipelineState<2> at{};
+  // Nobody cleared the counter before (nor that of a list, see VarlenList::make).
+  if (!Order::kVarlen && blockIdx.x == 0) *order.claimed = 0;
   while (true) {
-    queue.wanted.wait(at.slot);  // which is the parity of the round
-    int const index = order.claimed ? read_grid_size() + atomicAdd(order.claimed, 1) : kThrough;
+    queue.wanted.wait(at.stage);  // which is the parity of the round
+    int const index = order.claimed ? read_grid_size() + atomicAdd(order.claimed, 1) : kNoTile;
     bool const is_tile = unsigned(index) < unsigned(queue.count(order));
     auto& announced = queue.ring.acquire(at);
-    auto& slot = queue.slot(order, at.slot);
-    if (is_tile) slot = queue.tile(params, order, index);
-    if (!is_tile) slot.m_begin = kThrough;
+    auto& upcoming = queue.tile_of_stage(order, at.stage);
+    if (is_tile) upcoming = queue.tile(params, order, index);
+    if (!is_tile) upcoming.m_begin = kNoTile;
     announced.arrive();
     at.advance();
     if (!is_tile) break;
@@ -82,7 +82,7 @@ struct QueuedTiles {
   TileQueue& queue;
   unsigned lanes;  // of this warp, that go through them together
   decltype(queue.first_tile(order)) tile;
-  RingPosition<2> at{};
+  PipelineState<2> at{};
 
   // A block's first one is that of its own index.
   CUTE_DEVICE auto const& first() const { return tile; }
@@ -90,11 +90,11 @@ struct QueuedTiles {
   CUTE_DEVICE static Unannounced next() { return {}; }
   CUTE_DEVICE bool through(int) {
     queue.ring.wait(at);
-    tile = queue.slot(order, at.slot);
+    tile = queue.tile_of_stage(order, at.stage);
     __syncwarp(lanes);
     if (threadIdx.x % 32 == __ffs(lanes) - 1) queue.ring.release(at);
     at.advance();
-    return tile.m_begin == kThrough;
+    return tile.m_begin == kNoTile;
   }
   CUTE_DEVICE auto const& get(Unannounced) const { return tile; }
   CUTE_DEVICE void claim() { queue.wanted.arrive(); }

@@ -51,7 +51,7 @@ struct PlainRows {
 // the heads that L2 holds go through their tiles side by side, unless the heads are wanted one after the
 // other (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
-  static constexpr bool kListed = false;
+  static constexpr bool kVarlen = false;
   int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
   PackedRows rows;          // of every tile
   int shared_heads;         // that the last pack of a head of K and V has in common with the one before

@@ -16,7 +16,7 @@ constexpr unsigned kCountable = 1u << 31;  // blocks of queries of a class; offs
 // By one block, in two rounds over the sequences: counts the blocks of queries of each class of them, then
 // gives each sequence its places behind those that are longer.
 template <int kThreads>
-__device__ void list_sequences(ForwardParams const& params, RaggedOrder const& order) {
+__device__ void list_sequences(ForwardParams const& params, VarlenOrder const& order) {
   __shared__ unsigned next[kLengthClasses];
   static_assert(kLengthClasses <= kThreads);
   bool const is_class = threadIdx.x < kLengthClasses;
@@ -29,7 +29,7 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
-      Listed const listed = Listed::of(params, order, b);
+      ListedSequence const listed = ListedSequence::of(params, order, b);
       unwritten |= listed.unwritten;
       unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
@@ -59,7 +59,8 @@ __device__ void list_sequences(ForwardParams const& params, RaggedOrder const& o
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ RaggedOrder const order) {
+    varlen_prepare_kernel(__grid_constant__ ForwardParams const params,
+                          __grid_constant__ VarlenOrder const order) {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits in its turn
 #endif
@@ -69,10 +70,10 @@ __global__ void __launch_bounds__(kThreads)
 
 // kStartsEarly: as of the kernel after it.
 template <bool kStartsEarly>
-void launch_prepare(ForwardParams const& params, RaggedOrder const& order, cudaStream_t stream) {
+void launch_varlen_prepare(ForwardParams const& params, VarlenOrder const& order, cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-    launch_kernel<prepare_kernel<kThreads>, kStartsEarly>(params.device, 1, kThreads, 0, stream, params,
-                                                          order);
+    launch_kernel<varlen_prepare_kernel<kThreads>, kStartsEarly>(params.device, 1, kThreads, 0, stream,
+                                                                 params, order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).
   constexpr int kFew = kLengthClasses, kMany = 1024;

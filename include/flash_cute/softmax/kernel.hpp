@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   __shared__ typename Reduction::Storage storage;
   wait_for_grid_before();
   Reduction reduce(storage);
-  LogSumOp const weigh{params.scale * float(M_LOG2E)};
+  LogSumOp const compute_p{params.scale * float(M_LOG2E)};
   Op op;
-  if constexpr (Traits::kFromScores) op.sum = weigh;
+  if constexpr (Traits::kFromScores) op.sum = compute_p;
   for_each_row<Traits>(params, [&](RowPlace<Traits> const& place, auto& held) {
     Weights<Traits> weights;
     float p[kWidth], dp[kWidth];
@@ -259,13 +259,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     [[maybe_unused]] float highest_of_warp = -INFINITY;
     for (int tile = 0; tile < place.tiles; ++tile) {
       held.load(place, tile, kHidden);
-      if constexpr (Traits::kFromScores) highest_of_warp = weights.set_reference(held.inputs(), weigh);
+      if constexpr (Traits::kFromScores) highest_of_warp = weights.set_reference(held.inputs(), compute_p);
       held.forget_floats();
       [[maybe_unused]] float sum = 0.f;
       float dot = 0.f;
 #pragma unroll
       for (int k = 0; k < Traits::kChunks; ++k) {
-        weights.get(k, held.inputs(), weigh, p);
+        weights.get(k, held.inputs(), compute_p, p);
         held.gradients()[k].to_floats(dp);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
@@ -297,18 +297,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     whole *= params.scale;
     float factor = whole;
     if constexpr (Traits::kKeepsWeights && Traits::kOfBlock) {
-      factor *= weigh.change(highest_of_warp, total.x);
+      factor *= compute_p.change(highest_of_warp, total.x);
     } else if constexpr (Traits::kFromScores && !Traits::kKeepsWeights) {
-      weights.set_reference(total.x, held.inputs(), weigh);
+      weights.set_reference(total.x, held.inputs(), compute_p);
     }
     for (int tile = place.tiles - 1; tile >= 0; --tile) {
       if (tile + 1 < place.tiles) {
         held.load(place, tile, kHidden);
-        if constexpr (Traits::kFromScores) weights.set_reference(total.x, held.inputs(), weigh);
+        if constexpr (Traits::kFromScores) weights.set_reference(total.x, held.inputs(), compute_p);
         factor = whole;
       }
       held.store(place, tile, [&](int k) {
-        weights.get(k, held.inputs(), weigh, p);
+        weights.get(k, held.inputs(), compute_p, p);
         held.gradients()[k].to_floats(dp);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) p[i] *= factor * (dp[i] + shift);

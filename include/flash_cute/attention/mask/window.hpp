@@ -36,9 +36,9 @@ struct WindowMask {
     return first_key(row) <= key && key < end_key(row);
   }
 
-  FLASH_CUTE_HOST_DEVICE bool sees_nothing(int row) const { return end_key(row) <= first_key(row); }
+  FLASH_CUTE_HOST_DEVICE bool is_fully_masked(int row) const { return end_key(row) <= first_key(row); }
   // The rows before this one see nothing, those from it on do (with no keys, none does).
-  FLASH_CUTE_HOST_DEVICE int first_seeing_row() const {
+  FLASH_CUTE_HOST_DEVICE int fully_masked_rows() const {
     return seqlen_k == 0 ? seqlen_q : smaller(seqlen_q, larger(0, -shift() - right));
   }
 

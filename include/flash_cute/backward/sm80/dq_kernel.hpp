@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
-  BlockPlaces const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  BlockPlaces const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
+  BatchBlocks const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  BatchBlocks const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
   auto const [head, of_head] = tiles.of_block(blockIdx.x);
   int const b = tiles.sequence(of_head);
   Sequence const s = sequence(params, b);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma);
   auto const copy_bt = make_tiled_copy_B(typename TensorCore::FragmentAtomTransposed{}, mma);
 
-  int const first_row = mask.first_seeing_row() - m_begin;
+  int const first_row = mask.fully_masked_rows() - m_begin;
   TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
   TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim}};
   load(TileQ{}, params.q, head, s.queries.begin, m_begin, interior, sQ);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     clear(acc_s);
     product(sQ, sK(_, _, stage), acc_s);
     if (!unmasked.contains(block)) {
-      hide_invisible<ComparedKeys>(mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
+      apply_mask<ComparedKeys>(mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
     }
     Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
     auto scores = row_col_view(acc_s), gradients = row_col_view(acc_ds);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   CUTE_UNROLL
   for (int i = 0; i < size(acc_dq); ++i) acc_dq(i) *= params.softmax_scale;
   Tensor dq_coords = thread_mma.partition_C(make_identity_tensor(TileQ{}));
-  clear_first_rows(acc_dq, dq_coords, first_row);
+  zero_fully_masked_rows(acc_dq, dq_coords, first_row);
   Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
   store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, acc_dq, dq_coords);
 }

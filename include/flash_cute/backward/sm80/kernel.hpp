@@ -13,9 +13,9 @@ namespace flash_cute {
 // By whole warps, of what is the same in all threads: ptxas, which is told so, then needs no register of each
 // thread. Of a tile what the loop uses.
 CUTE_DEVICE int uniform(int value) { return __reduce_max_sync(0xffffffffu, value); }
-CUTE_DEVICE KeyTile uniform(KeyTile tile) {
+CUTE_DEVICE KvTile uniform(KvTile tile) {
   for (int* value : {&tile.sequence.queries.begin, &tile.sequence.mask.seqlen_q, &tile.sequence.mask.seqlen_k,
-                     &tile.batch, &tile.head_kv, &tile.n_begin, &tile.first_place, &tile.places}) {
+                     &tile.batch, &tile.head_kv, &tile.n_begin, &tile.first_block, &tile.places}) {
     *value = uniform(*value);
   }
   return tile;
@@ -24,7 +24,7 @@ CUTE_DEVICE KeyTile uniform(KeyTile tile) {
 template <class Traits, DqSums dq_sums>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_kernel_sm80(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KeyOrderSm80 const order) {
+                         __grid_constant__ KvTileSchedulerSm80 const order) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto own = [](int thread_of_block) {
     return Traits::kSplitsWork ? thread_of_block % Traits::kKeyThreads : thread_of_block;
   };
-  auto store = [&](typename Traits::Tile const& tile, KeyGradient which, TensorView const& view, auto& acc,
+  auto store = [&](typename Traits::Tile const& tile, KvGradient which, TensorView const& view, auto& acc,
                    auto const& coords) {
-    if (params.workspace.dkv) {
-      using Parts = KeyParts<Traits>;
-      return Parts::add(Parts::of(params, which, Parts::slot_of(params, tile), 0, own(read_thread_index())),
+    if (params.workspace.gqa_sums) {
+      using Parts = GqaSums<Traits>;
+      return Parts::add(Parts::of(params, which, Parts::sum_index(params, tile), 0, own(read_thread_index())),
                         acc);
     }
     scale_gradient(params, which, acc);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     clear(acc);
     BackwardSplitMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
     bool const has_dv = thread < Traits::kKeyThreads;
-    store(tile, has_dv ? KeyGradient::dv : KeyGradient::dk, has_dv ? params.dv : params.dk, acc, coords());
+    store(tile, has_dv ? KvGradient::dv : KvGradient::dk, has_dv ? params.dv : params.dk, acc, coords());
   } else {
     Tensor acc_dk = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
     Tensor acc_dv = partition_fragment_C(mma, TileKV{});  // likewise
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
     Tensor const places = coords();
     typename Traits::Tile const& asked_anew = of_block.get();  // rather than kept for the loop
-    store(asked_anew, KeyGradient::dk, params.dk, acc_dk, places);
-    store(asked_anew, KeyGradient::dv, params.dv, acc_dv, places);
+    store(asked_anew, KvGradient::dk, params.dk, acc_dk, places);
+    store(asked_anew, KvGradient::dv, params.dv, acc_dv, places);
   }
 }
 

@@ -34,24 +34,25 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
                                    cudaStream_t stream) {
   using Query = QueryTraitsSm80<Instance>;
   DeviceInfo const& device = params.device;
-  int const queries = plan.query_blocks * params.shape.heads_q;
+  int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
   // kernel for rows of dQ, if it has enough.
   int const enough = 2 * device.multiprocessors;
-  BackwardParams const ordered = params.with_offsets_in_order();
+  BackwardParams const ordered = params.with_ordered_offsets();
   bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
-        device, plan.first_blocks, kRowThreads, 0, stream, params);
+        device, plan.preprocess_blocks, kRowThreads, 0, stream, params);
     if (plan.runs_keys) {
-      KeyOrderSm80 const order{plan.order};
+      KvTileSchedulerSm80 const order{plan.order};
       launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
                                                              sizeof(typename Traits::SharedStorage), stream,
                                                              ordered, order);
     }
-    if (plan.key_parts() > 0) {
-      launch_kernel<backward_join<Traits>>(device, plan.key_parts(), Traits::kKeyThreads, 0, stream, ordered);
+    if (plan.gqa_reduce_blocks() > 0) {
+      launch_kernel<backward_gqa_reduce<Traits>>(device, plan.gqa_reduce_blocks(), Traits::kKeyThreads, 0,
+                                                 stream, ordered);
     }
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, ordered,
@@ -59,12 +60,13 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     }
   });
   if (plan.runs_queries) {
-    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.query_tiles * params.shape.heads_q,
+    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.q_tiles * params.shape.heads_q,
                                                      Query::kThreads, sizeof(typename Query::SharedStorage),
                                                      stream, ordered, plan.tile.block_m);
   }
   if (params.lengths.given && !clears_beside) {
-    launch_kernel<backward_clear<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream, ordered);
+    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream,
+                                                                 ordered);
   }
 }
 

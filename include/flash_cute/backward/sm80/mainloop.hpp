@@ -25,13 +25,13 @@ struct BackwardMainloopSm80 {
   // through shared memory to dQ += dS K, whose rows are queries. A step has two barriers: Q and dO are there
   // and the step before is over; dS is there. acc_dk and acc_dv: (MMA, MMA_N, MMA_D).
   template <class Gradient>
-  CUTE_DEVICE static void run(BackwardParams const& params, KeyTile const& tile, SharedStorage& shared,
+  CUTE_DEVICE static void run(BackwardParams const& params, KvTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
     if constexpr (Traits::kSparesRegisters) {  // addresses then take fewer registers
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
     WindowMask const& mask = tile.sequence.mask;
-    MaskOfKeys const mask_of_keys{mask.transposed()};
+    TransposedMask const transposed_mask{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
     BlockRange const unmasked = tile.n_begin + kBlockN <= mask.seqlen_k
                                     ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
@@ -52,7 +52,7 @@ struct BackwardMainloopSm80 {
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
 
-    KeyTileLoader<Traits> const loader{params, tile, shared, thread};
+    KvTileLoader<Traits> const loader{params, tile, shared, thread};
 
     // Shared memory to registers.
     typename Traits::MmaKeys const mma;
@@ -104,16 +104,16 @@ struct BackwardMainloopSm80 {
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
       if (!unmasked.contains(block)) {
         if constexpr (Traits::kSparesRegisters) {  // places and limits are found here, not kept for the loop
-          MaskOfKeys const from_block{mask_of_keys.transposed.from_key(block * kBlockM)};
+          TransposedMask const from_block{transposed_mask.transposed.from_key(block * kBlockM)};
           auto const own_mma = mma.get_slice(read_thread_index());
-          hide_invisible<ComparedKeys>(from_block, PlainRows{}, tile.n_begin, 0,
-                                       own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
+          apply_mask<ComparedKeys>(from_block, PlainRows{}, tile.n_begin, 0,
+                                   own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
         } else {
-          hide_invisible<ComparedKeys>(mask_of_keys, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
+          apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
         }
       }
       auto const of_stage = [&](float const* of_queries) { return of_queries + stage * kBlockM; };
-      weigh(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));
+      compute_p(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));
       Tensor rP = convert<Element>(acc_s);
       if constexpr (Traits::kSharesScores) store_scores(rP, sP);
 

@@ -42,16 +42,16 @@ CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int th
 // What a block of keys loads from global memory to shared memory, by kKeyThreads threads. Of queries
 // the rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
 template <class Traits>
-struct KeyTileLoader {
+struct KvTileLoader {
   BackwardParams const& params;
   typename Traits::Tile const& tile;
   typename Traits::SharedStorage& shared;
-  int thread;                                                  // of those that load
-  int kept_first_row = tile.sequence.mask.first_seeing_row();  // unless the tile has it
+  int thread;                                                   // of those that load
+  int kept_first_row = tile.sequence.mask.fully_masked_rows();  // unless the tile has it
 
   // K or V.
   CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
-    load(typename Traits::TileKV{}, view, tile.head_kv / params.group_parts,
+    load(typename Traits::TileKV{}, view, tile.head_kv / params.gqa_splits,
          int64_t(tile.sequence.k_begin) + tile.n_begin,
          {0, {tile.sequence.mask.seqlen_k - tile.n_begin, params.shape.head_dim}},
          make_tensor(make_smem_ptr(target), typename Traits::LayoutKV{})(_, _, 0));
@@ -128,7 +128,7 @@ CUTE_DEVICE auto columns_of_keys(typename Traits::Element* keys) {
 
 // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
 template <class Scores, class Coords>
-CUTE_DEVICE void weigh(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
+CUTE_DEVICE void compute_p(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
   auto scores = row_col_view(acc_s);
   auto const coords = row_col_view(cS);
   CUTE_UNROLL

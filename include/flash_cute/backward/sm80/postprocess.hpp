@@ -18,12 +18,12 @@ __global__ void __launch_bounds__(Traits::kThreads)
   constexpr int kBlockM = Traits::kBlockM;
   using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
   ProblemShape const& shape = params.shape;
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   auto const [head, of_head] =
       queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params, b);
-  if (int(blockIdx.x) < clearing) clear_unwritten<Family::sm80>(params, blockIdx.x, clearing);
+  if (int(blockIdx.x) < clearing) zero_fill_unwritten<Family::sm80>(params, blockIdx.x, clearing);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   CUTE_UNROLL
   for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));
-  clear_first_rows(dq, coords, s.mask.first_seeing_row() - m_begin);
+  zero_fully_masked_rows(dq, coords, s.mask.fully_masked_rows() - m_begin);
   Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
   // Through shared memory, so that neighbouring threads write along a row. Its chunks of 16 bytes are
   // permuted against bank conflicts.

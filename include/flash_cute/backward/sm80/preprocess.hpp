@@ -21,18 +21,18 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
   static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  if (int(blockIdx.x) >= shape.heads_q * queries.count()) return clear_zeros(params.workspace);
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  if (int(blockIdx.x) >= shape.heads_q * queries.count()) return zero_fill_workspace(params.workspace);
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Family::sm80>(params, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
-  clear_zeros(params.workspace);
-  number_keys<Family::sm80, kThreads>(params);
+  zero_fill_workspace(params.workspace);
+  varlen_prepare<Family::sm80, kThreads>(params);
   if (!has_rows(m_begin, s.used)) return;
 
-  int const first_row = s.mask.first_seeing_row(), lane = threadIdx.x % kLanes;
+  int const first_row = s.mask.fully_masked_rows(), lane = threadIdx.x % kLanes;
   auto chunk = [&](TensorView const& view, int row) {
     auto const* const data = static_cast<Element const*>(view.data) + b * view.batch_stride +
                              head * view.head_stride + int64_t(s.queries.begin + row) * view.row_stride;

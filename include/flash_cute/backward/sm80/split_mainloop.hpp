@@ -26,7 +26,7 @@ struct BackwardSplitMainloopSm80 {
 
   // acc: dV of the first half, dK of the second, (MMA, MMA_N, MMA_D).
   template <class Gradient>
-  CUTE_DEVICE static void run(BackwardParams const& params, SplitKeyTile const& tile, SharedStorage& shared,
+  CUTE_DEVICE static void run(BackwardParams const& params, SplitKvTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc) {
     WindowMask const& mask = tile.sequence.mask;
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
@@ -54,7 +54,7 @@ struct BackwardSplitMainloopSm80 {
 
     // Of a step the second half loads everything, which keeps the two from wanting the same of the machine at
     // the same time (shared by both: 4 to 5% less).
-    KeyTileLoader<Traits> const loader{params, tile, shared, own};
+    KvTileLoader<Traits> const loader{params, tile, shared, own};
 
     // Shared memory to registers.
     typename Traits::MmaScores const mma_scores;
@@ -104,10 +104,10 @@ struct BackwardSplitMainloopSm80 {
                       [&](int i, int pieces) { do_share(i, pieces, kSums, add); });
       if (has_weights) {
         if (!unmasked.contains(block)) {
-          MaskOfKeys const from_block{mask.transposed().from_key(block * kBlockM)};
-          hide_invisible<PlacedKeys>(from_block, PlainRows{}, tile.n_begin, 0, cS, scores);
+          TransposedMask const from_block{mask.transposed().from_key(block * kBlockM)};
+          apply_mask<PlacedKeys>(from_block, PlainRows{}, tile.n_begin, 0, cS, scores);
         }
-        weigh(scores, cS, own_stats + stage * kBlockM, params.softmax_scale * float(M_LOG2E));
+        compute_p(scores, cS, own_stats + stage * kBlockM, params.softmax_scale * float(M_LOG2E));
         CUTE_UNROLL
         for (int i = 0; i < size(scores) / 4; ++i) {
           weights[i * kHalf] = {scores(4 * i), scores(4 * i + 1), scores(4 * i + 2), scores(4 * i + 3)};

@@ -26,11 +26,11 @@ struct BackwardTraitsSm80 {
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
   // A tile's keys are one thread block's, and all of its threads have some of dV and dK, or one half of them
-  // of dV, the other of dK (see KeyParts).
+  // of dV, the other of dK (see GqaSums).
   static constexpr bool kSplitsWork = kTile.splits_work();
   static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
-  using Tile = std::conditional_t<kSplitsWork, SplitKeyTile, KeyTile>;
+  using Tile = std::conditional_t<kSplitsWork, SplitKvTile, KvTile>;
 
   // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
   // its registers; where several share them, they do so through shared memory.

@@ -17,20 +17,20 @@ struct BackwardConsumerSm90 {
   using TileS = typename Traits::TileS;
   using TileKV = typename Traits::TileKV;
   static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr bool kAddsTerms = Traits::kAddsTerms;
-  BackwardWarpgroup<Traits> const& own;
-  RingPosition<1> at_keys{};
-  RingPosition<Traits::kStages> at{};
-  QuerySums<Traits> sums = own.query_sums();
-  QueryRowsConverter<Traits> rows{own};
+  static constexpr bool kLseDeltaMma = Traits::kLseDeltaMma;
+  BackwardConsumerWarpgroup<Traits> const& own;
+  PipelineState<1> at_keys{};
+  PipelineState<Traits::kStages> at{};
+  DqAccumulator<Traits> sums = own.dq_accumulator();
+  DqConverter<Traits> rows{own};
 
   // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
   // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one
   // step late: dS of the other warpgroup is there by then, so the two drift apart, and one has exponentials
   // while the other has products.
-  CUTE_DEVICE void compute(KeyTile const& tile) {
+  CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QuerySteps steps = own.steps_of(tile);
+    QBlockIterator steps = own.steps_of(tile);
     BlockRange const unmasked = own.unmasked(tile);
     float const scale_log2 = own.scale_log2();
 
@@ -51,21 +51,21 @@ struct BackwardConsumerSm90 {
     Tensor tKrQ = slice_k.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
     Tensor tKrdO = slice_k.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.key_thread()).partition_C(make_identity_tensor(TileS{}));
-    auto const store_ds = gradient_store<Traits>(shared.ds, own.key_thread());
+    auto const store_ds = make_ds_store<Traits>(shared.ds, own.key_thread());
     Tensor acc_dk = partition_fragment_C(mma_k, TileKV{});  // (MMA, MMA_N, MMA_D)
     Tensor acc_dv = partition_fragment_C(mma_k, TileKV{});  // likewise
     clear(acc_dk);
     clear(acc_dv);
 
-    HeldSlices<Traits> held_k, held_v;
+    RegisterSlices<Traits> held_k, held_v;
     float first_lse = 0;
-    auto await_queries = [&] {
+    auto wait_q = [&] {
       shared.ring_q.wait(at);
       // Sooner than the others, which wait behind S.
-      if constexpr (!kAddsTerms) first_lse = own.first_of(cS, shared.of_queries.lse + at.slot * kBlockM);
+      if constexpr (!kLseDeltaMma) first_lse = own.first_of(cS, shared.of_queries.lse + at.stage * kBlockM);
     };
     auto const issue_scores = [&] {
-      if constexpr (kAddsTerms) {
+      if constexpr (kLseDeltaMma) {
         return Traits::Terms::issuer(shared.of_queries, own.warpgroup);
       } else {
         return [](auto, int, auto& mma, auto const& a, auto const& b, auto& acc) {
@@ -82,34 +82,34 @@ struct BackwardConsumerSm90 {
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-      issue_scores(Lse{}, at.slot, mma_s, held_k.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
+      issue_scores(Lse{}, at.stage, mma_s, held_k.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage), acc_s);
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
-      issue_scores(Delta{}, at.slot, mma_s, held_v.of(hide_place(tSrV)), tSrdO(_, _, _, at.slot), acc_ds);
+      issue_scores(Delta{}, at.stage, mma_s, held_v.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage), acc_ds);
       if constexpr (kFirst) {
         if (own.warpgroup == 1) turn_of_second.sync(2 * 128);
       }
       wait_products<1>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
-                                steps.block * kBlockM, cS, acc_s);
+        apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
+                            steps.block * kBlockM, cS, acc_s);
       }
-      own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
+      own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);
       auto issue_dv = [&] {
         Tensor rP = convert<Element>(acc_s);
-        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.slot), acc_dv);
+        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.stage), acc_dv);
         if constexpr (kFirst) let_second_begin();
       };
       // dV beside dS takes registers, which there are where no thread has numbers of queries.
-      if constexpr (kAddsTerms) issue_dv();
-      wait_products<(kAddsTerms ? 1 : 0)>(acc_ds);
-      own.differentiate(acc_ds, acc_s, cS, at.slot);
+      if constexpr (kLseDeltaMma) issue_dv();
+      wait_products<(kLseDeltaMma ? 1 : 0)>(acc_ds);
+      own.compute_ds(acc_ds, acc_s, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
-      if constexpr (!kAddsTerms) issue_dv();
+      if constexpr (!kLseDeltaMma) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
-      store_ds(rdS, at.slot);
+      store_ds(rdS, at.stage);
       auto finish = [&](auto&& finish_dq) {
-        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
+        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.stage), acc_dk);
         cutlass::arch::fence_view_async_shared();
         own.announce(full);
         auto const now = at;
@@ -120,7 +120,7 @@ struct BackwardConsumerSm90 {
         finish_dq();
         wait_products<0>(acc_dk);
         own.release(shared.ring_q, now);
-        if (steps.left > 0) await_queries();
+        if (steps.left > 0) wait_q();
       };
       if constexpr (kFirst) {
         finish([] {});
@@ -138,9 +138,9 @@ struct BackwardConsumerSm90 {
     held_v.load(sV, own.key_thread());
     shared.ring_k.wait(at_keys);
     held_k.load(sK, own.key_thread());
-    await_queries();
+    wait_q();
     step(std::true_type{});
-    own.await_stored();
+    own.wait_stored();
     rows.finish();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     auto const before = at.before();
@@ -153,10 +153,10 @@ struct BackwardConsumerSm90 {
     at_keys.advance();
     rows.start_ready();  // while sums are added
     if (!own.params.dk.data) return;
-    sums.await_read();
+    sums.wait_read();
     rows.finish();
-    own.store(KeyGradient::dv, tile, acc_dv);
-    own.store(KeyGradient::dk, tile, acc_dk);
+    own.store(KvGradient::dv, tile, acc_dv);
+    own.store(KvGradient::dk, tile, acc_dk);
     rows.start_ready();  // while dK leaves
   }
 };

@@ -14,10 +14,10 @@ namespace flash_cute {
 // way has bank conflicts. At head dim 256 it lies where the first warpgroup's part of dQ does, neither of
 // which comes before the other has been read as a whole.
 template <class Traits>
-struct WeightsSlot {
+struct PExchange {
   uint4* places;  // of this thread
 
-  CUTE_DEVICE explicit WeightsSlot(BackwardWarpgroup<Traits> const& own)
+  CUTE_DEVICE explicit PExchange(BackwardConsumerWarpgroup<Traits> const& own)
       : places((Traits::kSharesP ? reinterpret_cast<uint4*>(own.shared.dq) : own.shared.p) +
                own.thread / 32 * (Traits::kPiecesP / 4) + own.thread % 32) {}
 
@@ -37,19 +37,19 @@ struct WeightsSlot {
 
 // S = K Q^T has keys as rows; P is an operand of dV += P dO from registers.
 template <class Traits>
-struct BackwardWeightsSm90 {
+struct BackwardDvConsumer2Cta {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
-  BackwardWarpgroup<Traits> const& own;
-  RingPosition<1> at_keys{}, at_p{};
-  RingPosition<Traits::kStages> at{};
-  RingPosition<Traits::kStagesDO> at_dout{};
-  QuerySums<Traits, 0> sums = own.template query_sums<0>();
+  BackwardConsumerWarpgroup<Traits> const& own;
+  PipelineState<1> at_keys{}, at_p{};
+  PipelineState<Traits::kStages> at{};
+  PipelineState<Traits::kStagesDO> at_dout{};
+  DqAccumulator<Traits, 0> sums = own.template dq_accumulator<0>();
 
-  CUTE_DEVICE void compute(KeyTile const& tile) {
+  CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QuerySteps steps = own.steps_of(tile);
+    QBlockIterator steps = own.steps_of(tile);
     BlockRange const unmasked = own.unmasked(tile);
     float const scale_log2 = own.scale_log2();
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
@@ -64,7 +64,7 @@ struct BackwardWeightsSm90 {
     Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dv);
 
-    HeldSlices<Traits> held;
+    RegisterSlices<Traits> held;
     auto at_before = at;  // the step before, whose dQ comes one step late: dS is there by then
     auto add_sums = [&](auto&& beside) {
       sums.add(at_before, beside, [&] {
@@ -74,25 +74,25 @@ struct BackwardWeightsSm90 {
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       shared.ring_q.wait(at);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_place(tSrK)), tSrQ(_, _, _, at.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage), acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        hide_invisible<KeyBits>(MaskOfKeys{tile.sequence.mask.transposed()}, PlainRows{},
-                                first_own_key<Traits>(tile), steps.block * kBlockM, cS, acc_s);
+        apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{},
+                            first_own_key<Traits>(tile), steps.block * kBlockM, cS, acc_s);
       }
-      float const first_lse = own.first_of(cS, shared.of_queries.lse + at.slot * kBlockM);
-      own.weigh(acc_s, cS, at.slot, first_lse, scale_log2);
+      float const first_lse = own.first_of(cS, shared.of_queries.lse + at.stage * kBlockM);
+      own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);
       __syncwarp();  // all lanes have read the LSE
       own.release_queries(shared.ring_q, at);
-      if constexpr (Traits::kSharesP) sums.await_read();  // where P comes now
+      if constexpr (Traits::kSharesP) sums.wait_read();  // where P comes now
       auto& full = shared.ring_p.acquire(at_p);
-      WeightsSlot<Traits>(own).put(acc_s);
+      PExchange<Traits>(own).put(acc_s);
       own.announce(full);
       at_p.advance();
       Tensor rP = convert<Element>(acc_s);
       shared.ring_dout.wait(at_dout);
-      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), hide_place(tKrdO(_, _, _, at_dout.slot)),
-                    acc_dv);
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP),
+                    hide_address(tKrdO(_, _, _, at_dout.stage)), acc_dv);
       auto finish_dv = [&] {
         wait_products<kFirst ? 0 : Traits::kCluster>(acc_dv);
         own.release_queries(shared.ring_dout, at_dout);
@@ -107,7 +107,7 @@ struct BackwardWeightsSm90 {
       at_dout.advance();
       steps.advance();
     };
-    own.await_stored();
+    own.wait_stored();
     own.release(shared.ring_v, at_keys);  // which dV has left
     shared.ring_k.wait(at_keys);
     held.load(sK, own.thread);
@@ -115,7 +115,7 @@ struct BackwardWeightsSm90 {
     shared.ring_peer_k.wait(at_keys);
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     shared.ring_p.acquire(at_p);  // who took the last P has read V, through which dV leaves
-    if (own.params.dv.data) own.template store</*kAllFit=*/true>(KeyGradient::dv, tile, acc_dv);
+    if (own.params.dv.data) own.template store</*kAllFit=*/true>(KvGradient::dv, tile, acc_dv);
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
@@ -125,19 +125,19 @@ struct BackwardWeightsSm90 {
 // dP = V dO^T, likewise; dS is an operand of dK += dS Q from registers, and of dQ = dS K through shared
 // memory.
 template <class Traits>
-struct BackwardGradientsSm90 {
+struct BackwardDkConsumer2Cta {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
-  BackwardWarpgroup<Traits> const& own;
-  RingPosition<1> at_keys{}, at_p{};
-  RingPosition<Traits::kStages> at{};
-  RingPosition<Traits::kStagesDO> at_dout{};
-  QuerySums<Traits, 1> sums = own.template query_sums<1>();
+  BackwardConsumerWarpgroup<Traits> const& own;
+  PipelineState<1> at_keys{}, at_p{};
+  PipelineState<Traits::kStages> at{};
+  PipelineState<Traits::kStagesDO> at_dout{};
+  DqAccumulator<Traits, 1> sums = own.template dq_accumulator<1>();
 
-  CUTE_DEVICE void compute(KeyTile const& tile) {
+  CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QuerySteps steps = own.steps_of(tile);
+    QBlockIterator steps = own.steps_of(tile);
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
@@ -147,33 +147,33 @@ struct BackwardGradientsSm90 {
     Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
     Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);   // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
-    auto const store_ds = gradient_store<Traits>(shared.ds, own.thread);
+    auto const store_ds = make_ds_store<Traits>(shared.ds, own.thread);
     Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
-    HeldSlices<Traits> held;
+    RegisterSlices<Traits> held;
     auto at_before = at;  // as for the other warpgroup
     auto add_sums = [&](auto&& beside) { sums.add(at_before, beside, [] {}); };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);
-      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_place(tSrV)),
-                    hide_place(tSrdO(_, _, _, at_dout.slot)), acc_ds);
+      issue_product(GMMA::ScaleOut::Zero, mma_s, held.of(hide_address(tSrV)),
+                    hide_address(tSrdO(_, _, _, at_dout.stage)), acc_ds);
       shared.ring_q.wait(at);
       shared.ring_p.wait(at_p);
       Tensor weights = make_fragment_like(acc_ds);
-      WeightsSlot<Traits>(own).get(weights);
+      PExchange<Traits>(own).get(weights);
       wait_products<0>(acc_ds);
       __syncwarp();
       own.release(shared.ring_p, at_p);
       at_p.advance();
       own.release_queries(shared.ring_dout, at_dout);
       at_dout.advance();
-      own.differentiate(acc_ds, weights, cS, at.slot);
+      own.compute_ds(acc_ds, weights, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
-      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.slot), acc_dk);
+      issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.stage), acc_dk);
       auto& full = shared.ring_ds.acquire(at);
-      store_ds(rdS, Traits::kCluster * at.slot);
+      store_ds(rdS, Traits::kCluster * at.stage);
       cutlass::arch::fence_view_async_shared();
       own.announce(full);
       auto finish_dk = [&] {
@@ -189,7 +189,7 @@ struct BackwardGradientsSm90 {
       at.advance();
       steps.advance();
     };
-    own.await_stored();
+    own.wait_stored();
     own.release(shared.ring_peer_k, at_keys);  // which dK has left
     shared.ring_k.wait(at_keys);
     shared.ring_v.wait(at_keys);
@@ -200,7 +200,7 @@ struct BackwardGradientsSm90 {
     add_sums([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
-    if (own.params.dk.data) own.store(KeyGradient::dk, tile, acc_dk);
+    if (own.params.dk.data) own.store(KvGradient::dk, tile, acc_dk);
   }
 };
 

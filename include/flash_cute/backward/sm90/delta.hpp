@@ -12,19 +12,19 @@ CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse
 // What a block of queries of a sequence brings along, and where what is found of it goes. Rows count from its
 // first one, of which LSE and delta have this place in the workspace.
 template <class Traits>
-struct QueryStatsBlock {
+struct LseDeltaBlock {
   BackwardParams const& params;
   int64_t place, given;
   int count;
   uint16_t* terms = nullptr;
 
-  CUTE_DEVICE QueryStatsBlock(BackwardParams const& params_, SequenceOfQueries const& s, int head, int begin,
-                              int64_t place_)
+  CUTE_DEVICE LseDeltaBlock(BackwardParams const& params_, QuerySequence const& s, int head, int begin,
+                            int64_t place_)
       : params(params_), place(place_), count(s.used - begin) {
     int const entry = entry_of(params, s);
     int64_t const row = s.begin + begin;
     given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
-    if constexpr (Traits::kAddsTerms) {
+    if constexpr (Traits::kLseDeltaMma) {
       TensorView const& rows = params.workspace.terms;
       terms = static_cast<uint16_t*>(rows.data) + entry * rows.batch_stride + head * rows.head_stride +
               row * rows.row_stride;
@@ -36,14 +36,14 @@ struct QueryStatsBlock {
     return params.dlse && counts(row) ? params.dlse[given + row] : 0.f;
   }
   CUTE_DEVICE void store_lse(int row, float lse) const {
-    if constexpr (Traits::kAddsTerms) {
+    if constexpr (Traits::kLseDeltaMma) {
       if (has_terms(row)) terms_of(row)[0] = term_of_lse(lse, counts(row), params.softmax_scale);
     } else {
       params.workspace.lse[place + row] = lse_in_base_2(lse);
     }
   }
   CUTE_DEVICE void store_delta(int row, float delta) const {
-    if constexpr (Traits::kAddsTerms) {
+    if constexpr (Traits::kLseDeltaMma) {
       if (has_terms(row)) terms_of(row)[1] = parts_in_bf16(delta);
     } else {
       params.workspace.delta[place + row] = delta;
@@ -64,7 +64,7 @@ struct QueryStatsBlock {
 
 // Rows of O and dO, on their way through shared memory.
 template <class Traits>
-struct QueryStatsRows {
+struct DeltaOperands {
   static constexpr int kRows = Traits::kBlockM;
   using Element = typename Traits::Element;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -75,10 +75,10 @@ struct QueryStatsRows {
   Barrier& come;
 
   // By one thread. begin: the first row in the sequence.
-  CUTE_DEVICE void load(SequenceOfQueries const& s, int head, int begin) const {
+  CUTE_DEVICE void load(QuerySequence const& s, int head, int begin) const {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
-      MapPlace const place =
-          MapPlace::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
+      TmaCoord const place =
+          TmaCoord::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
       load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, come, target, kRows, 0, head,
                                                            place.shift + begin, place.plane, place.bound);
     };

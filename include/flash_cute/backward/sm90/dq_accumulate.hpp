@@ -10,11 +10,11 @@
 
 namespace flash_cute {
 
-// Where a warpgroup hands over its part of dQ, made of this slot of dS.
+// Where a warpgroup hands over its part of dQ, made of this stage of dS.
 template <class Traits>
-CUTE_DEVICE float* handed_over_dq(typename Traits::SharedStorage& shared, int warpgroup, int slot_ds) {
+CUTE_DEVICE float* dq_smem(typename Traits::SharedStorage& shared, int warpgroup, int stage_ds) {
   if (Traits::kInCluster && warpgroup == 1) {
-    return reinterpret_cast<float*>(shared.ds + Traits::kCluster * slot_ds * Traits::kSlotDS);
+    return reinterpret_cast<float*>(shared.ds + Traits::kCluster * stage_ds * Traits::kDsStageElements);
   }
   return shared.dq + warpgroup * Traits::kFloats;
 }
@@ -23,12 +23,12 @@ CUTE_DEVICE float* handed_over_dq(typename Traits::SharedStorage& shared, int wa
 // of each lane side by side, so that shared memory has no bank conflicts in either direction.
 // warpgroup_: in a cluster, where the two have their own columns.
 template <class Traits, int warpgroup_ = 0>
-struct QuerySums {
-  using AtDS = RingPosition<Traits::kStages>;
+struct DqAccumulator {
+  using AtDS = PipelineState<Traits::kStages>;
   typename Traits::SharedStorage& shared;
   bool wanted;
   int warpgroup, thread;
-  RingPosition<1> at{};
+  PipelineState<1> at{};
 
   // dS of all keys is there: puts dQ = dS K in flight, in a cluster as two products.
   CUTE_DEVICE auto issue(AtDS const& at_ds) const {
@@ -45,10 +45,10 @@ struct QuerySums {
       Tensor acc_dq = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<kColumns>>{});
       int const own_columns = read_cluster_rank() * Traits::kOwnColumns;
       shared.ring_ds.wait(at_ds);
-      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot),
+      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.stage),
                     columns_from(shared.k, own_columns + kFirst), acc_dq);
-      shared.peer_ds[at_ds.slot].wait(at_ds.phase);
-      issue_product(GMMA::ScaleOut::One, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.slot + 1),
+      shared.peer_ds[at_ds.stage].wait(at_ds.phase);
+      issue_product(GMMA::ScaleOut::One, mma, tQrdS(_, _, _, Traits::kCluster * at_ds.stage + 1),
                     columns_from(shared.peer_k, kFirst), acc_dq);
       return acc_dq;
     } else {
@@ -59,7 +59,7 @@ struct QuerySums {
           make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKt{}));  // (MMA, MMA_D, MMA_N)
       Tensor acc_dq = partition_fragment_C(mma, typename Traits::TileQ{});
       shared.ring_ds.wait(at_ds);
-      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at_ds.slot), tQrK, acc_dq);
+      issue_product(GMMA::ScaleOut::Zero, mma, tQrdS(_, _, _, at_ds.stage), tQrK, acc_dq);
       return acc_dq;
     }
   }
@@ -68,7 +68,7 @@ struct QuerySums {
   CUTE_DEVICE void release(AtDS const& at_ds) const {
     if (threadIdx.x % 32 != 0) return;
     if constexpr (Traits::kInCluster) {
-      shared.ds_read[at_ds.slot].arrive();
+      shared.ds_read[at_ds.stage].arrive();
     } else {
       shared.ring_ds.release(at_ds);
     }
@@ -83,13 +83,13 @@ struct QuerySums {
     if constexpr (!Traits::kInCluster) {
       if (!wanted) return;
     } else if (warpgroup == 1) {
-      shared.ds_read[at_ds.slot].wait(at_ds.phase);
+      shared.ds_read[at_ds.stage].wait(at_ds.phase);
     }
     int const lane = thread % 32;
     // Both ways are the same place, but ptxas makes 2% more of the one at head dim 64, of the other at 128.
     float* const rows = Traits::kHeadDim == 64
                             ? shared.dq + (4 * warpgroup + thread / 32) * kWarpPart
-                            : handed_over_dq<Traits>(shared, warpgroup, at_ds.slot) + thread / 32 * kWarpPart;
+                            : dq_smem<Traits>(shared, warpgroup, at_ds.stage) + thread / 32 * kWarpPart;
     auto* const staged = reinterpret_cast<float4*>(rows) + lane;
     auto& full = shared.ring_dq[warpgroup].acquire(at);
     CUTE_UNROLL
@@ -114,7 +114,7 @@ struct QuerySums {
   }
 
   // What was handed over has been read: the memory may serve another purpose.
-  CUTE_DEVICE void await_read() const { shared.ring_dq[warpgroup].acquire(at); }
+  CUTE_DEVICE void wait_read() const { shared.ring_dq[warpgroup].acquire(at); }
 };
 
 // The adding thread of a warpgroup. It walks the tiles and their steps like those whose sums it takes.
@@ -124,44 +124,44 @@ struct QuerySums {
 // waits, waits for thread blocks that have been launched. Else the first one is who makes kUntouched kBegun,
 // with his sums at hand: so the others wait for nothing but a store.
 template <class Traits>
-struct QuerySumsWriter {
+struct DqAccumulateWriter {
   static constexpr int kBlockM = Traits::kBlockM, kTileN = Traits::kTileN,
                        kParts = Traits::kConsumers * Traits::kCluster;
   enum { kUntouched, kBegun, kStored };  // of `additions` without turns
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   int warpgroup;
-  RingPosition<1> at{};
-  RingPosition<Traits::kStages> at_ds{};
+  PipelineState<1> at{};
+  PipelineState<Traits::kStages> at_ds{};
 
   CUTE_DEVICE void run() {
-    for_each_tile(shared, [&](KeyTile const& tile) {
+    for_each_tile(shared, [&](KvTile const& tile) {
       if (params.workspace.dq || Traits::kInCluster) add(tile);  // where memory is given back, too
     });
   }
 
  private:
-  CUTE_DEVICE void add(KeyTile const& tile) {
-    QuerySteps steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
+  CUTE_DEVICE void add(KvTile const& tile) {
+    QBlockIterator steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
     int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
     int const own = warpgroup * Traits::kCluster + rank;
     int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
     // 20 us until rows are made of them, where this kernel makes them (1% at head dim 128; 256 0 to 1%).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
-    bool const in_turns = additions && params.workspace.in_turns;
-    auto look = [&](QuerySteps const& step) {
+    bool const ordered = additions && params.workspace.ordered;
+    auto look = [&](QBlockIterator const& step) {
       return load_acquire(additions + tile.place(step.head, step.block) * kParts + own);
     };
     int seen = additions && steps.left > 0 ? look(steps) : kStored;
     while (steps.left > 0) {
       int64_t const place = tile.place(steps.head, steps.block), part = place * kParts + own;
-      int const wanted = in_turns ? blocks_before(tile, steps.block) : kStored;
-      if (!in_turns && seen != kStored) {
+      int const wanted = ordered ? blocks_before(tile, steps.block) : kStored;
+      if (!ordered && seen != kStored) {
         shared.ring_dq[warpgroup].wait(at);
         seen = claim_acquire(additions + part);
       }
-      bool const first = (in_turns ? wanted : seen) == kUntouched;
+      bool const first = (ordered ? wanted : seen) == kUntouched;
       while (!first && seen < wanted) {
         __nanosleep(20);
         seen = load_acquire(additions + part);
@@ -170,15 +170,15 @@ struct QuerySumsWriter {
       steps.advance();
       shared.ring_dq[warpgroup].wait(at);
       cutlass::arch::fence_view_async_shared();
-      float const* const handed_over = handed_over_dq<Traits>(shared, warpgroup, at_ds.slot);
+      float const* const source = dq_smem<Traits>(shared, warpgroup, at_ds.stage);
       if (params.workspace.dq) {
         float* const sums =
             params.workspace.dq + place * Traits::kBlockFloats + Traits::place_of_part(warpgroup, rank);
         int const bytes = Traits::floats_of(warpgroup) * sizeof(float);
         if (first) {
-          bulk_store(sums, handed_over, bytes, hint);
+          bulk_store(sums, source, bytes, hint);
         } else {
-          bulk_add(sums, handed_over, bytes, hint);
+          bulk_add(sums, source, bytes, hint);
         }
       }
       cute::tma_store_arrive();
@@ -188,18 +188,18 @@ struct QuerySumsWriter {
       shared.ring_dq[warpgroup].release(at);
       if (Traits::kInCluster && warpgroup == 1) {
         shared.ring_ds.release(at_ds);
-        arrive_at_peer(shared.ring_ds.empty[at_ds.slot]);
+        arrive_at_peer(shared.ring_ds.empty[at_ds.stage]);
       }
       at.advance();
       at_ds.advance();
-      if (in_turns || first) pass(additions + part);
+      if (ordered || first) pass(additions + part);
     }
     // Once a tile, as a release waits for whatever this multiprocessor has under way.
     if (finished) pass(finished + tile.pair);
   }
 
   // Of those that see a block of queries, the blocks of keys that come before this one in the launch order.
-  CUTE_DEVICE static int blocks_before(KeyTile const& tile, int block) {
+  CUTE_DEVICE static int blocks_before(KvTile const& tile, int block) {
     BlockRange const keys = tile.sequence.mask.visited(block * kBlockM, kBlockM, kTileN);
     int const own = tile.n_begin / kTileN;
     return tile.descending ? keys.end - 1 - own : own - keys.begin;

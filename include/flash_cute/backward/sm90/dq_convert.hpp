@@ -8,10 +8,10 @@
 namespace flash_cute {
 
 // The thread that fetches. A tile is finished when each warpgroup's additions have arrived, and the sums of a
-// pair (see RowsOrder) are complete when all its tiles are. It takes a block of queries when there is room
-// for one, whoever added to it.
+// pair (see DqConvertOrder) are complete when all its tiles are. It takes a block of queries when there is
+// room for one, whoever added to it.
 template <class Traits>
-struct QueryRowsFetcher {
+struct DqConvertLoader {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
@@ -20,28 +20,28 @@ struct QueryRowsFetcher {
   CUTE_DEVICE void run() {
     BackwardWorkspace const& workspace = params.workspace;
     ProblemShape const& shape = params.shape;
-    BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    RowsOrder const rows{params, queries};
+    BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+    DqConvertOrder const rows{params, queries};
     int waited_for = -1;  // this pair
     // Calls fetch(where its rows are, its sums) for a block, once it is complete.
     auto visit = [&](int index, auto&& fetch) {
-      RowsOrder::Block const block = rows(index);
+      DqConvertOrder::Block const block = rows(index);
       if (!block.exists) return;
-      SequenceOfQueries const& s = block.sequence;
+      QuerySequence const& s = block.sequence;
       if (block.pair != waited_for) {
-        int const tiles = key_blocks<Family::sm90>(params, s.index, Traits::kTileN);
+        int const tiles = kv_blocks<Family::sm90>(params, s.index, Traits::kTileN);
         wait_for(workspace.finished + block.pair, tiles * Traits::kConsumers);
         fence_async_global();
         waited_for = block.pair;
       }
-      auto const place_dq =
-          MapPlace::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
+      auto const coord_dq =
+          TmaCoord::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
-      fetch({false, block.head, place_dq.shift + block.begin, place_dq.plane, place_dq.bound},
+      fetch({false, block.head, coord_dq.shift + block.begin, coord_dq.plane, coord_dq.bound},
             workspace.dq + place * Traits::kBlockFloats);
     };
-    RingPosition<1> at{};
-    auto load = [&](FinishedQueries const& block, float const* sums) {
+    PipelineState<1> at{};
+    auto load = [&](DqConvertBlock const& block, float const* sums) {
       for (auto& ring : shared.ring_sums) ring.acquire(at);
       shared.finished = block;
       for (int part = 0; part < Traits::kConsumers; ++part) {
@@ -78,12 +78,12 @@ struct QueryRowsFetcher {
 // The computing side, by each warp alone: its rows and columns of a warpgroup's part leave through the memory
 // in which their sums came.
 template <class Traits>
-struct QueryRowsConverter {
+struct DqConverter {
   static constexpr int kColumns = Traits::kColumnsQ;
   // The phase of what comes next, whether something leaves, and whether nothing more will come. One register:
   // three spill.
   enum { kPhase = 1, kLeaving = 2, kNoMore = 4 };
-  BackwardWarpgroup<Traits> const& own;
+  BackwardConsumerWarpgroup<Traits> const& own;
   int state = own.params.workspace.finished ? 0 : kNoMore;
 
   // Begins with what has come, if something has.
@@ -112,12 +112,12 @@ struct QueryRowsConverter {
 
   CUTE_DEVICE void start() {
     ring().full[0].wait(state & kPhase);
-    FinishedQueries const& queries = own.shared.finished;
+    DqConvertBlock const& queries = own.shared.finished;
     state |= queries.through ? kNoMore : kLeaving;
     if (!(state & kNoMore)) convert(queries);
   }
 
-  CUTE_DEVICE void convert(FinishedQueries const& queries) {
+  CUTE_DEVICE void convert(DqConvertBlock const& queries) {
     int const thread = read_thread_index();  // anew: no address is kept in registers for the loop over steps
     int const lane = thread % 32, warp = thread / 32 - 4;
     constexpr int kWarps = 4 * Traits::kConsumers;

@@ -16,12 +16,13 @@ namespace flash_cute {
 template <class Traits>
 __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KeyOrder const order, __grid_constant__ BackwardMaps const maps) {
+                         __grid_constant__ KvTileScheduler const order,
+                         __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const warpgroup = cutlass::canonical_warp_group_idx();
 
-  if constexpr (Traits::kAddsTerms) {
+  if constexpr (Traits::kLseDeltaMma) {
     if (threadIdx.x < 16) Traits::Terms::set_ones(shared.of_queries, threadIdx.x);
   }
   if (threadIdx.x == 0) {
@@ -57,22 +58,22 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
       if (warp == 0) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
       } else if (warp <= Traits::kConsumers) {
-        QuerySumsWriter<Traits>{shared, params, warp - 1}.run();
+        DqAccumulateWriter<Traits>{shared, params, warp - 1}.run();
       } else if constexpr (Traits::kInCluster) {
-        PeerExchange<Traits>{shared, params, maps}.run();
+        DsExchange<Traits>{shared, params, maps}.run();
       } else if (params.workspace.finished) {
-        QueryRowsFetcher<Traits>{shared, params, maps}.run();
+        DqConvertLoader<Traits>{shared, params, maps}.run();
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    BackwardWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
+    BackwardConsumerWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
     if constexpr (!Traits::kInCluster) {
       own.run(BackwardConsumerSm90<Traits>{own});
     } else if (warpgroup == 1) {
-      own.run(BackwardWeightsSm90<Traits>{own});
+      own.run(BackwardDvConsumer2Cta<Traits>{own});
     } else {
-      own.run(BackwardGradientsSm90<Traits>{own});
+      own.run(BackwardDkConsumer2Cta<Traits>{own});
     }
   }
   if constexpr (Traits::kInCluster) sync_cluster();  // nobody sends to a block that has ended

@@ -13,18 +13,18 @@ template <class Traits>
 BackwardMaps maps_of(BackwardParams const& params) {
   using Element = typename Traits::Element;
   ProblemShape const& shape = params.shape;
-  bool const ragged = params.lengths.given;
+  bool const varlen = params.lengths.given;
   auto entry_rows = [&](TensorView const& view) {
-    return ragged && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
+    return varlen && view.batch_stride != 0 ? int(view.batch_stride / view.row_stride) : 0;
   };
   auto encode = [&](TensorView const& view, int heads, int rows, int first_row, TmaBox const& box) {
     uint64_t const columns = shape.head_dim;
-    if (ragged) {  // see RaggedPlace
+    if (varlen) {  // see VarlenCoord
       uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows(view) + rows + 1;
-      int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+      int64_t const back = VarlenCoord::kWrap / int64_t(sizeof(Element)) - view.row_stride;
       return make_tensor_map<Element, 5>(
           params.device.index, view.data,
-          {columns, uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+          {columns, uint64_t(heads), VarlenCoord::kBound, planes, VarlenCoord::kBound + 1},
           {view.head_stride, view.row_stride, view.row_stride, back}, box);
     }
     return make_tensor_map<Element, 5>(
@@ -33,7 +33,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
   auto boxes_of_queries = [&](TensorView const& view, TmaBox const& box) {
-    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.first_seeing_row(), box);
+    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.fully_masked_rows(), box);
   };
   auto queries = [&](TensorView const& view, int box_rows) {
     return boxes_of_queries(view, {Traits::kPanel, 1, box_rows});
@@ -56,7 +56,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
       .dv = keys(dv, Traits::kWarpRows),
       .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
-  if constexpr (Traits::kAddsTerms) {
+  if constexpr (Traits::kLseDeltaMma) {
     int const side_by_side = 1 << params.workspace.log2_terms_of_row;
     maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
                                           Traits::kBlockM / side_by_side, /*swizzled=*/false});
@@ -71,7 +71,7 @@ auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
   }
-  if (plan.group_parts > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
+  if (plan.gqa_splits > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
   return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index]>{});
 }
 
@@ -79,7 +79,7 @@ template <class Instance>
 void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
                                    cudaStream_t stream) {
   DeviceInfo const& device = params.device;
-  int const queries = plan.query_blocks * params.shape.heads_q;
+  int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
   constexpr bool kStartsEarly = true;
   LengthParams const& lengths = params.lengths;
@@ -87,32 +87,32 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   // Of packed sequences the preprocess does this; where there may be much to clear, as of padded ones, its
   // small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
   if (has_unwritten(params) && !is_packed) {
-    launch_kernel<backward_clear<Family::sm90, kRowThreads>, kStartsEarly>(device, 2 * device.multiprocessors,
-                                                                           kRowThreads, 0, stream, params);
+    launch_kernel<backward_zero_fill<Family::sm90, kRowThreads>, kStartsEarly>(
+        device, 2 * device.multiprocessors, kRowThreads, 0, stream, params);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params);
-    auto preprocess = [&]<bool kClears>(std::bool_constant<kClears>) {
+    auto preprocess = [&]<bool kZeroFills>(std::bool_constant<kZeroFills>) {
       bool const all_count = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
-      int const clearing_blocks = kClears ? (all_count ? 1 : 4) * device.multiprocessors : 0;
-      launch_kernel<backward_preprocess_sm90<Traits, kClears>, kStartsEarly>(
-          device, clearing_blocks + plan.first_blocks, Traits::kBlockM, sizeof(PreprocessStorage<Traits>),
-          stream, params, maps, clearing_blocks);
+      int const zero_fill_blocks = kZeroFills ? (all_count ? 1 : 4) * device.multiprocessors : 0;
+      launch_kernel<backward_preprocess_sm90<Traits, kZeroFills>, kStartsEarly>(
+          device, zero_fill_blocks + plan.preprocess_blocks, Traits::kBlockM,
+          sizeof(PreprocessStorage<Traits>), stream, params, maps, zero_fill_blocks);
     };
     is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
-    BackwardParams const ordered = params.with_offsets_in_order();
-    KeyOrder const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
+    BackwardParams const ordered = params.with_ordered_offsets();
+    KvTileScheduler const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
     launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
                                                               sizeof(typename Traits::SharedStorage), stream,
                                                               ordered, order, maps);
-    if (plan.sums_dq && !plan.makes_rows) {
+    if (plan.sums_dq && !plan.converts_dq) {
       launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
           device, queries, Traits::kConsumers * 128, 0, stream, ordered);
     }
     if constexpr (Traits::kSplitsGroups) {
-      if (plan.key_parts() > 0) {
-        launch_kernel<backward_join<Traits>, kStartsEarly>(device, plan.key_parts(), Traits::kKeyThreads, 0,
-                                                           stream, ordered);
+      if (plan.gqa_reduce_blocks() > 0) {
+        launch_kernel<backward_gqa_reduce<Traits>, kStartsEarly>(device, plan.gqa_reduce_blocks(),
+                                                                 Traits::kKeyThreads, 0, stream, ordered);
       }
     }
   });

@@ -36,10 +36,10 @@ CUTE_DEVICE uint2 term_of_lse(float lse, bool counts, float softmax_scale) {
 struct Lse {};
 struct Delta {};
 
-// Both terms of each query of a slot, and the ones: each is half of a row of an operand whose other half is
+// Both terms of each query of a stage, and the ones: each is half of a row of an operand whose other half is
 // the same, so they count twice. BF16, as products of one shape follow each other in order without a fence.
 template <int kKeys, int kQueries, int kStages, class KeyLayout>
-struct QueryTerms {
+struct LseDeltaMma {
   using Number = cutlass::bfloat16_t;
   using Mma = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Number, Number, float, Shape<Int<kKeys>, Int<kQueries>, _16>>(), KeyLayout{}));
@@ -60,7 +60,7 @@ struct QueryTerms {
     cutlass::arch::fence_view_async_shared();
   }
 
-  // What puts acc = A B^T + Lse or Delta of each of a slot's queries, its columns, in flight.
+  // What puts acc = A B^T + Lse or Delta of each of a stage's queries, its columns, in flight.
   CUTE_DEVICE static auto issuer(Storage& storage, int warpgroup) {
     auto operand = [](uint4* memory, auto layout) {
       return make_tensor(make_smem_ptr(reinterpret_cast<Number*>(memory)), layout);
@@ -69,7 +69,7 @@ struct QueryTerms {
     Tensor of_lse = slice.partition_fragment_A(operand(storage.ones[0], LayoutOnes{}));
     Tensor of_delta = slice.partition_fragment_A(operand(storage.ones[1], LayoutOnes{}));
     Tensor terms = slice.partition_fragment_B(operand(storage.terms[0], LayoutTerms{}));
-    return [=]<class Term>(Term, int slot, auto& mma, auto const& a, auto const& b, auto& acc) {
+    return [=]<class Term>(Term, int stage, auto& mma, auto const& a, auto const& b, auto& acc) {
       Mma mma_terms;
       warpgroup_fence_operand(acc);
       warpgroup_arrive();
@@ -77,7 +77,7 @@ struct QueryTerms {
       // Last, so that A B^T is what it is in the forward, and little is lost of a difference of large
       // numbers.
       multiply_slices(GMMA::ScaleOut::One, mma_terms, std::is_same_v<Term, Lse> ? of_lse : of_delta,
-                      terms(_, _, _, slot), acc);
+                      terms(_, _, _, stage), acc);
       warpgroup_commit_batch();
     };
   }

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   using TileQ = typename Traits::TileQ;
   cudaGridDependencySynchronize();  // launched early
   ProblemShape const& shape = params.shape;
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, Traits::kBlockM};
   int const index = gridDim.x - 1 - blockIdx.x;  // what was summed up last is still in L2
   auto const [head, of_head] =
       queries.of_block(index, shape.heads_q, params.dq.head_stride < params.dq.row_stride);

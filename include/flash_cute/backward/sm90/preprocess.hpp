@@ -10,37 +10,38 @@ namespace flash_cute {
 
 template <class Traits>
 struct PreprocessStorage {
-  alignas(1024) typename Traits::Element rows[2 * Traits::kSlotElements];
+  alignas(1024) typename Traits::Element rows[2 * Traits::kStageElements];
   cutlass::arch::ClusterTransactionBarrier come;
 };
 
-// A thread block for each block of queries of a head, and a thread for each of its rows; if kClears, before
-// them clearing_blocks others that do what backward_clear does elsewhere: one launch less (512: 0.5 to 2%).
-template <class Traits, bool kClears>
+// A thread block for each block of queries of a head, and a thread for each of its rows; if kZeroFills,
+// before them zero_fill_blocks others that do what backward_zero_fill does elsewhere: one launch less (512:
+// 0.5 to 2%).
+template <class Traits, bool kZeroFills>
 __global__ void __launch_bounds__(Traits::kBlockM)
     backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
-                             __grid_constant__ BackwardMaps const maps, int clearing_blocks) {
+                             __grid_constant__ BackwardMaps const maps, int zero_fill_blocks) {
   constexpr int kBlockM = Traits::kBlockM;
   cudaGridDependencySynchronize();  // launched early
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<PreprocessStorage<Traits>*>(memory);
-  QueryStatsRows<Traits> const rows{params, maps, shared.rows, shared.come};
+  DeltaOperands<Traits> const rows{params, maps, shared.rows, shared.come};
   ProblemShape const& shape = params.shape;
   BackwardWorkspace const& workspace = params.workspace;
-  BlockPlaces const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  int const index = int(blockIdx.x) - (kClears ? clearing_blocks : 0);
-  if constexpr (kClears) {
+  BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
+  int const index = int(blockIdx.x) - (kZeroFills ? zero_fill_blocks : 0);
+  if constexpr (kZeroFills) {
     if (index < 0) {
-      number_keys<Family::sm90, kBlockM>(params);
-      clear_unwritten<Family::sm90>(params, blockIdx.x, clearing_blocks);
-      return clear_zeros(workspace);
+      varlen_prepare<Family::sm90, kBlockM>(params);
+      zero_fill_unwritten<Family::sm90>(params, blockIdx.x, zero_fill_blocks);
+      return zero_fill_workspace(workspace);
     }
   }
-  if (index >= shape.heads_q * queries.count()) return clear_zeros(workspace);
+  if (index >= shape.heads_q * queries.count()) return zero_fill_workspace(workspace);
   auto const [head, of_head] =
       queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
-  SequenceOfQueries const s = sequence_at(params, queries, of_head);
-  int const begin = (of_head - s.first_place) * kBlockM;
+  QuerySequence const s = sequence_at(params, queries, of_head);
+  int const begin = (of_head - s.first_block) * kBlockM;
   int64_t const place = int64_t(head) * queries.count() + of_head;
   bool const exists = has_rows(begin, s.used), has_dout = params.dout.data;
   if (threadIdx.x == 0) {
@@ -50,10 +51,10 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   }
   __syncthreads();
 
-  clear_zeros(workspace);
+  zero_fill_workspace(workspace);
   if (!exists) return;
 
-  QueryStatsBlock<Traits> const found(params, s, head, begin, place * kBlockM);
+  LseDeltaBlock<Traits> const found(params, s, head, begin, place * kBlockM);
   int const row = threadIdx.x;
   float const lse = found.lse(row), of_lse = found.gradient_of_lse(row);
   if (has_dout) shared.come.wait(0);

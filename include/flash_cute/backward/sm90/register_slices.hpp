@@ -10,9 +10,9 @@
 namespace flash_cute {
 
 template <class Traits>
-struct HeldSlices {
+struct RegisterSlices {
   using Element = typename Traits::Element;
-  static constexpr int kSlices = Traits::kTile.held_slices;
+  static constexpr int kSlices = Traits::kTile.register_slices;
   static_assert(16 * kSlices <= Traits::kHeadDim);
   using TileHeld = Shape<Int<Traits::kBlockN>, Int<16 * (kSlices > 0 ? kSlices : 1)>>;
   using Mma = decltype(make_tiled_mma(

@@ -8,7 +8,7 @@
 
 namespace flash_cute {
 
-// Each has five dimensions: columns, heads and rows, and two that say which rows (MapPlace). Rows from one
+// Each has five dimensions: columns, heads and rows, and two that say which rows (TmaCoord). Rows from one
 // batch entry to the next are 0 where packed.
 struct BackwardMaps {
   CUtensorMap q, k, v, out, dout, dq, dk, dv;
@@ -19,22 +19,22 @@ struct BackwardMaps {
 };
 
 // What is added to a row, and the coordinates behind it: (0, entry, 0) where sequences are alike, else as
-// RaggedPlace has it.
-struct MapPlace {
+// VarlenCoord has it.
+struct TmaCoord {
   int shift, plane, bound;
 
-  FLASH_CUTE_HOST_DEVICE static MapPlace of(bool ragged, int entry, int entry_rows, int first_row,
+  FLASH_CUTE_HOST_DEVICE static TmaCoord of(bool varlen, int entry, int entry_rows, int first_row,
                                             int length) {
-    if (!ragged) return {0, entry, 0};
-    return {RaggedPlace::kBound - length, entry * entry_rows + first_row + length, RaggedPlace::kBound};
+    if (!varlen) return {0, entry, 0};
+    return {VarlenCoord::kBound - length, entry * entry_rows + first_row + length, VarlenCoord::kBound};
   }
-  FLASH_CUTE_HOST_DEVICE static MapPlace of_keys(bool ragged, KeyTile const& tile, int entry_rows) {
+  FLASH_CUTE_HOST_DEVICE static TmaCoord of_keys(bool varlen, KvTile const& tile, int entry_rows) {
     Sequence const& s = tile.sequence;
-    return of(ragged, tile.batch, entry_rows, s.k_begin, s.mask.seqlen_k);
+    return of(varlen, tile.batch, entry_rows, s.k_begin, s.mask.seqlen_k);
   }
-  FLASH_CUTE_HOST_DEVICE static MapPlace of_queries(bool ragged, KeyTile const& tile, int entry_rows) {
+  FLASH_CUTE_HOST_DEVICE static TmaCoord of_queries(bool varlen, KvTile const& tile, int entry_rows) {
     Sequence const& s = tile.sequence;
-    return of(ragged, tile.batch, entry_rows, s.queries.begin, s.mask.seqlen_q);
+    return of(varlen, tile.batch, entry_rows, s.queries.begin, s.mask.seqlen_q);
   }
 };
 

@@ -13,13 +13,13 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Where a block of queries whose sums are complete has its rows of dQ: see MapPlace. Or there is no more.
-struct FinishedQueries {
+// Where a block of queries whose sums are complete has its rows of dQ: see TmaCoord. Or there is no more.
+struct DqConvertBlock {
   bool through;
   int head, row, plane, bound;
 };
 
-// splits_groups: may a tile have a part of the query heads that share its keys (see KeyParts)? A kernel of
+// splits_groups: may a tile have a part of the query heads that share its keys (see GqaSums)? A kernel of
 // its own, as the other one's loop loses 1 to 2% beside what that needs (head dims 64 and 128, H200).
 template <class Instance_, BackwardTile tile, bool splits_groups = false>
 struct BackwardTraitsSm90 {
@@ -109,15 +109,16 @@ struct BackwardTraitsSm90 {
   using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesDO>>{}));
   using LayoutDOt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStagesDO>>{},
                                            Step<_2, _1, _3>{}));
-  // Of dS, slots in a cluster by turns of this block's and of the other's.
-  static constexpr int kSlotsDS = kStages * kCluster, kSlotDS = kBlockM * kBlockN;
+  // Of dS, stages in a cluster by turns of this block's and of the other's.
+  static constexpr int kDsStages = kStages * kCluster, kDsStageElements = kBlockM * kBlockN;
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                                          Shape<Int<kBlockM>, Int<kBlockN>, Int<kSlotsDS>>{}));
-  using LayoutDSt = decltype(composition(
-      LayoutDS{},
-      Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kSlotsDS>>, Stride<Int<kBlockM>, _1, Int<kSlotDS>>>{}));
+                                          Shape<Int<kBlockM>, Int<kBlockN>, Int<kDsStages>>{}));
+  using LayoutDSt =
+      decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kDsStages>>,
+                                              Stride<Int<kBlockM>, _1, Int<kDsStageElements>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through memory as large (see way_out).
+  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through memory as large (see
+  // output_smem).
   static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
   static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup; of sums in a cluster floats_of
   // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long, and in
@@ -145,24 +146,25 @@ struct BackwardTraitsSm90 {
   static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
                 kWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kPiecesP = kInCluster ? kBlockN * kBlockM / 4 : 0;  // of four floats
-  static constexpr int kSlotElements = kBlockM * kHeadDim;                 // of Q and dO
+  static constexpr int kStageElements = kBlockM * kHeadDim;                // of Q and dO
   // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
   // At 256 P lies where the other one's part will, which comes once P has been taken (192: 2 to 3% slower).
   static constexpr bool kSharesP = kHeadDim == 256;
-  static constexpr int kSlotP = kSharesP ? 0 : kPiecesP;
-  static constexpr int kSlotDQ = kInCluster ? floats_of(0) : kConsumers * kFloats;
-  static constexpr int kSlotPeerK = kInCluster ? kBlockN * kOwnColumns : 0;
-  static_assert(!kInCluster || (kPiecesP * sizeof(uint4) <= kSlotDQ * sizeof(float) &&
-                                kCluster * kSlotDS * sizeof(Element) >= floats_of(1) * sizeof(float)));
+  static constexpr int kPSlots = kSharesP ? 0 : kPiecesP;
+  static constexpr int kDqFloats = kInCluster ? floats_of(0) : kConsumers * kFloats;
+  static constexpr int kPeerKElements = kInCluster ? kBlockN * kOwnColumns : 0;
+  static_assert(!kInCluster ||
+                (kPiecesP * sizeof(uint4) <= kDqFloats * sizeof(float) &&
+                 kCluster * kDsStageElements * sizeof(Element) >= floats_of(1) * sizeof(float)));
 
-  static constexpr bool kMakesRows = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
+  static constexpr bool kConvertsDq = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
   // Of a block of queries. At head dim 64 there is no room for those of the last warp, which come to where
   // those of the first were.
   static constexpr int kSums = kBlockM * kSumColumns;
-  static constexpr bool kAddsTerms = kTile.adds_terms, kLastComesLater = kAddsTerms && kHeadDim == 64;
-  static constexpr int kSlotSums = kMakesRows ? kSums - (kLastComesLater ? kWarpFloats : 0) : 0;
+  static constexpr bool kLseDeltaMma = kTile.lse_delta_mma, kLastComesLater = kLseDeltaMma && kHeadDim == 64;
+  static constexpr int kSumFloats = kConvertsDq ? kSums - (kLastComesLater ? kWarpFloats : 0) : 0;
 
-  using Terms = QueryTerms<kBlockN, kBlockM, kStages, KeyLayout>;
+  using Terms = LseDeltaMma<kBlockN, kBlockM, kStages, KeyLayout>;
   struct Stats {
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
@@ -174,25 +176,25 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
-    alignas(1024) Element peer_k[kSlotPeerK];
-    alignas(1024) float dq[kSlotDQ];
-    alignas(128) uint4 p[kSlotP];
-    std::conditional_t<kAddsTerms, typename Terms::Storage, Stats> of_queries;
+    alignas(1024) Element peer_k[kPeerKElements];
+    alignas(1024) float dq[kDqFloats];
+    alignas(128) uint4 p[kPSlots];
+    std::conditional_t<kLseDeltaMma, typename Terms::Storage, Stats> of_queries;
     TmaRing<1> ring_k, ring_v, ring_p;
     TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
     TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
     TmaRing<2> ring_tiles;
-    KeyTile tiles[2];
-    int part_slots[2];  // of tiles that have a part of a group: see KeyParts
-    FinishedQueries finished;
+    KvTile tiles[2];
+    int sum_indices[2];  // of tiles that have a part of a group: see GqaSums
+    DqConvertBlock finished;
     // Of a cluster, in which dS and the index of a tile come from the other block.
     TmaRing<1> ring_peer_k, ring_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
     cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
     int index;
-    // Last, as compute-sanitizer takes terms and ones for twice as many bytes and more (see QueryTerms).
-    alignas(kMakesRows ? 1024 : 128) float sums[kSlotSums];
+    // Last, as compute-sanitizer takes terms and ones for twice as many bytes and more (see LseDeltaMma).
+    alignas(kConvertsDq ? 1024 : 128) float sums[kSumFloats];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -15,7 +15,7 @@
 namespace flash_cute {
 
 template <class Traits>
-struct BackwardWarpgroup {
+struct BackwardConsumerWarpgroup {
   using Element = typename Traits::Element;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   typename Traits::SharedStorage& shared;
@@ -29,32 +29,32 @@ struct BackwardWarpgroup {
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
   CUTE_DEVICE float scale_log2() const {
     float const scale = params.softmax_scale;
-    return (Traits::kAddsTerms ? scale_of_scores(scale) : scale) * float(M_LOG2E);
+    return (Traits::kLseDeltaMma ? scale_of_scores(scale) : scale) * float(M_LOG2E);
   }
 
   template <int warpgroup_ = 0>
-  CUTE_DEVICE QuerySums<Traits, warpgroup_> query_sums() const {
+  CUTE_DEVICE DqAccumulator<Traits, warpgroup_> dq_accumulator() const {
     return {shared, params.workspace.dq != nullptr, warpgroup, thread};
   }
 
   template <class Consumer>
   CUTE_DEVICE void run(Consumer consumer) const {
-    RingPosition<2> at{};
+    PipelineState<2> at{};
     while (true) {
       shared.ring_tiles.wait(at);
-      KeyTile const& tile = shared.tiles[at.slot];
-      if (tile.n_begin == kThrough) break;
+      KvTile const& tile = shared.tiles[at.stage];
+      if (tile.n_begin == kNoTile) break;
       consumer.compute(tile);
       __syncwarp();  // all lanes have read the tile
       release(shared.ring_tiles, at);
       at.advance();
     }
-    await_stored();
-    if constexpr (Traits::kMakesRows) consumer.rows.finish_all();
+    wait_stored();
+    if constexpr (Traits::kConvertsDq) consumer.rows.finish_all();
   }
 
   // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
-  CUTE_DEVICE void await_stored() const {
+  CUTE_DEVICE void wait_stored() const {
     if (thread % 32 == 0) cute::tma_store_wait<0>();
     if constexpr (Traits::kHalves > 1) {
       sync_warpgroup(warpgroup);  // a warp's sums come where other warps' rows were
@@ -63,18 +63,18 @@ struct BackwardWarpgroup {
     }
   }
 
-  CUTE_DEVICE QuerySteps steps_of(KeyTile const& tile) const {
-    return QuerySteps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, Traits::kTileN);
+  CUTE_DEVICE QBlockIterator steps_of(KvTile const& tile) const {
+    return QBlockIterator(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, Traits::kTileN);
   }
 
   // Blocks of queries that see all of this warpgroup's keys.
-  CUTE_DEVICE BlockRange unmasked(KeyTile const& tile) const {
+  CUTE_DEVICE BlockRange unmasked(KvTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
     int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
-  // One arrival a warp: its own products have read the slot, or its lanes filled it.
+  // One arrival a warp: its own products have read the stage, or its lanes filled it.
   template <class Ring, class Position>
   CUTE_DEVICE static void release(Ring& ring, Position const& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
@@ -84,7 +84,7 @@ struct BackwardWarpgroup {
   CUTE_DEVICE static void release_queries(Ring& ring, Position const& at) {
     release(ring, at);
     if constexpr (Traits::kInCluster) {
-      if (threadIdx.x % 32 == 0) arrive_at_peer(ring.empty[at.slot]);
+      if (threadIdx.x % 32 == 0) arrive_at_peer(ring.empty[at.stage]);
     }
   }
   CUTE_DEVICE static void announce(auto& full) {
@@ -100,12 +100,12 @@ struct BackwardWarpgroup {
   // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
   // first_lse: of the first column, see first_of.
   template <class Scores, class Coords>
-  CUTE_DEVICE void weigh(Scores& acc_s, Coords const& cS, int slot, float first_lse, float scale) const {
-    if constexpr (Traits::kAddsTerms) {
+  CUTE_DEVICE void compute_p(Scores& acc_s, Coords const& cS, int stage, float first_lse, float scale) const {
+    if constexpr (Traits::kLseDeltaMma) {
       CUTE_UNROLL
       for (int i = 0; i < size(acc_s); ++i) acc_s(i) = fast_exp2(acc_s(i) * scale);
     } else {
-      float const* const lse_of_queries = shared.of_queries.lse + slot * kBlockM;
+      float const* const lse_of_queries = shared.of_queries.lse + stage * kBlockM;
       auto scores = row_col_view(acc_s);
       auto const coords = row_col_view(cS);
       CUTE_UNROLL
@@ -121,12 +121,12 @@ struct BackwardWarpgroup {
 
   // dS = P (dP + dLSE - D), the last two those of its query, whose column it is.
   template <class Gradients, class Weights, class Coords>
-  CUTE_DEVICE void differentiate(Gradients& acc_ds, Weights const& acc_p, Coords const& cS, int slot) const {
-    if constexpr (Traits::kAddsTerms) {
+  CUTE_DEVICE void compute_ds(Gradients& acc_ds, Weights const& acc_p, Coords const& cS, int stage) const {
+    if constexpr (Traits::kLseDeltaMma) {
       CUTE_UNROLL
       for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_p(i);
     } else {
-      float const* const delta_of_queries = shared.of_queries.delta + slot * kBlockM;
+      float const* const delta_of_queries = shared.of_queries.delta + stage * kBlockM;
       auto gradients = row_col_view(acc_ds);
       auto const weights = row_col_view(acc_p);
       auto const coords = row_col_view(cS);
@@ -163,7 +163,7 @@ struct BackwardWarpgroup {
 
   // Where this warp's rows of dK or dV leave through: where it hands over dQ, or in a cluster where the
   // operands were that nobody needs any more.
-  CUTE_DEVICE float* way_out() const {
+  CUTE_DEVICE float* output_smem() const {
     if constexpr (!Traits::kInCluster) {
       return shared.dq + (warpgroup * 4 + thread / 32) * Traits::kWarpFloats;
     } else {
@@ -174,25 +174,25 @@ struct BackwardWarpgroup {
 
   // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
   template <bool kAllFit = false, class Accumulator>
-  CUTE_DEVICE void store(KeyGradient which, KeyTile const& tile, Accumulator const& acc) const {
+  CUTE_DEVICE void store(KvGradient which, KvTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kSplitsGroups) {
       // Always; but where this is known to be so, the loop of head dim 128 has more spills.
-      if (Traits::kInCluster || params.workspace.dkv) {
-        using Parts = KeyParts<Traits>;
-        int const slot = shared.part_slots[&tile - shared.tiles];
+      if (Traits::kInCluster || params.workspace.gqa_sums) {
+        using Parts = GqaSums<Traits>;
+        int const index = shared.sum_indices[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-        Parts::add(Parts::of(params, which, slot, rank, key_thread()), acc);
+        Parts::add(Parts::of(params, which, index, rank, key_thread()), acc);
         return;
       }
     }
-    bool const is_dk = which == KeyGradient::dk;
+    bool const is_dk = which == KvGradient::dk;
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
     float const scale = is_dk ? params.softmax_scale : 1.f;
     // Read anew, so that no address is kept in registers for the whole loop before.
     int const lane = read_lane_index();
-    float* const memory = way_out();
-    MapPlace const place = MapPlace::of_keys(params.lengths.given, tile, entry_rows);
+    float* const memory = output_smem();
+    TmaCoord const place = TmaCoord::of_keys(params.lengths.given, tile, entry_rows);
     constexpr int kColumns = Traits::kStoreColumns, kParts = Traits::kHeadDim / kColumns;
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {

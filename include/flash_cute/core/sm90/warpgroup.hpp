@@ -14,7 +14,7 @@ using namespace cute;
 // where it is fetched between one slice and the next (backward, H100, head dim 128: 16k +5.8 and +4.7%, full
 // and causal).
 template <class Operand>
-CUTE_DEVICE auto hide_place(Operand const& operand) {
+CUTE_DEVICE auto hide_address(Operand const& operand) {
   auto first = operand.data();
   asm volatile("" : "+r"(first.desc_.reg32_[0]));
   return make_tensor(first, operand.layout());
@@ -71,7 +71,7 @@ CUTE_DEVICE void sync_warpgroup(int warpgroup) { NamedBarrier{BarrierId::warpgro
 // Warpgroups issue their products one after the other, so that the tensor cores serve one while others do
 // softmax.
 template <int kWarpgroups>
-struct WarpgroupTurns {
+struct WarpSchedulerBarrier {
   int warpgroup;
 
   // The last one in the round hands the first turn out.

@@ -15,21 +15,21 @@ CUTE_DEVICE TileCoord find_tile(ForwardParams const&, TileOrder const& order) {
   return order(read_block_index());
 }
 template <class Traits>
-CUTE_DEVICE ListedTile find_tile(ForwardParams const& params, RaggedOrder const& order) {
-  RaggedTile const tile = order(blockIdx.x);
+CUTE_DEVICE MaskedVarlenTile find_tile(ForwardParams const& params, VarlenOrder const& order) {
+  VarlenTile const tile = order(blockIdx.x);
   return {tile, mask_of(params, tile), unmasked_blocks<Traits>(params, tile)};
 }
 
 template <class Traits, class Order>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
-  if constexpr (Order::kListed) {
+  if constexpr (Order::kVarlen) {
     int const tiles = order.tiles(), block = read_block_index();
     if (order.unwritten()) {  // a tile's share is cleared beside the products of others
       constexpr int kWarps = Traits::kThreads / 32;
       int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
       if (block < clearing) {
-        clear_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps);
+        zero_fill_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps);
       }
     }
     if (block >= tiles) return;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  constexpr bool kInSharedMemory = Order::kListed || Traits::kTileInSharedMemory;
+  constexpr bool kInSharedMemory = Order::kVarlen || Traits::kTileInSharedMemory;
   auto const of_block = tile_of_block<kInSharedMemory>([&] { return find_tile<Traits>(params, order); });
   ForwardMainloopSm80<Traits>::run(params, of_block.get(), shared, thread, softmax, acc_o);
 

@@ -14,7 +14,7 @@ using TraitsOf = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Ins
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
   TraitsOf<Instance> const traits;
-  return plan.ragged ? visitor(traits, std::type_identity<RaggedOrder>{})
+  return plan.varlen ? visitor(traits, std::type_identity<VarlenOrder>{})
                      : visitor(traits, std::type_identity<TileOrder>{});
 }
 
@@ -26,9 +26,9 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
                                                         sizeof(typename Traits::SharedStorage), stream,
                                                         params, order);
     };
-    if constexpr (Order::kListed) {
+    if constexpr (Order::kVarlen) {
       Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
-      launch_prepare</*kStartsEarly=*/false>(params, order, stream);
+      launch_varlen_prepare</*kStartsEarly=*/false>(params, order, stream);
       launch(order);
     } else {
       launch(plan.order);

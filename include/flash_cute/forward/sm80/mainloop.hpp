@@ -14,18 +14,20 @@
 namespace flash_cute {
 
 // One that is listed carries its mask, and the blocks of keys that all of its queries see.
-struct ListedTile : RaggedTile {
+struct MaskedVarlenTile : VarlenTile {
   WindowMask mask;
   BlockRange unmasked;
 };
-CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, ListedTile const& tile) { return tile.mask; }
+CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, MaskedVarlenTile const& tile) {
+  return tile.mask;
+}
 
 template <class Traits, class Tile>
 CUTE_DEVICE BlockRange unmasked_blocks(ForwardParams const& params, Tile const& tile) {
   return mask_of(params, tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
 }
 template <class Traits>
-CUTE_DEVICE BlockRange const& unmasked_blocks(ForwardParams const&, ListedTile const& tile) {
+CUTE_DEVICE BlockRange const& unmasked_blocks(ForwardParams const&, MaskedVarlenTile const& tile) {
   return tile.unmasked;
 }
 
@@ -115,7 +117,7 @@ struct ForwardMainloopSm80 {
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
       if (!unmasked.contains(block)) {
-        hide_invisible<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
+        apply_mask<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);

@@ -22,8 +22,8 @@ struct ForwardConsumerSm90 {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
   static constexpr bool kRunsAhead = Traits::kRunsAhead;
-  RingPosition<Traits::kStagesQ> at_q{};
-  RingPosition<Traits::kStages> at_k{}, at_v{};
+  PipelineState<Traits::kStagesQ> at_q{};
+  PipelineState<Traits::kStages> at_k{}, at_v{};
 
   // Blocks go from the last to the first. The scores of the next block are computed while this block's
   // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
@@ -46,19 +46,19 @@ struct ForwardConsumerSm90 {
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
-    WarpgroupTurns<Traits::kConsumers> const turns{warpgroup};
+    WarpSchedulerBarrier<Traits::kConsumers> const turns{warpgroup};
     PackedRows const& rows = tiles.order.rows;
     ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
     auto& ring_q = shared.ring_q[warpgroup];
     turns.begin();
 
     auto issue_scores = [&](auto& acc_s) {
-      issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_place(tSrQ(_, _, _, at_q.slot)),
-                    tSrK(_, _, _, at_k.slot), acc_s);
+      issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
+                    tSrK(_, _, _, at_k.stage), acc_s);
     };
     auto issue_output = [&] {
       shared.ring_v.wait(at_v);
-      issue_product(GMMA::ScaleOut::One, mma_pv, tOrP, tOrV(_, _, _, at_v.slot), acc_o);
+      issue_product(GMMA::ScaleOut::One, mma_pv, tOrP, tOrV(_, _, _, at_v.stage), acc_o);
     };
     auto issue_first_scores = [&] {
       ring_q.wait(at_q);
@@ -74,7 +74,7 @@ struct ForwardConsumerSm90 {
       } else {
         store_lse(params, tile, rows, softmax, cS);
       }
-      epilogue.store(acc_o, tile, place_of<OperandName::out>(tiles.order, tile));
+      epilogue.store(acc_o, tile, tma_coord<TmaOperand::out>(tiles.order, tile));
     };
 
     auto tile = tiles.first();
@@ -90,7 +90,7 @@ struct ForwardConsumerSm90 {
       auto probabilities = [&](auto& acc_s, int block) {
         release(shared.ring_k, at_k);
         if (!unmasked.contains(block)) {
-          hide_invisible<KeyBits>(mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
+          apply_mask<KeyBits>(mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
       };
@@ -143,7 +143,7 @@ struct ForwardConsumerSm90 {
   }
 
  private:
-  // One arrival a warp: its own products have read the slot.
+  // One arrival a warp: its own products have read the stage.
   template <class Ring, class Position>
   CUTE_DEVICE static void release(Ring& ring, Position& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);

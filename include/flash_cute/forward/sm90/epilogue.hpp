@@ -53,14 +53,14 @@ struct ForwardEpilogueSm90 {
   }
 
   CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
-                            DensePlace const& place) const {
+                            DenseCoord const& place) const {
     store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(maps.out, source, column, head, row,
                                                                      place.entry);
   }
   CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
-                            RaggedPlace const& place) const {
+                            VarlenCoord const& place) const {
     store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
-        maps.out, source, column, head, place.shift + row, place.plane, RaggedPlace::kBound);
+        maps.out, source, column, head, place.shift + row, place.plane, VarlenCoord::kBound);
   }
 
   // Shared memory has been read: the block may end.

@@ -31,18 +31,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
 
   // In this order: where loading and clearing share what they know of the list, head dim 256 spills.
-  if constexpr (Order::kListed) {
+  if constexpr (Order::kVarlen) {
     shared.queue.list.make(params, order);
     if (warpgroup > 0 && blockIdx.x >= shared.queue.list.tiles(order)) return;
   }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync();
-    if constexpr (Order::kListed) {
-      constexpr int kClearing = 2;  // the warps 1 and 2
-      if (warp > 0 && warp <= kClearing) {
+    if constexpr (Order::kVarlen) {
+      constexpr int kZeroFillWarps = 2;  // the warps 1 and 2
+      if (warp > 0 && warp <= kZeroFillWarps) {
         if (shared.queue.list.unwritten) {
-          clear_unwritten(params, blockIdx.x * kClearing + warp - 1, gridDim.x * kClearing);
+          zero_fill_unwritten(params, blockIdx.x * kZeroFillWarps + warp - 1, gridDim.x * kZeroFillWarps);
         }
         return;
       }

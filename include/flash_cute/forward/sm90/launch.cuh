@@ -9,7 +9,7 @@ namespace flash_cute {
 
 // The maps of q, k, v and out, by encode(view, rows, rows from entry to entry, heads, box).
 template <class Traits, class Encode>
-ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, RaggedEntries const& entries,
+ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, VarlenEntries const& entries,
                         Encode&& encode) {
   ProblemShape const& shape = params.shape;
   TmaBox const box_q{Traits::kPanel, int(rows.packed.value), rows.queries},
@@ -32,19 +32,19 @@ ForwardMaps maps_of(ForwardParams const& params, TileOrder const& order) {
       });
 }
 
-// See RaggedPlace.
+// See VarlenCoord.
 template <class Traits>
-ForwardMaps maps_of(ForwardParams const& params, RaggedOrder const& order) {
+ForwardMaps maps_of(ForwardParams const& params, VarlenOrder const& order) {
   using Element = typename Traits::Element;
   ProblemShape const& shape = params.shape;
   return encode_maps<Traits>(
       params, order.rows, order.entries,
       [&](TensorView const& view, int rows, int entry, int heads, TmaBox box) {
         uint64_t const planes = uint64_t(shape.batch - 1) * entry + rows + 1;
-        int64_t const back = RaggedPlace::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+        int64_t const back = VarlenCoord::kWrap / int64_t(sizeof(Element)) - view.row_stride;
         return make_tensor_map<Element, 5>(
             params.device.index, view.data,
-            {uint64_t(shape.head_dim), uint64_t(heads), RaggedPlace::kBound, planes, RaggedPlace::kBound + 1},
+            {uint64_t(shape.head_dim), uint64_t(heads), VarlenCoord::kBound, planes, VarlenCoord::kBound + 1},
             {view.head_stride, view.row_stride, view.row_stride, back}, box);
       });
 }
@@ -54,7 +54,7 @@ template <class Instance, class Visitor>
 auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
   auto with = [&](auto traits) {
-    return plan.ragged   ? visitor(traits, std::type_identity<RaggedOrder>{})
+    return plan.varlen   ? visitor(traits, std::type_identity<VarlenOrder>{})
            : plan.claims ? visitor(traits, std::type_identity<ClaimedOrder>{})
                          : visitor(traits, std::type_identity<TileOrder>{});
   };
@@ -73,9 +73,9 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const
           params.device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream,
           params, order, maps_of<Traits>(params, order));
     };
-    if constexpr (Order::kListed) {
+    if constexpr (Order::kVarlen) {
       Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
-      if (plan.prepares) launch_prepare<kStartsEarly>(params, order, stream);
+      if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, order, stream);
       launch(order);
     } else if constexpr (kIsClaimed<Order>) {
       launch({plan.order, static_cast<int*>(params.lengths.workspace)});

@@ -1,5 +1,5 @@
 // The Hopper family's loading warp: Q once a tile, K and V block by block, as far ahead as there are free
-// slots.
+// stages.
 #pragma once
 
 #include "flash_cute/core/sm90/tma.hpp"
@@ -10,14 +10,14 @@ namespace flash_cute {
 
 template <int kHeadDim, int kPanel, int kRows>
 CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
-                         auto* target, int rows, int head, int row, DensePlace const& place) {
+                         auto* target, int rows, int head, int row, DenseCoord const& place) {
   load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, 0, head, row, place.entry);
 }
 template <int kHeadDim, int kPanel, int kRows>
 CUTE_DEVICE void load_at(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
-                         auto* target, int rows, int head, int row, RaggedPlace const& place) {
+                         auto* target, int rows, int head, int row, VarlenCoord const& place) {
   load_panels<kHeadDim, kPanel, kRows>(map, arrived, target, rows, 0, head, place.shift + row, place.plane,
-                                       RaggedPlace::kBound);
+                                       VarlenCoord::kBound);
 }
 
 template <class Traits>
@@ -25,8 +25,8 @@ struct ForwardProducerSm90 {
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
   ForwardMaps const& maps;
-  RingPosition<Traits::kStagesQ> at_q{};
-  RingPosition<Traits::kStages> at_k{}, at_v{};
+  PipelineState<Traits::kStagesQ> at_q{};
+  PipelineState<Traits::kStages> at_k{}, at_v{};
 
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
@@ -44,30 +44,30 @@ struct ForwardProducerSm90 {
     PackedRows const& rows = tiles.order.rows;
     BlockRange const visited =
         visited_blocks<Traits>(mask_of(params, tile), tile.m_begin, rows.tile_queries());
-    auto const place_q = place_of<OperandName::q>(tiles.order, tile);
+    auto const coord_q = tma_coord<TmaOperand::q>(tiles.order, tile);
 
-    auto load_kv = [&](CUtensorMap const& map, auto const& place, auto& ring, auto& at, auto* slots,
+    auto load_kv = [&](CUtensorMap const& map, auto const& place, auto& ring, auto& at, auto* stages,
                        int block) {
       load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockN>(
-          map, ring.acquire(at), slots + at.slot * Traits::kSlotElements, Traits::kBlockN, tile.head_kv,
+          map, ring.acquire(at), stages + at.stage * Traits::kStageElements, Traits::kBlockN, tile.head_kv,
           block * Traits::kBlockN, place);
       at.advance();
     };
     auto load_k = [&](int block) {
-      load_kv(maps.k, place_of<OperandName::k>(tiles.order, tile), shared.ring_k, at_k, shared.k, block);
+      load_kv(maps.k, tma_coord<TmaOperand::k>(tiles.order, tile), shared.ring_k, at_k, shared.k, block);
     };
     auto load_v = [&](int block) {
-      load_kv(maps.v, place_of<OperandName::v>(tiles.order, tile), shared.ring_v, at_v, shared.v, block);
+      load_kv(maps.v, tma_coord<TmaOperand::v>(tiles.order, tile), shared.ring_v, at_v, shared.v, block);
     };
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(visited.end - 1);
-    auto* const slot_q = shared.q + at_q.slot * Traits::kSlotElementsQ;
+    auto* const stage_q = shared.q + at_q.stage * Traits::kStageElementsQ;
     CUTE_UNROLL
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       load_at<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
-          maps.q, shared.ring_q[consumer].acquire(at_q), slot_q + consumer * kWarpgroupRows * Traits::kPanel,
-          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, place_q);
+          maps.q, shared.ring_q[consumer].acquire(at_q), stage_q + consumer * kWarpgroupRows * Traits::kPanel,
+          rows.used(), tile.head, tile.m_begin + consumer * rows.queries, coord_q);
     }
     at_q.advance();
     auto const upcoming = tiles.next();

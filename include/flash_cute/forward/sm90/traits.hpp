@@ -30,7 +30,7 @@ struct ForwardTraitsSm90 {
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in forward/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesQ = kTile.stages_q;
-  // With a second slot for Q, a tile's first scores are computed while O of the tile before leaves.
+  // With a second stage for Q, a tile's first scores are computed while O of the tile before leaves.
   static constexpr bool kRunsAhead = kStagesQ > 1;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kSlack = 8;  // see OnlineSoftmax
@@ -40,7 +40,7 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * 128;
-  static_assert(kThreads >= SequenceList::kLanes * kFewSequences);
+  static_assert(kThreads >= VarlenList::kLanes * kFewSequences);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
@@ -79,7 +79,7 @@ struct ForwardTraitsSm90 {
                            GMMA::Major::MN>(),
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  static constexpr int kSlotElements = kBlockN * kHeadDim, kSlotElementsQ = kBlockM * kHeadDim;
+  static constexpr int kStageElements = kBlockN * kHeadDim, kStageElementsQ = kBlockM * kHeadDim;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
