@@ -388,7 +388,7 @@ def ragged_tiles(draw, host):
     entries = [0 if lengths[0] else size + draw(st.integers(0, 20)) for size in sizes_of]
     tile = block_m, groups, packed
     section_tiles = draw(st.sampled_from([1, 2, 7, 132]))
-    return sizes, batch, tile, entries, host.RaggedTiles(batch, *tile, section_tiles, entries, listed)
+    return sizes, batch, tile, entries, host.VarlenTiles(batch, *tile, section_tiles, entries, listed)
 
 
 @given(st.data())
