@@ -21,12 +21,11 @@ struct Sequence {
 
 // Sequence b. Offsets and lengths that make no sense are cut to what is there: no row outside of the tensors
 // is ever named.
-template <class Params>
-FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
-  LengthParams const& lengths = params.lengths;
+FLASH_CUTE_HOST_DEVICE Sequence sequence(ProblemShape const& shape, LengthParams const& lengths,
+                                         WindowMask const& limits, int b) {
   auto within = [](int value, int low, int high) { return larger(low, smaller(value, high)); };
   auto value = [](int const* values, int i, int otherwise) { return values ? values[i] : otherwise; };
-  int const total_q = params.shape.seqlen_q, total_k = params.shape.seqlen_k;
+  int const total_q = shape.seqlen_q, total_k = shape.seqlen_k;
   // All are asked for before one is looked at, as each takes a while to come.
   int const begin_q = value(lengths.cu_seqlens_q, b, 0), begin_k = value(lengths.cu_seqlens_k, b, 0);
   int const end_q = value(lengths.cu_seqlens_q, b + 1, total_q);
@@ -41,10 +40,14 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
   Rows const q = rows(begin_q, end_q, total_q), k = rows(begin_k, end_k, total_k);
   int const used_q = within(given_q, 0, q.end - q.begin);
   int const used_k = within(given_k, 0, k.end - k.begin), padding = within(leftpad, 0, used_k);
-  WindowMask mask{used_q, used_k - padding, params.mask.left, params.mask.right};
+  WindowMask mask{used_q, used_k - padding, limits.left, limits.right};
   int const unreachable = mask.first_reachable_key();
   mask.seqlen_k -= unreachable;
   return {q, used_q, k.begin + padding + unreachable, mask};
+}
+template <class Params>
+FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
+  return sequence(params.shape, params.lengths, params.mask, b);
 }
 
 // Calls visit(entry, rows) for part `part` of `parts` of the rows of q that are no query that counts: those
