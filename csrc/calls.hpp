@@ -13,12 +13,13 @@ struct ForwardCall {
   AttentionProblem problem;
   ForwardKernel kernel;
   ForwardParams params;
-  bool launches;       // else there is nothing to attend to, or nobody who would
+  WindowMask mask;
+  bool launches;       // else there is no query or nothing to attend to
   ForwardPlan launch;  // of the smallest problem where nothing is launched
 
   int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
   // With operands, and params.lengths.workspace of launch.workspace_bytes.
-  void run(cudaStream_t stream) const { kernel.run(params, launch, stream); }
+  void run(cudaStream_t stream) const { kernel.run(params, mask, launch, stream); }
 };
 
 struct BackwardCall {

@@ -76,7 +76,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
 std::string plan_cuda(AttentionArguments const& arguments) {
   ForwardCall const call = plan_call(arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.q.get_device_index());
-  auto const& [problem, kernel, params, launches, launch] = call;
+  auto const& [problem, kernel, params, mask, launches, launch] = call;
   KernelAttributes const attributes = kernel.attributes(launch);
 
   JsonObject plan;

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "flash_cute/scheduler/varlen_order.hpp"
+#include "flash_cute/forward/problem.hpp"
 
 namespace flash_cute {
 namespace {
@@ -33,22 +33,27 @@ auto kernel_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   return kernel;
 }
 
-// What both passes know of a call beside its operands. Keys that no query can reach are cut off; the mask
-// stays what it was, as it is aligned to the end of the keys. Of sequences of unequal lengths the kernels see
-// to it.
+// The mask as kernels see it: keys that no query can reach are cut off, and it stays aligned to the end of
+// the keys. Of sequences of unequal lengths the kernels see to it.
+WindowMask reachable_mask(AttentionProblem const& problem) {
+  WindowMask mask = problem.mask();
+  if (!problem.varlen) mask.seqlen_k -= mask.first_reachable_key();
+  return mask;
+}
+
+// What both passes know of a call beside its operands and its mask.
 template <class Params>
 Params make_params(AttentionProblem const& problem, LengthParams const& lengths, DeviceInfo const& device) {
   Params params{};
   params.shape = problem.shape;
   params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
-  params.mask = problem.mask();
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
   if (problem.varlen) {
     params.lengths = lengths;
     params.lengths.given = true;
   } else {
-    params.shape.seqlen_k = params.mask.seqlen_k -= params.mask.first_reachable_key();
+    params.shape.seqlen_k = reachable_mask(problem).seqlen_k;
   }
   return params;
 }
@@ -57,7 +62,7 @@ bool is_empty(ProblemShape const& shape) {
   return shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0;
 }
 
-// The largest result of bytes(family, its kernel's head dim, params) over all GPUs.
+// The largest result of bytes(family, its kernel's head dim, params, mask) over all GPUs.
 template <class Params, class Find, class Bytes>
 int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
   int64_t most = 0;
@@ -70,7 +75,8 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
       for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
-        most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device)));
+        most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device),
+                                  reachable_mask(problem)));
       }
     }
   }
@@ -83,17 +89,19 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
   ForwardCall call{problem,
                    kernel_for(problem, gpu, forward_kernel),
                    make_params<ForwardParams>(problem, lengths, gpu.info),
+                   reachable_mask(problem),
                    true,
                    {}};
   call.params.softmax = {problem.softmax_scale * float(M_LOG2E)};
   ForwardParams planned = call.params;
+  WindowMask mask = call.mask;
   if (is_empty(planned.shape)) {
     call.launches = false;
     planned.shape = {1, 1, 1, 1, 1, planned.shape.head_dim};
-    planned.mask = WindowMask::make(1, 1, 0, 0);
+    mask = WindowMask::make(1, 1, 0, 0);
     planned.lengths = {};
   }
-  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned);
+  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned, mask);
   return call;
 }
 
@@ -104,6 +112,7 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
                     make_params<BackwardParams>(problem, lengths, gpu.info),
                     true,
                     {}};
+  call.params.mask = reachable_mask(problem);
   call.params.softmax_scale = problem.softmax_scale;
   call.launches = !is_empty(call.params.shape);
   call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, needs_dq, needs_dkv,
@@ -115,21 +124,23 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
   if (!problem.varlen) return sizeof(int);
-  return largest<ForwardParams>(problem, forward_kernel, [](Family family, int bucket, auto const& params) {
-    ForwardParams const mean = plan::of_equal_lengths(params, 1);
-    ForwardTiles const tiles = forward_tiles(family, bucket);
-    int64_t places = 0;
-    for (ForwardTile const& tile : {tiles.main, tiles.small}) {
-      if (tile.warps == 0) continue;
-      places = larger(places, m_block_capacity(params, plan::rows_of(family, tile, mean.shape)));
-    }
-    return int64_t(sizeof(VarlenListHeader)) + places * int64_t(sizeof(SequenceRecord));
-  });
+  return largest<ForwardParams>(
+      problem, forward_kernel, [](Family family, int bucket, auto const& params, auto const& mask) {
+        plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
+        ForwardTiles const tiles = forward_tiles(family, bucket);
+        int64_t m_blocks = 0;
+        for (ForwardTile const& tile : {tiles.main, tiles.small}) {
+          if (tile.warps == 0) continue;
+          m_blocks = larger(m_blocks, m_block_capacity(params, plan::rows_of(family, tile, mean.shape)));
+        }
+        return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
+      });
 }
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   return largest<BackwardParams>(
-      problem, backward_kernel, [&](Family family, int bucket, auto const& params) {
+      problem, backward_kernel, [&](Family family, int bucket, auto params, auto const& mask) {
+        params.mask = mask;
         return plan_backward(family, bucket, params, true, true, deterministic).workspace_bytes;
       });
 }

@@ -59,7 +59,6 @@ struct ForwardParams {
   float* lse;                // (batch, heads_q, seqlen_q), contiguous; packed: (heads_q, seqlen_q)
   int64_t lse_batch_stride;  // 0 where packed
   SoftmaxParams softmax;
-  WindowMask mask;  // of sequences that are all alike; else its limits hold for each
   DeviceInfo device;
   LengthParams lengths;
 };

@@ -22,6 +22,7 @@
 #include "flash_cute/forward/plan.hpp"
 #include "flash_cute/forward/tiles.hpp"
 #include "flash_cute/params.hpp"
+#include "flash_cute/scheduler/static_scheduler.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 #include "flash_cute/scheduler/varlen_order.hpp"
 #include "flash_cute/softmax/plan.hpp"
@@ -55,13 +56,14 @@ std::optional<std::pair<int, int>> row_of(Order const& order, int group, int row
 // The tiles of a block.
 std::vector<std::tuple<int, int, int>> stream_of(TileOrder const& order, int block, int blocks) {
   std::vector<std::tuple<int, int, int>> list;
-  TileStream tiles{order, block, blocks};
+  UniformProblem<WindowMask> const problem{order, {}, {}};
+  StaticTiles<UniformProblem<WindowMask>> tiles{problem, block, blocks};
   int left = tiles.count();
   if (left == 0) return list;
   for (TileCoord tile = tiles.first();;) {
     list.emplace_back(tile.m_begin, tile.head, tile.batch);
     TileCoord const upcoming = tiles.next();
-    if (tiles.through(left)) return list;
+    if (tiles.done(left)) return list;
     tile = tiles.get(upcoming);
   }
 }
@@ -70,12 +72,13 @@ std::vector<std::tuple<int, int, int>> stream_of(TileOrder const& order, int blo
 struct VarlenBatch {
   using Lengths = std::array<std::optional<std::vector<int>>, 5>;  // in the order of LengthParams
   Lengths lengths;
+  WindowMask mask;
   ForwardParams params{};
 
-  VarlenBatch(Sizes sizes, WindowMask const& mask, Lengths lengths_) : lengths(std::move(lengths_)) {
+  VarlenBatch(Sizes sizes, WindowMask const& mask_, Lengths lengths_)
+      : lengths(std::move(lengths_)), mask(mask_) {
     auto pointer = [&](int index) { return lengths[index] ? lengths[index]->data() : nullptr; };
     params.shape = shape_of(sizes);
-    params.mask = mask;
     params.lengths = {.cu_seqlens_q = pointer(0),
                       .cu_seqlens_k = pointer(1),
                       .seqused_q = pointer(2),
@@ -87,34 +90,36 @@ struct VarlenBatch {
   VarlenBatch(VarlenBatch const&) = delete;
 };
 
-// A list of sequences as attention/prepare.cuh writes it, and the order over it.
+// A list of sequences as scheduler/varlen_prepare.cuh writes it, and the problem over it.
 struct VarlenTiles {
   VarlenBatch const& batch;
   std::vector<std::byte> list;
-  VarlenOrder order;
+  VarlenProblem<WindowMask> problem;
 
   // entries: rows from one entry of q, k, v and out to the next. listed: the sequences, in their order.
   VarlenTiles(VarlenBatch const& batch_, int block_m, int groups, int packed, int section_tiles,
               std::array<int, 4> entries, std::vector<int> const& listed)
       : batch(batch_),
-        order(VarlenOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles,
-                                false)) {
-    order.entries = {entries[0], entries[1], entries[2], entries[3]};
+        problem{VarlenOrder::make(batch_.params, PackedRows(block_m / groups, groups, packed), section_tiles,
+                                  false, batch_.mask.is_longest_last()),
+                batch_.mask,
+                {{entries[0], entries[1], entries[2], entries[3]}}} {
+    VarlenOrder& order = problem.order;
     std::vector<SequenceRecord> records;
     for (int const b : listed) {
-      Sequence const found = sequence(batch.params, b);
+      Sequence const found = sequence(batch.params.shape, batch.params.lengths, batch.mask, b);
       SequenceRecord const record = order.record(b, found, int(records.size()));
       records.insert(records.end(), record.m_blocks, record);
     }
     list.resize(sizeof(VarlenListHeader) + records.size() * sizeof(SequenceRecord));
-    order.header = new (list.data()) VarlenListHeader{.places = int(records.size()), .claimed = 0};
+    order.header = new (list.data()) VarlenListHeader{.m_blocks = int(records.size()), .tile_counter = 0};
     std::ranges::copy(records, reinterpret_cast<SequenceRecord*>(order.header + 1));
   }
   VarlenTiles(VarlenTiles const&) = delete;
 
   template <TmaOperand operand>
   std::pair<int, int> coord(int index) const {
-    VarlenCoord const found = tma_coord<operand>(order, order(index));
+    VarlenCoord const found = problem.operands.coord<operand>(problem.tile(index));
     return {found.shift, found.plane};
   }
 };
@@ -190,7 +195,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def(py::init<Sizes, WindowMask const&, VarlenBatch::Lengths>())
       .def("sequence",  // its rows, how many count, its first key, and what its mask knows
            [](VarlenBatch const& batch, int index) {
-             Sequence const found = sequence(batch.params, index);
+             Sequence const found = sequence(batch.params.shape, batch.params.lengths, batch.mask, index);
              return std::tuple(found.queries.begin, found.queries.end, found.used, found.k_begin, found.mask);
            })
       .def("unwritten",  // (entry, first row, end) of a part of what tiles leave out
@@ -208,27 +213,31 @@ PYBIND11_MODULE(flash_cute_host, module) {
   py::class_<VarlenTiles>(module, "VarlenTiles")
       .def(py::init<VarlenBatch const&, int, int, int, int, std::array<int, 4>, std::vector<int>>(),
            py::keep_alive<1, 2>())
-      .def("tiles", [](VarlenTiles const& tiles) { return tiles.order.tiles(); })
+      .def("tiles", [](VarlenTiles const& tiles) { return tiles.problem.order.tiles(); })
       .def("__call__",
            [](VarlenTiles const& tiles, int index) {
-             VarlenTile const tile = tiles.order(index);
-             return std::tuple(tile.m_begin, tile.head, tile.head_kv, entry_of(tile));
+             VarlenTile const tile = tiles.problem.tile(index);
+             return std::tuple(tile.m_begin, tile.head, tile.head_kv, tile.batch);
            })
-      .def("mask", [](VarlenTiles const& tiles,
-                      int index) { return mask_of(tiles.batch.params, tiles.order(index)); })
+      .def("mask",
+           [](VarlenTiles const& tiles, int index) { return tiles.problem.mask(tiles.problem.tile(index)); })
       .def("begins",  // the first query and key of its sequence
            [](VarlenTiles const& tiles, int index) {
-             VarlenTile const tile = tiles.order(index);
-             return std::pair(first_query_of(tile), first_key_of(tile));
+             VarlenTile const tile = tiles.problem.tile(index);
+             VarlenRows const& operands = tiles.problem.operands;
+             return std::pair(operands.query(tile, 0).row, operands.key(tile, 0).row);
            })
-      .def("lse_offset", [](VarlenTiles const& tiles,
-                            int index) { return lse_offset(tiles.batch.params, tiles.order(index)); })
+      .def("lse_offset",
+           [](VarlenTiles const& tiles, int index) {
+             return tiles.problem.lse_offset(tiles.batch.params, tiles.problem.tile(index));
+           })
       .def("coord_q", &VarlenTiles::coord<TmaOperand::q>)
       .def("coord_k", &VarlenTiles::coord<TmaOperand::k>)
       .def("coord_v", &VarlenTiles::coord<TmaOperand::v>)
       .def("coord_out", &VarlenTiles::coord<TmaOperand::out>)
-      .def("row",
-           [](VarlenTiles const& tiles, int group, int row) { return row_of(tiles.order, group, row); });
+      .def("row", [](VarlenTiles const& tiles, int group, int row) {
+        return row_of(tiles.problem.order, group, row);
+      });
 
   py::class_<BatchBlocks>(module, "BatchBlocks")
       .def(py::init([](VarlenBatch const& batch, bool of_queries, int block) {
@@ -358,7 +367,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
                                  bool needs_dq, bool needs_dkv, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
+    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device.smem_bytes = smem_bytes;
     params.device.multiprocessors = multiprocessors;
@@ -399,7 +408,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("key_tiles", [](int bucket, VarlenBatch const& batch, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
+    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
@@ -429,7 +438,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("key_tiles_sm80", [](int bucket, VarlenBatch const& batch, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
+    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
@@ -452,7 +461,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("rows_order", [](VarlenBatch const& batch, int block_m) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.params.mask;
+    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
@@ -470,7 +479,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("tile", &ForwardPlan::tile)
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepares", &ForwardPlan::prepares)
-      .def_readonly("claims", &ForwardPlan::claims)
+      .def_readonly("dynamic", &ForwardPlan::dynamic)
       .def_readonly("order", &ForwardPlan::order)
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
@@ -480,7 +489,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
                                 int64_t l2_bytes) {
     ForwardParams params = batch.params;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
-    return plan_forward(family, bucket, params);
+    return plan_forward(family, bucket, params, batch.mask);
   });
 
   py::class_<Divisor>(module, "Divisor")

@@ -569,7 +569,7 @@ def test_grids(host, shape, family, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "heads", "seqlen", "window", "claims"),
+    ("head_dim", "heads", "seqlen", "window", "dynamic"),
     [
         (64, 32, 8192, CAUSAL, True),
         (128, 16, 8192, CAUSAL, True),
@@ -581,19 +581,19 @@ def test_grids(host, shape, family, head_dim):
         (128, 1, 8192, CAUSAL, False),  # one tile a multiprocessor
     ],
 )
-def test_long_tiles_of_unequal_length_are_claimed(host, head_dim, heads, seqlen, window, claims):
+def test_long_tiles_of_unequal_length_are_scheduled_dynamically(host, head_dim, heads, seqlen, window, dynamic):
     sizes = (16384 // seqlen, heads, heads, seqlen, seqlen, head_dim)
     chosen = plan(host, "sm90", head_dim, sizes, window)
-    assert chosen.claims == claims
-    assert chosen.workspace_bytes == 4 * claims
-    assert not claims or chosen.blocks == MULTIPROCESSORS
-    assert not plan(host, "sm80", head_dim, sizes, window).claims
+    assert chosen.dynamic == dynamic
+    assert chosen.workspace_bytes == 4 * dynamic
+    assert not dynamic or chosen.blocks == MULTIPROCESSORS
+    assert not plan(host, "sm80", head_dim, sizes, window).dynamic
 
 
 @pytest.mark.parametrize(
     ("heads", "sections"), [(4, [1, 3]), (16, [2] * 5 + [6]), (2, [2])], ids=["three rounds", "many", "two"]
 )
-def test_sections_of_claimed_tiles(host, heads, sections):
+def test_sections_of_dynamic_tiles(host, heads, sections):
     """Tiles of a section come longest first; the last one's are two or three rounds."""
     order = plan(host, "sm90", 128, (1, heads, heads, 16384, 16384, 128), CAUSAL).order
     starts = [order(index)[0] for index in range(order.tiles())]
@@ -608,14 +608,14 @@ def test_sections_of_claimed_tiles(host, heads, sections):
     st.integers(4000, 9000),
     st.sampled_from([64, 96, 128, 192, 256]),
 )
-def test_claimed_tiles_are_all_tiles(host, batch, heads_kv, group, seqlen, head_dim):
+def test_dynamic_tiles_are_all_tiles(host, batch, heads_kv, group, seqlen, head_dim):
     sizes = (batch, heads_kv * group, heads_kv, seqlen, seqlen, head_dim)
     chosen = plan(host, "sm90", head_dim, sizes, CAUSAL)
     tiles = [chosen.order(index) for index in range(chosen.order.tiles())]
     starts = range(0, seqlen, chosen.tile_queries)
     heads = [(head, head // group) for head in range(heads_kv * group)]
     assert sorted(tiles) == sorted((m, *head, b) for m in starts for head in heads for b in range(batch))
-    assert chosen.claims == (len(tiles) > MULTIPROCESSORS)
+    assert chosen.dynamic == (len(tiles) > MULTIPROCESSORS)
 
 
 @given(st.data(), st.sampled_from(["sm80", "sm90"]))
@@ -629,8 +629,8 @@ def test_plans_of_unequal_lengths(host, data, family):
     tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
     assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, MULTIPROCESSORS))
     assert chosen.prepares == (family == "sm80")
-    claims = 4 if tiles > chosen.blocks else 0  # a counter
-    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepares else claims)
+    dynamic = 4 if tiles > chosen.blocks else 0  # a counter
+    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepares else dynamic)
     if family == "sm90" and lengths[0] and sizes[3] % sizes[0] == 0:
         mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
         assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m

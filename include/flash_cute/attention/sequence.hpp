@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flash_cute/attention/mask/window.hpp"
+#include "flash_cute/attention/tile.hpp"
 #include "flash_cute/core/platform.hpp"
 #include "flash_cute/params.hpp"
 
@@ -10,8 +11,6 @@ namespace flash_cute {
 struct Rows {
   int begin, end;
 };
-
-constexpr int kNoTile = -1;  // where a thread block's tile would begin, after its last one
 
 struct Sequence {
   Rows queries;       // that it owns, among the rows of its entry, or of the packed tensor
@@ -65,7 +64,7 @@ FLASH_CUTE_HOST_DEVICE void for_each_unwritten(Params const& params, int part, i
     int const shares = larger(1, parts / batch);  // of a sequence
     for (int i = part; i < batch * shares; i += parts) {
       int const b = i / shares;
-      Sequence const s = sequence(params, b);
+      Sequence const s = sequence(params.shape, params.lengths, WindowMask{}, b);
       visit_share(offsets ? 0 : b, {s.queries.begin + s.used, s.queries.end}, i - b * shares, shares);
     }
   }

@@ -20,8 +20,9 @@ struct CompiledTile {
 // setup.py generates.
 template <class Instance>
 struct ForwardLaunch {
-  // plan: of the same params (plan_forward), but for pointers and strides.
-  static void run(ForwardParams const& params, ForwardPlan const& plan, cudaStream_t stream);
+  // plan: of the same params and mask (plan_forward), but for pointers and strides.
+  static void run(ForwardParams const& params, WindowMask const& mask, ForwardPlan const& plan,
+                  cudaStream_t stream);
   static KernelAttributes attributes(ForwardPlan const& plan);
   static std::vector<CompiledTile> tiles();
 };

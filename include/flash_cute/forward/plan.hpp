@@ -1,13 +1,13 @@
 // What a call of the forward runs: decided here, before anything is launched, from shapes, the mask and facts
-// of the device. The launch executes it, explain prints it. Knows no CUDA.
+// of the device. The launch executes it, explain prints it. This header knows no CUDA.
 #pragma once
 
 #include <limits>
 #include <stdexcept>
 
+#include "flash_cute/attention/mask/window.hpp"
+#include "flash_cute/forward/problem.hpp"
 #include "flash_cute/forward/tiles.hpp"
-#include "flash_cute/scheduler/tile_order.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 
@@ -16,13 +16,28 @@ constexpr int kWarpgroupRows = 64;  // of a WGMMA
 struct ForwardPlan {
   ForwardTile tile;
   PackedRows rows;              // of a tile
-  int blocks;                   // of the grid
-  bool varlen = false;          // sequences differ in length: a list of them is made on the device,
-  bool prepares = false;        // by a kernel of its own
-  int section_tiles = 0;        // of it, see VarlenOrder
-  bool claims = false;          // are tiles of sequences that are alike claimed, not shared out?
-  TileOrder order = {};         // of sequences that are alike
-  int64_t workspace_bytes = 0;  // LengthParams::workspace, for a prepared list, or to claim tiles
+  int blocks;                   // thread blocks of the grid
+  bool varlen = false;          // do sequences differ in length? Then the device makes a list of them,
+  bool prepares = false;        // by a kernel of its own where this is true,
+  int section_tiles = 0;        // whose sections have about so many tiles, see VarlenOrder
+  bool dynamic = false;         // are tiles of a uniform batch taken one by one, not shared out beforehand?
+  TileOrder order = {};         // of a uniform batch
+  int64_t workspace_bytes = 0;  // of LengthParams::workspace: the list that a kernel makes, the tile counter
+
+  // Of params with operands and the workspace.
+  template <class Problem>
+  Problem problem(ForwardParams const& params, typename Problem::Mask const& mask) const {
+    if constexpr (Problem::kVarlen) {
+      return {VarlenOrder::make(params, rows, section_tiles, prepares, mask.is_longest_last()), mask,
+              VarlenRows::of(params)};
+    } else {
+      return {order, mask, {}};
+    }
+  }
+  int* tile_counter(ForwardParams const& params) const {
+    void* const workspace = params.lengths.workspace;
+    return prepares ? &static_cast<VarlenListHeader*>(workspace)->tile_counter : static_cast<int*>(workspace);
+  }
 };
 
 namespace plan {
@@ -36,34 +51,42 @@ inline int64_t count_tiles(ProblemShape const& shape, PackedRows const& rows) {
   return ceil_div(shape.seqlen_q, rows.tile_queries()) * packs * shape.heads_kv * shape.batch;
 }
 
-// Tiles of unequal length are claimed one by one, as multiprocessors become free, unless they are so short
-// that a claim matters more than who is left with the last long tile. Behind a narrow window the few short
-// tiles of a section's heads come last in it and even out what full rounds of long ones leave.
-inline bool is_dynamic(ForwardParams const& params, PackedRows const& rows) {
+// A batch whose sequences are alike: a uniform batch, or what stands for one of unequal lengths.
+struct UniformBatch {
+  ProblemShape shape;
+  WindowMask mask;
+  DeviceInfo device;
+};
+
+// Tiles of unequal length are taken one by one, as multiprocessors become free, unless they are so short that
+// the atomic operation matters more than the last long tile. Behind a narrow window the few short tiles of a
+// section's heads come last in it and even out what full rounds of long ones leave.
+inline bool is_dynamic(UniformBatch const& batch, PackedRows const& rows) {
   constexpr int kLong = 1024;  // keys
-  int const queries = rows.tile_queries(), m_blocks = ceil_div(params.shape.seqlen_q, queries);
+  int const queries = rows.tile_queries(), m_blocks = ceil_div(batch.shape.seqlen_q, queries);
   auto length = [&](int m_block) {
-    BlockRange const visited = params.mask.visited(m_block * queries, queries, 1);
+    BlockRange const visited = batch.mask.visited(m_block * queries, queries, 1);
     return visited.end - visited.begin;
   };
   int const first = length(0), last = length(m_blocks - 1);
   int const longest = larger(length(m_blocks / 2), larger(first, last));
-  bool const narrow = 4 * int64_t(longest) < params.shape.seqlen_k;
+  bool const narrow = 4 * int64_t(longest) < batch.shape.seqlen_k;
   return first != last && longest >= kLong && !narrow &&
-         count_tiles(params.shape, rows) > params.device.multiprocessors;
+         count_tiles(batch.shape, rows) > batch.device.multiprocessors;
 }
 
-// The order of claimed tiles, by a model of the schedule (docs/forward_sm90_experiments.md): sections of two
-// heads, the last one of three rounds of tiles, so that enough short ones come at the end; up to 3.25 rounds
-// in all, sections of one head and the last of two rounds, whose tiles then pair up, long with short. In a
-// last section that does not stay in L2, tiles would wait for their keys.
-inline TileOrder dynamic_order(ForwardParams const& params, PackedRows const& rows) {
-  ProblemShape const& shape = params.shape;
-  DeviceInfo const& device = params.device;
+// The order of tiles that are taken one by one, by a model of the schedule
+// (docs/forward_sm90_experiments.md): sections of two heads, the last one of three rounds of tiles, so that
+// enough short ones come at the end; up to 3.25 rounds in all, sections of one head and the last of two
+// rounds, whose tiles then pair up, long with short. In a last section that does not stay in L2, tiles would
+// wait for their keys.
+inline TileOrder dynamic_order(UniformBatch const& batch, PackedRows const& rows) {
+  ProblemShape const& shape = batch.shape;
+  DeviceInfo const& device = batch.device;
   bool const few = 4 * count_tiles(shape, rows) < 13 * int64_t(device.multiprocessors);
   int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
   int const of_head = m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
-  TileOrder order = TileOrder::make(shape, params.mask, rows, device.l2_bytes, (few ? 1 : 2) * of_head);
+  TileOrder order = TileOrder::make(shape, batch.mask, rows, device.l2_bytes, (few ? 1 : 2) * of_head);
   int const last = ((few ? 2 : 3) * device.multiprocessors + m_blocks / 2) / m_blocks;
   int64_t const kv_bytes = 2 * int64_t(kElementBytes) * shape.seqlen_k * shape.head_dim;
   order.widen_last(int(smaller<int64_t>(last, larger<int64_t>(1, 2 * device.l2_bytes / 3 / kv_bytes))));
@@ -71,26 +94,27 @@ inline TileOrder dynamic_order(ForwardParams const& params, PackedRows const& ro
 }
 
 // What a multiprocessor has to do with these tiles: the pairs of queries and keys that a tile covers, visible
-// or not, times the rounds of tiles. Claimed tiles need no whole rounds, but time for the longest.
-inline double work(ForwardParams const& params, ForwardTile const& tile, int packed) {
+// or not, times the rounds of tiles. Tiles that are taken one by one need no whole rounds, but time for the
+// longest.
+inline double work(UniformBatch const& batch, ForwardTile const& tile, int packed) {
   constexpr int kSamples = 16;  // tiles that are looked at
   PackedRows const rows = rows_sm90(tile, packed);
-  int const queries = rows.tile_queries(), m_blocks = ceil_div(params.shape.seqlen_q, queries);
+  int const queries = rows.tile_queries(), m_blocks = ceil_div(batch.shape.seqlen_q, queries);
   int const step = ceil_div(2 * m_blocks, kSamples);
   double blocks = 0, longest = 0;
   int samples = 0;
   for (int from_end = 0; from_end < m_blocks; from_end += step) {
     for (int m_block : {from_end, m_blocks - 1 - from_end}) {  // their mean is the mean of all
-      BlockRange const visited = params.mask.visited(m_block * queries, queries, tile.block_n);
-      double const length = larger(1, visited.end - visited.begin);  // see visited_blocks
+      BlockRange const visited = batch.mask.visited(m_block * queries, queries, tile.block_n);
+      double const length = larger(1, visited.end - visited.begin);  // see kv_blocks_of
       blocks += length;
       longest = larger(longest, length);
       ++samples;
     }
   }
-  int64_t const tiles = count_tiles(params.shape, rows), multiprocessors = params.device.multiprocessors;
+  int64_t const tiles = count_tiles(batch.shape, rows), multiprocessors = batch.device.multiprocessors;
   double const mean = blocks / samples, pairs = tile.block_m * tile.block_n;
-  if (is_dynamic(params, rows)) return larger(longest, mean * tiles / multiprocessors) * pairs;
+  if (is_dynamic(batch, rows)) return larger(longest, mean * tiles / multiprocessors) * pairs;
   return ceil_div(tiles, multiprocessors) * mean * pairs;
 }
 
@@ -113,18 +137,17 @@ inline int persistent_blocks(TileOrder const& order, int multiprocessors) {
   return ceil_div(order.tiles(), ceil_div(order.tiles(), multiprocessors));
 }
 
-// Stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many means
-// each.
-inline ForwardParams of_equal_lengths(ForwardParams const& params, int means) {
-  ForwardParams equal = params;
+// What stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many
+// means each.
+inline UniformBatch of_equal_lengths(ForwardParams const& params, WindowMask const& mask, int means) {
+  UniformBatch equal{params.shape, mask, params.device};
   auto length = [&](int rows, int const* offsets) {
     int const mean = ceil_div(rows, larger(1, params.shape.batch));
     return larger(1, offsets ? int(smaller<int64_t>(rows, int64_t(means) * mean)) : rows);
   };
   equal.shape.seqlen_q = length(params.shape.seqlen_q, params.lengths.cu_seqlens_q);
   equal.shape.seqlen_k = length(params.shape.seqlen_k, params.lengths.cu_seqlens_k);
-  equal.mask =
-      WindowMask::make(equal.shape.seqlen_q, equal.shape.seqlen_k, params.mask.left, params.mask.right);
+  equal.mask = WindowMask::make(equal.shape.seqlen_q, equal.shape.seqlen_k, mask.left, mask.right);
   return equal;
 }
 
@@ -136,9 +159,10 @@ inline bool lengths_differ(ForwardParams const& params) {
 // What there is to do then for each query, in pairs that tiles cover. Most pairs are in sequences that are
 // longer than the mean: exponentially distributed lengths, weighted by themselves, have twice the mean. Tiles
 // end half empty, and half a block of keys behind what their queries see.
-inline double work_of_unequal(ForwardParams const& params, ForwardTile const& tile, int packed) {
+inline double work_of_unequal(ForwardParams const& params, WindowMask const& mask, ForwardTile const& tile,
+                              int packed) {
   constexpr int kSamples = 8;  // tiles that are looked at
-  ForwardParams const typical = of_equal_lengths(params, 2);
+  UniformBatch const typical = of_equal_lengths(params, mask, 2);
   int const queries = rows_sm90(tile, packed).tile_queries(), last = typical.shape.seqlen_q - queries;
   double keys = 0;
   for (int i = 0; i < kSamples; ++i) {
@@ -152,14 +176,16 @@ inline double work_of_unequal(ForwardParams const& params, ForwardTile const& ti
 }
 
 // The tile that serves the problem, without a grid.
-inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params) {
+inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params,
+                             WindowMask const& mask) {
   bool const varlen = params.lengths.given;
   if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, varlen};
-  ForwardParams const mean = varlen ? of_equal_lengths(params, 1) : params;
+  UniformBatch const mean =
+      varlen ? of_equal_lengths(params, mask, 1) : UniformBatch{params.shape, mask, params.device};
   bool const differ = varlen && lengths_differ(params);
   auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
   auto work_with = [&](ForwardTile const& tile) {
-    return differ ? work_of_unequal(params, tile, packed(tile)) : work(mean, tile, packed(tile));
+    return differ ? work_of_unequal(params, mask, tile, packed(tile)) : work(mean, tile, packed(tile));
   };
   double const enough = differ ? tiles.enough_unequal : tiles.enough;
   bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
@@ -170,34 +196,35 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
 }  // namespace plan
 
 // bucket: the head dim of the kernel that serves the problem.
-inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& params) {
+inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& params,
+                                WindowMask const& mask) {
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
-  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params);
+  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
+  plan::UniformBatch const batch{params.shape, mask, params.device};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds, of blocks one an
   // SM; on sm90, where tiles are alike or shared out, of one head of K and V.
   if (result.varlen) {
-    int64_t const places = m_block_capacity(params, result.rows);
+    int64_t const m_blocks = m_block_capacity(params, result.rows);
     int64_t const tiles =
-        places * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
-    if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for claims past the end
+        m_blocks * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
+    if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for numbers past the end
       throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
     }
-    bool const equal = params.mask.left == params.mask.right;  // tiles of a sequence, in length
-    result.section_tiles = persistent && equal ? 0 : 2 * multiprocessors;
+    result.section_tiles = persistent && mask.is_even() ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     result.prepares = !persistent || params.shape.batch > kFewSequences;
     result.workspace_bytes = result.prepares
-                                 ? sizeof(VarlenListHeader) + places * int64_t(sizeof(SequenceRecord))
+                                 ? sizeof(VarlenListHeader) + m_blocks * int64_t(sizeof(SequenceRecord))
                              : tiles > result.blocks ? sizeof(int)
                                                      : 0;
-  } else if (persistent && plan::is_dynamic(params, result.rows)) {
-    result.claims = true;
-    result.order = plan::dynamic_order(params, result.rows);
+  } else if (persistent && plan::is_dynamic(batch, result.rows)) {
+    result.dynamic = true;
+    result.order = plan::dynamic_order(batch, result.rows);
     result.blocks = multiprocessors;
     result.workspace_bytes = sizeof(int);
   } else {
-    result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
+    result.order = TileOrder::make(params.shape, mask, result.rows, params.device.l2_bytes,
                                    persistent ? 0 : 2 * multiprocessors);
     result.blocks =
         persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();

@@ -1,113 +1,109 @@
-// How the thread blocks of a persistent kernel come to their tiles: shared out beforehand (TileStream), or
-// claimed one by one (QueuedTiles).
-// In both cases a thread goes through them by first(), and next(), through() and get() for each: next() is
-// asked when a tile begins, and gives what get() makes the upcoming tile of, once through(left) has said that
-// there is one; left is count() at first.
+// Tiles of a persistent kernel that its thread blocks take one by one, from a counter in global memory.
 #pragma once
+
+#include <type_traits>
 
 #include "flash_cute/core/sm90/pipeline.hpp"
 #include "flash_cute/core/special_registers.hpp"
+#include "flash_cute/scheduler/static_scheduler.hpp"
 #include "flash_cute/scheduler/varlen_list.hpp"
 
 namespace flash_cute {
 
-// TileOrder, of tiles that are claimed. Those of a VarlenOrder are, too.
-struct ClaimedOrder : TileOrder {
-  int* claimed;  // tiles, beside each block's first
+struct DynamicScheduler {
+  static constexpr bool kDynamic = true;
+  int* tile_counter;  // tiles taken beside each block's first; null where each block has one tile at most
 };
 
-template <class Order>
-constexpr bool kIsClaimed = requires(Order order) { order.claimed; };
-
-// In shared memory: a block's next tiles, from the thread that claims them to those that load and compute.
+// In shared memory: the upcoming tiles of a block, from the thread that takes them to those that load and
+// compute.
 struct TileQueue {
-  VarlenList list;  // where sequences differ
-  cutlass::arch::ClusterBarrier wanted;
+  cutlass::arch::ClusterBarrier requested;
   TmaRing<2> ring;
   union {
     VarlenTile varlen;
     TileCoord uniform;
-  } tiles[2];  // upcoming ones
+  } tiles[2];
 
   // As TmaRing::init; the loading thread is one more that reads.
   CUTE_DEVICE void init(int consumers) {
-    wanted.init(1);
+    requested.init(1);
     ring.init(consumers + 1);
   }
 
-  // Of a list, or of an order that needs none.
-  CUTE_DEVICE VarlenTile& tile_of_stage(VarlenOrder const&, int i) { return tiles[i].varlen; }
-  CUTE_DEVICE TileCoord& tile_of_stage(ClaimedOrder const&, int i) { return tiles[i].uniform; }
-  CUTE_DEVICE int count(VarlenOrder const& order) const { return list.tiles(order); }
-  CUTE_DEVICE static int count(ClaimedOrder const& order) { return order.tiles(); }
-  CUTE_DEVICE VarlenTile tile(ForwardParams const& params, VarlenOrder const& order, int index) const {
-    return list.tile(params, order, index);
+  template <class Tile>
+  CUTE_DEVICE Tile& tile(int stage) {
+    if constexpr (std::is_same_v<Tile, VarlenTile>) {
+      return tiles[stage].varlen;
+    } else {
+      return tiles[stage].uniform;
+    }
   }
-  CUTE_DEVICE static TileCoord tile(ForwardParams const&, ClaimedOrder const& order, int index) {
-    return order(index);
-  }
-  CUTE_DEVICE VarlenTile first_tile(VarlenOrder const& order) const { return list.first_tile(order); }
-  CUTE_DEVICE static TileCoord first_tile(ClaimedOrder const& order) { return order(blockIdx.x); }
 };
 
-struct Unannounced {};  // a tile that nobody knows yet
-
-// By one thread, of a warp that has nothing else to do: claims a tile from what is left for the whole grid
-// whenever the loading thread wants one. That is when it has nearly loaded the one before, so blocks with
-// long tiles get fewer of them: claimed when the one before begins, 8k causal takes 8% longer in a model of
-// the schedule. Two claimed at once lose up to 7%, claims 8 blocks before the end up to 1% (both measured).
-constexpr int kClaimedAhead = 4;  // blocks of keys before the end
-template <class Order>
-CUTE_DEVICE void claim_tiles(ForwardParams const& params, Order const& order, TileQueue& queue) {
+// By one thread of a warp that has nothing else to do: takes a tile from what is left for the whole grid
+// whenever the loading thread requests one. It does when it has nearly loaded the tile before, so blocks with
+// long tiles get fewer of them: requested when the tile before begins, 8k causal takes 8% longer in a model
+// of the schedule. Two at once lose up to 7%, requests 8 blocks before the end up to 1% (both measured).
+constexpr int kRequestedAhead = 4;  // blocks of keys before the end
+template <class Problem>
+CUTE_DEVICE void schedule_tiles(Problem const& problem, DynamicScheduler const& scheduler,
+                                VarlenList const& list, TileQueue& queue) {
+  using Tile = typename Problem::Tile;
   PipelineState<2> at{};
-  // Nobody cleared the counter before (nor that of a list, see VarlenList::make).
-  if (!Order::kVarlen && blockIdx.x == 0) *order.claimed = 0;
+  // No kernel has zero filled the counter (nor that of a list: see VarlenList::make).
+  if (!Problem::kVarlen && blockIdx.x == 0) *scheduler.tile_counter = 0;
   while (true) {
-    queue.wanted.wait(at.stage);  // which is the parity of the round
-    int const index = order.claimed ? read_grid_size() + atomicAdd(order.claimed, 1) : kNoTile;
-    bool const is_tile = unsigned(index) < unsigned(queue.count(order));
-    auto& announced = queue.ring.acquire(at);
-    auto& upcoming = queue.tile_of_stage(order, at.stage);
-    if (is_tile) upcoming = queue.tile(params, order, index);
+    queue.requested.wait(at.stage);  // which is the parity of the round
+    int const index =
+        scheduler.tile_counter ? read_grid_size() + atomicAdd(scheduler.tile_counter, 1) : kNoTile;
+    bool const is_tile = unsigned(index) < unsigned(problem.tiles(list));
+    auto& full = queue.ring.acquire(at);
+    Tile& upcoming = queue.template tile<Tile>(at.stage);
+    if (is_tile) upcoming = problem.tile(list, index);
     if (!is_tile) upcoming.m_begin = kNoTile;
-    announced.arrive();
+    full.arrive();
     at.advance();
     if (!is_tile) break;
   }
 }
 
-template <class Order>
-struct QueuedTiles {
-  Order const& order;
+struct Unknown {};  // the upcoming tile, until done() has read it
+
+// As StaticTiles.
+template <class Problem>
+struct DynamicTiles {
+  using Tile = typename Problem::Tile;
+  Problem const& problem;
   TileQueue& queue;
-  unsigned lanes;  // of this warp, that go through them together
-  decltype(queue.first_tile(order)) tile;
+  unsigned lanes;  // of this warp, that go through the tiles together
+  Tile tile;       // a block's first one is that of its own number
   PipelineState<2> at{};
 
-  // A block's first one is that of its own index.
-  CUTE_DEVICE auto const& first() const { return tile; }
+  CUTE_DEVICE Tile const& first() const { return tile; }
   CUTE_DEVICE static int count() { return 0; }
-  CUTE_DEVICE static Unannounced next() { return {}; }
-  CUTE_DEVICE bool through(int) {
+  CUTE_DEVICE static Unknown next() { return {}; }
+  CUTE_DEVICE bool done(int) {
     queue.ring.wait(at);
-    tile = queue.tile_of_stage(order, at.stage);
+    tile = queue.template tile<Tile>(at.stage);
     __syncwarp(lanes);
     if (threadIdx.x % 32 == __ffs(lanes) - 1) queue.ring.release(at);
     at.advance();
     return tile.m_begin == kNoTile;
   }
-  CUTE_DEVICE auto const& get(Unannounced) const { return tile; }
-  CUTE_DEVICE void claim() { queue.wanted.arrive(); }
+  CUTE_DEVICE Tile const& get(Unknown) const { return tile; }
+  CUTE_DEVICE void request() { queue.requested.arrive(); }
 };
 
-CUTE_DEVICE TileStream tiles_of(ForwardParams const&, TileOrder const& order, TileQueue&, unsigned) {
-  return {order, int(blockIdx.x), int(gridDim.x)};
+template <class Problem>
+CUTE_DEVICE StaticTiles<Problem> tiles_of(Problem const& problem, StaticScheduler const&, VarlenList const&,
+                                          TileQueue&, unsigned) {
+  return {problem, int(blockIdx.x), int(gridDim.x)};
 }
-template <class Order>
-  requires kIsClaimed<Order>
-CUTE_DEVICE QueuedTiles<Order> tiles_of(ForwardParams const&, Order const& order, TileQueue& queue,
-                                        unsigned lanes) {
-  return {order, queue, lanes, queue.first_tile(order)};
+template <class Problem>
+CUTE_DEVICE DynamicTiles<Problem> tiles_of(Problem const& problem, DynamicScheduler const&,
+                                           VarlenList const& list, TileQueue& queue, unsigned lanes) {
+  return {problem, queue, lanes, problem.first_tile(list, blockIdx.x)};
 }
 
 }  // namespace flash_cute

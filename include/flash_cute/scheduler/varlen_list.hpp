@@ -1,5 +1,6 @@
-// Sequences, longest first: what their list depends on, and the list of a few that each block of a persistent
-// kernel makes for itself (of many, scheduler/varlen_prepare.cuh makes one for all blocks).
+// The list of sequences, longest first: what the order depends on, and the list of a few sequences that each
+// block of a persistent kernel makes for itself. scheduler/varlen_prepare.cuh makes the list of many for all
+// blocks.
 #pragma once
 
 #include <cute/config.hpp>
@@ -10,18 +11,20 @@ namespace flash_cute {
 
 constexpr int kLengthClasses = 256;
 
-// A sequence, and what decides its place in a list.
+// A sequence, and what decides where it comes in a list.
 struct ListedSequence {
   Sequence sequence;
-  int m_blocks;      // of queries
+  int m_blocks;
   int length_class;  // of its longest tile: lengths within an eighth of a power of two; 0 has the longest
   bool unwritten;    // are there rows at its ends that no tile writes?
 
-  CUTE_DEVICE static ListedSequence of(ForwardParams const& params, VarlenOrder const& order, int b) {
-    Sequence const s = flash_cute::sequence(params, b);
+  template <class Mask>
+  CUTE_DEVICE static ListedSequence of(ForwardParams const& params, Mask const& limits,
+                                       VarlenOrder const& order, int b) {
+    Sequence const s = flash_cute::sequence(params.shape, params.lengths, limits, b);
     int const queries = order.rows.tile_queries(), m_blocks = order.m_blocks(s);
     auto keys = [&](int m_block) {
-      BlockRange const visited = s.mask.visited(m_block * queries, queries, 1);
+      auto const visited = s.mask.visited(m_block * queries, queries, 1);
       return visited.end - visited.begin;
     };
     int const longest = larger(1, larger(keys(m_blocks / 2), larger(keys(0), keys(m_blocks - 1))));
@@ -42,22 +45,26 @@ struct VarlenList {
   static_assert(kSearch <= kFewSequences && kFewSequences <= 2 * kSearch);
   static constexpr int kLanes = 4;        // threads that count for a sequence
   SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
-  int places, first;                      // first: the sequence that has the block's first tile
+  int m_blocks;                           // as in VarlenListHeader
+  int first;                              // the record that has the block's first tile
   int unwritten;                          // as in VarlenListHeader
 
-  // By all threads of a block, of which there are at least kLanes for each of kFewSequences.
-  CUTE_DEVICE void make(ForwardParams const& params, VarlenOrder const& order) {
+  // By all threads of a block: at least kLanes for each of kFewSequences. tile_counter: of the dynamic
+  // scheduler, null where each block has one tile at most.
+  template <class Mask>
+  CUTE_DEVICE void make(ForwardParams const& params, Mask const& limits, VarlenOrder const& order,
+                        int* tile_counter) {
     if (order.is_prepared()) {
       if (threadIdx.x == 0) {
-        places = order.header->places;
+        m_blocks = order.header->m_blocks;
         unwritten = order.header->unwritten;
       }
       __syncthreads();
       return;
     }
-    // Nobody cleared the counter before. A block that claims earlier than this gets any tile or none; one
-    // that two blocks compute is written twice, alike.
-    if (threadIdx.x == 0 && blockIdx.x == 0 && order.claimed) *order.claimed = 0;
+    // No kernel has zero filled the counter. A block that adds to it before this store gets any tile or none;
+    // a tile that two blocks compute is written twice, with the same values.
+    if (threadIdx.x == 0 && blockIdx.x == 0 && tile_counter) *tile_counter = 0;
 
     struct Key {
       int length_class, m_blocks;
@@ -65,13 +72,13 @@ struct VarlenList {
     auto* const keys = reinterpret_cast<Key*>(records);
     int const b = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, batch = params.shape.batch;
     bool const is_sequence = b < batch;
-    ListedSequence const own = is_sequence ? ListedSequence::of(params, order, b) : ListedSequence{};
+    ListedSequence const own = is_sequence ? ListedSequence::of(params, limits, order, b) : ListedSequence{};
     Key const key{own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     if (is_sequence && lane == 0) keys[b] = key;
     int const any_unwritten = __syncthreads_or(own.unwritten);
 
     SequenceRecord record = order.record(b, own.sequence, 0);
-    int rank = 0, first_block = 0;  // behind all that are longer, or as long and before it
+    int rank = 0, first_block = 0;  // behind all that are longer, or as long with a smaller index
     if (is_sequence) {
 #pragma unroll 4
       for (int other = lane; other < batch; other += kLanes) {
@@ -92,35 +99,34 @@ struct VarlenList {
     if (is_sequence && lane == 0) {
       record.first_block = first_block;
       records[rank] = record;
-      int const place = order.packs_of_all.quotient(blockIdx.x);
-      if (first_block <= place && place < first_block + own.m_blocks) first = rank;
+      int const m_block = order.packs_of_all.quotient(blockIdx.x);
+      if (first_block <= m_block && m_block < first_block + own.m_blocks) first = rank;
       if (rank == batch - 1) {
-        places = smaller(first_block + own.m_blocks, order.capacity);
+        m_blocks = smaller(first_block + own.m_blocks, order.capacity);
         unwritten = any_unwritten;
       }
     }
     __syncthreads();
   }
 
-  CUTE_DEVICE int tiles(VarlenOrder const& order) const { return places * int(order.packs_of_all.value); }
+  CUTE_DEVICE int tiles(VarlenOrder const& order) const { return m_blocks * int(order.packs_of_all.value); }
 
-  CUTE_DEVICE VarlenTile tile(ForwardParams const& params, VarlenOrder const& order, int index) const {
-    int const place = order.packs_of_all.quotient(index);
-    SequenceRecord const* found = order.prepared() + place;
+  CUTE_DEVICE VarlenTile tile(VarlenOrder const& order, int index) const {
+    int const m_block = order.packs_of_all.quotient(index);
+    SequenceRecord const* found = order.prepared() + m_block;
     if (!order.is_prepared()) {
       found = records;  // the last that begins no later
 #pragma unroll 1
       for (int step = kSearch; step > 0; step /= 2) {
-        if (found + step < records + params.shape.batch && found[step].first_block <= place) found += step;
+        if (found + step < records + order.batch && found[step].first_block <= m_block) found += step;
       }
     }
     return order.tile(*found, index);
   }
-  // Of a block that has one.
-  CUTE_DEVICE VarlenTile first_tile(VarlenOrder const& order) const {
-    int const index = blockIdx.x;
-    if (order.is_prepared()) return order(index);
-    return order.tile(records[first], index);
+  // The tile of the block's own number, which exists.
+  CUTE_DEVICE VarlenTile first_tile(VarlenOrder const& order, int block) const {
+    if (order.is_prepared()) return order(block);
+    return order.tile(records[first], block);
   }
 };
 

@@ -1,4 +1,4 @@
-// The kernel before one of many sequences of unequal lengths: one block, which lists them, longest first.
+// The kernel before the forward of many sequences of unequal lengths: one block lists them, longest first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,12 +11,12 @@
 
 namespace flash_cute {
 
-constexpr unsigned kCountable = 1u << 31;  // blocks of queries of a class; offsets that overlap make more
+constexpr unsigned kCountable = 1u << 31;  // M blocks of a class; offsets that overlap make more
 
-// By one block, in two rounds over the sequences: counts the blocks of queries of each class of them, then
-// gives each sequence its places behind those that are longer.
-template <int kThreads>
-__device__ void list_sequences(ForwardParams const& params, VarlenOrder const& order) {
+// By one block, in two rounds over the sequences: counts the M blocks of each class of lengths, then writes
+// the records of each sequence behind those of longer ones.
+template <int kThreads, class Mask>
+__device__ void list_sequences(ForwardParams const& params, Mask const& limits, VarlenOrder const& order) {
   __shared__ unsigned next[kLengthClasses];
   static_assert(kLengthClasses <= kThreads);
   bool const is_class = threadIdx.x < kLengthClasses;
@@ -29,7 +29,7 @@ __device__ void list_sequences(ForwardParams const& params, VarlenOrder const& o
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
-      ListedSequence const listed = ListedSequence::of(params, order, b);
+      ListedSequence const listed = ListedSequence::of(params, limits, order, b);
       unwritten |= listed.unwritten;
       unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
@@ -50,30 +50,31 @@ __device__ void list_sequences(ForwardParams const& params, VarlenOrder const& o
     int64_t begin, total;
     Sum(storage).ExclusiveSum(is_class ? int64_t(next[threadIdx.x]) : 0, begin, total);
     if (is_class) next[threadIdx.x] = unsigned(smaller<int64_t>(begin, capacity));
-    int const places = uncountable ? 0 : int(smaller<int64_t>(total, capacity));
-    if (threadIdx.x == 0) *order.header = {.places = places, .claimed = 0, .unwritten = unwritten};
+    int const m_blocks = uncountable ? 0 : int(smaller<int64_t>(total, capacity));
+    if (threadIdx.x == 0) *order.header = {.m_blocks = m_blocks, .tile_counter = 0, .unwritten = unwritten};
     if (uncountable) return;
     __syncthreads();
   }
 }
 
-template <int kThreads>
+template <int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads)
-    varlen_prepare_kernel(__grid_constant__ ForwardParams const params,
+    varlen_prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Mask const limits,
                           __grid_constant__ VarlenOrder const order) {
 #if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits in its turn
+  cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
 #endif
   wait_for_grid_before();
-  list_sequences<kThreads>(params, order);
+  list_sequences<kThreads>(params, limits, order);
 }
 
 // kStartsEarly: as of the kernel after it.
-template <bool kStartsEarly>
-void launch_varlen_prepare(ForwardParams const& params, VarlenOrder const& order, cudaStream_t stream) {
+template <bool kStartsEarly, class Mask>
+void launch_varlen_prepare(ForwardParams const& params, Mask const& limits, VarlenOrder const& order,
+                           cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-    launch_kernel<varlen_prepare_kernel<kThreads>, kStartsEarly>(params.device, 1, kThreads, 0, stream,
-                                                                 params, order);
+    launch_kernel<varlen_prepare_kernel<kThreads, Mask>, kStartsEarly>(params.device, 1, kThreads, 0, stream,
+                                                                       params, limits, order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).
   constexpr int kFew = kLengthClasses, kMany = 1024;

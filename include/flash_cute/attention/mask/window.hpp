@@ -1,19 +1,12 @@
-// Which keys a query sees, and which blocks of keys a tile of queries has to visit.
+// A window of keys for each query: full and causal attention are windows, too.
 #pragma once
 
 #include <cstdint>
 
+#include "flash_cute/attention/mask/block_range.hpp"
 #include "flash_cute/core/platform.hpp"
 
 namespace flash_cute {
-
-// Half open; empty when begin >= end.
-struct BlockRange {
-  int begin, end;
-
-  FLASH_CUTE_HOST_DEVICE bool empty() const { return begin >= end; }
-  FLASH_CUTE_HOST_DEVICE bool contains(int block) const { return begin <= block && block < end; }
-};
 
 // Bottom-right aligned window: row i sees column j iff i + shift - left <= j <= i + shift + right, where
 // shift = seqlen_k - seqlen_q. Full attention is an unlimited window and causal one with right = 0, so that
@@ -21,6 +14,11 @@ struct BlockRange {
 // int.
 struct WindowMask {
   int seqlen_q, seqlen_k, left, right;
+
+  // The same limits for a sequence of other lengths.
+  FLASH_CUTE_HOST_DEVICE WindowMask of_lengths(int other_q, int other_k) const {
+    return {other_q, other_k, left, right};
+  }
 
   static WindowMask make(int seqlen_q, int seqlen_k, int64_t left, int64_t right) {
     int64_t const unlimited = int64_t(seqlen_q) + seqlen_k;
@@ -78,6 +76,10 @@ struct WindowMask {
 
   // Keys below this one are seen by no query at all: the host cuts them off before the launch.
   FLASH_CUTE_HOST_DEVICE int first_reachable_key() const { return smaller(first_key(0), seqlen_k); }
+
+  // Does the last tile of queries see as many keys as the first one, or more? And do all see as many?
+  FLASH_CUTE_HOST_DEVICE bool is_longest_last() const { return left >= right; }
+  FLASH_CUTE_HOST_DEVICE bool is_even() const { return left == right; }
 
   // Visible (query, key) pairs of one head; what FLOP counts are made of.
   int64_t visible_pairs() const {

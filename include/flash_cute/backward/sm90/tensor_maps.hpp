@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
+#include "flash_cute/attention/keys/varlen.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 

@@ -6,26 +6,16 @@
 #include "flash_cute/forward/sm80/mainloop.hpp"
 #include "flash_cute/forward/zero_fill.hpp"
 #include "flash_cute/scheduler/tile_of_block.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 
-template <class Traits>
-CUTE_DEVICE TileCoord find_tile(ForwardParams const&, TileOrder const& order) {
-  return order(read_block_index());
-}
-template <class Traits>
-CUTE_DEVICE MaskedVarlenTile find_tile(ForwardParams const& params, VarlenOrder const& order) {
-  VarlenTile const tile = order(blockIdx.x);
-  return {tile, mask_of(params, tile), unmasked_blocks<Traits>(params, tile)};
-}
-
-template <class Traits, class Order>
+template <class Traits, class Problem>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
-    forward_kernel_sm80(__grid_constant__ ForwardParams const params, __grid_constant__ Order const order) {
-  if constexpr (Order::kVarlen) {
-    int const tiles = order.tiles(), block = read_block_index();
-    if (order.unwritten()) {  // a tile's share is cleared beside the products of others
+    forward_kernel_sm80(__grid_constant__ ForwardParams const params,
+                        __grid_constant__ Problem const problem) {
+  if constexpr (Problem::kVarlen) {
+    int const tiles = problem.order.tiles(), block = read_block_index();
+    if (problem.order.unwritten()) {  // each block zero fills its share beside the products of others
       constexpr int kWarps = Traits::kThreads / 32;
       int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
       if (block < clearing) {
@@ -44,20 +34,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   clear(acc_o);
   OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
-  constexpr bool kInSharedMemory = Order::kVarlen || Traits::kTileInSharedMemory;
-  auto const of_block = tile_of_block<kInSharedMemory>([&] { return find_tile<Traits>(params, order); });
-  ForwardMainloopSm80<Traits>::run(params, of_block.get(), shared, thread, softmax, acc_o);
+  constexpr bool kInSharedMemory = Problem::kVarlen || Traits::kTileInSharedMemory;
+  auto const of_block = tile_of_block<kInSharedMemory>(
+      [&] { return find_tile<Traits>(problem, Problem::kVarlen ? int(blockIdx.x) : read_block_index()); });
+  ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
-  finish_rows(softmax, params, tile, PlainRows{}, cO, acc_o);
-  store_lse(params, tile, PlainRows{}, softmax, cO);
-  Tensor out = local_tensor<typename Traits::Element>(params.out, entry_of(tile), tile.head,
-                                                      int64_t(first_query_of(tile)) + tile.m_begin,
+  auto const& mask = mask_of(problem, tile);
+  finish_rows(softmax, mask, tile.m_begin, PlainRows{}, cO, acc_o);
+  store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cO);
+  RowCoord const first = problem.operands.query(tile, tile.m_begin);
+  Tensor out = local_tensor<typename Traits::Element>(params.out, first.entry, tile.head, first.row,
                                                       Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
-  store_rows(out.data().get(), params.out.row_stride, mask_of(params, tile).seqlen_q - tile.m_begin,
-             params.shape.head_dim, acc_o, cO);
+  store_rows(out.data().get(), params.out.row_stride, mask.seqlen_q - tile.m_begin, params.shape.head_dim,
+             acc_o, cO);
 }
 
 }  // namespace flash_cute

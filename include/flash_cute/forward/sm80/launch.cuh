@@ -10,38 +10,35 @@ namespace flash_cute {
 template <class Instance>
 using TraitsOf = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
 
-// Calls visitor(traits, type of the order) for the kernel that a plan names.
+// Calls visitor(traits, type of the problem) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
   TraitsOf<Instance> const traits;
-  return plan.varlen ? visitor(traits, std::type_identity<VarlenOrder>{})
-                     : visitor(traits, std::type_identity<TileOrder>{});
+  return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
+                     : visitor(traits, std::type_identity<UniformProblem<WindowMask>>{});
 }
 
 template <class Instance>
-void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const& plan, cudaStream_t stream) {
-  visit_kernel_sm80<Instance>(plan, [&]<class Traits, class Order>(Traits, std::type_identity<Order>) {
-    auto launch = [&](Order const& order) {
-      launch_kernel<forward_kernel_sm80<Traits, Order>>(params.device, plan.blocks, Traits::kThreads,
-                                                        sizeof(typename Traits::SharedStorage), stream,
-                                                        params, order);
-    };
-    if constexpr (Order::kVarlen) {
-      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
-      launch_varlen_prepare</*kStartsEarly=*/false>(params, order, stream);
-      launch(order);
-    } else {
-      launch(plan.order);
+void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const& mask,
+                                  ForwardPlan const& plan, cudaStream_t stream) {
+  visit_kernel_sm80<Instance>(plan, [&]<class Traits, class Problem>(Traits, std::type_identity<Problem>) {
+    Problem const problem = plan.problem<Problem>(params, mask);
+    if constexpr (Problem::kVarlen) {
+      launch_varlen_prepare</*kStartsEarly=*/false>(params, mask, problem.order, stream);
     }
+    launch_kernel<forward_kernel_sm80<Traits, Problem>>(params.device, plan.blocks, Traits::kThreads,
+                                                        sizeof(typename Traits::SharedStorage), stream,
+                                                        params, problem);
   });
 }
 
 template <class Instance>
 KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
-  return visit_kernel_sm80<Instance>(plan, []<class Traits, class Order>(Traits, std::type_identity<Order>) {
-    return read_attributes(forward_kernel_sm80<Traits, Order>, Traits::kThreads,
-                           sizeof(typename Traits::SharedStorage));
-  });
+  return visit_kernel_sm80<Instance>(
+      plan, []<class Traits, class Problem>(Traits, std::type_identity<Problem>) {
+        return read_attributes(forward_kernel_sm80<Traits, Problem>, Traits::kThreads,
+                               sizeof(typename Traits::SharedStorage));
+      });
 }
 
 template <class Instance>

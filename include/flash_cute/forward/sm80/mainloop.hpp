@@ -2,32 +2,53 @@
 // visits.
 #pragma once
 
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/core/sm80/copy_async.hpp"
 #include "flash_cute/core/sm80/gemm.hpp"
 #include "flash_cute/core/special_registers.hpp"
+#include "flash_cute/forward/problem.hpp"
 #include "flash_cute/forward/sm80/traits.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 
-// One that is listed carries its mask, and the blocks of keys that all of its queries see.
+// A tile in shared memory carries its mask and the blocks of keys that all of its queries see, where these
+// are not in the kernel's parameters.
+template <class Mask>
 struct MaskedVarlenTile : VarlenTile {
-  WindowMask mask;
-  BlockRange unmasked;
+  Mask mask;
+  decltype(Mask{}.unmasked(0, 0, 0)) unmasked;
 };
-CUTE_DEVICE WindowMask const& mask_of(ForwardParams const&, MaskedVarlenTile const& tile) {
+
+template <class Traits, class Problem>
+CUTE_DEVICE auto find_tile(Problem const& problem, int index) {
+  typename Problem::Tile const tile = problem.tile(index);
+  if constexpr (Problem::kVarlen) {
+    auto const mask = problem.mask(tile);
+    return MaskedVarlenTile<typename Problem::Mask>{
+        tile, mask, mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN)};
+  } else {
+    return tile;
+  }
+}
+
+template <class Mask>
+CUTE_DEVICE Mask const& mask_of(UniformProblem<Mask> const& problem, TileCoord const& tile) {
+  return problem.mask(tile);
+}
+template <class Mask>
+CUTE_DEVICE Mask const& mask_of(VarlenProblem<Mask> const&, MaskedVarlenTile<Mask> const& tile) {
   return tile.mask;
 }
 
-template <class Traits, class Tile>
-CUTE_DEVICE BlockRange unmasked_blocks(ForwardParams const& params, Tile const& tile) {
-  return mask_of(params, tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+template <class Traits, class Mask>
+CUTE_DEVICE auto unmasked_blocks(UniformProblem<Mask> const& problem, TileCoord const& tile) {
+  return problem.mask(tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
 }
-template <class Traits>
-CUTE_DEVICE BlockRange const& unmasked_blocks(ForwardParams const&, MaskedVarlenTile const& tile) {
+template <class Traits, class Mask>
+CUTE_DEVICE auto const& unmasked_blocks(VarlenProblem<Mask> const&, MaskedVarlenTile<Mask> const& tile) {
   return tile.unmasked;
 }
 
@@ -41,16 +62,16 @@ struct ForwardMainloopSm80 {
   static constexpr int kRowsOfWarp = Traits::kBlockM / Traits::kTile.warps;
   static_assert(kStages == 1 || kStages == 2);
 
-  // Walks the visited blocks from the last to the first. With two stages, block n - 1 is on its way while
+  // Goes through the visited blocks from the last to the first. With two stages, block n - 1 loads while
   // block n is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n),
   // V(n - 1) behind Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
-  template <class Tile, class Softmax, class Output>
-  CUTE_DEVICE static void run(ForwardParams const& params, Tile const& tile, SharedStorage& shared,
-                              int thread, Softmax& softmax, Output& acc_o) {
+  template <class Problem, class Tile, class Softmax, class Output>
+  CUTE_DEVICE static void run(ForwardParams const& params, Problem const& problem, Tile const& tile,
+                              SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
     ProblemShape const& shape = params.shape;
-    WindowMask const& mask = mask_of(params, tile);
+    auto const& mask = mask_of(problem, tile);
     BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
-    decltype(auto) unmasked = unmasked_blocks<Traits>(params, tile);
+    decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
     if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
@@ -60,16 +81,17 @@ struct ForwardMainloopSm80 {
 
     // Global memory to shared memory.
     typename Traits::LoadAtom const load_atom;
-    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, int first, int begin, int rows,
-                         auto&& target) {
+    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, RowCoord const& first, int begin,
+                         int rows, auto&& target) {
       auto const loader = typename Traits::TiledLoad{}.get_slice(reread(thread, kRowsOfWarp > 16));
-      Tensor source = local_tensor<Element>(view, entry_of(tile), head, first + begin, tile_shape);
+      Tensor source = local_tensor<Element>(view, first.entry, head, first.row, tile_shape);
       copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
                  loader.partition_S(make_identity_tensor(tile_shape)),
                  TileBounds{rows - begin, shape.head_dim});
     };
     auto load_kv = [&](TensorView const& view, int block, auto&& target) {
-      load_tile(TileShapeKV{}, view, tile.head_kv, first_key_of(tile), block * Traits::kBlockN, mask.seqlen_k,
+      int const begin = block * Traits::kBlockN;
+      load_tile(TileShapeKV{}, view, tile.head_kv, problem.operands.key(tile, begin), begin, mask.seqlen_k,
                 target);
     };
     auto load_k = [&](int block) { load_kv(params.k, block, sK(_, _, block % kStages)); };
@@ -90,20 +112,22 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    load_tile(TileShapeQ{}, params.q, tile.head, first_query_of(tile), tile.m_begin, mask.seqlen_q, sQ);
-    load_k(visited.end - 1);
+    KvBlocks blocks(visited);
+    load_tile(TileShapeQ{}, params.q, tile.head, problem.operands.query(tile, tile.m_begin), tile.m_begin,
+              mask.seqlen_q, sQ);
+    load_k(blocks.block);
     cp_async_fence();
-    load_v(visited.end - 1);
+    load_v(blocks.block);
     cp_async_fence();
     wait_for_loads<1>();
 
-    for (int block = visited.end - 1; block >= visited.begin; --block) {
-      int const stage = block % kStages;
-      bool const first = block == visited.end - 1, more = block > visited.begin;
+    for (; !blocks.done(); blocks.advance()) {
+      int const stage = blocks.block % kStages;
+      bool const first = blocks.is_first(), more = blocks.left() > 0;
       if constexpr (kStages == 2) {
         if (more) {
-          load_k(block - 1);
-          load_v(block - 1);
+          load_k(blocks.next());
+          load_v(blocks.next());
         }
         cp_async_fence();
       }
@@ -116,8 +140,8 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
-      if (!unmasked.contains(block)) {
-        apply_mask<ComparedKeys>(mask, PlainRows{}, tile.m_begin, block * Traits::kBlockN, cS, acc_s);
+      if (!unmasked.contains(blocks.block)) {
+        apply_mask<ComparedKeys>(mask, PlainRows{}, tile.m_begin, blocks.block * Traits::kBlockN, cS, acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);
@@ -125,7 +149,7 @@ struct ForwardMainloopSm80 {
 
       if constexpr (kStages == 1) {
         wait_for_loads<0>();
-        if (more) load_k(block - 1);
+        if (more) load_k(blocks.next());
         cp_async_fence();
       } else if (first) {
         wait_for_loads<1>();
@@ -136,7 +160,7 @@ struct ForwardMainloopSm80 {
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
       wait_for_loads<0>();
       if constexpr (kStages == 1) {
-        if (more) load_v(block - 1);
+        if (more) load_v(blocks.next());
         cp_async_fence();
       }
     }

@@ -1,13 +1,14 @@
 // The Hopper family's forward maths, by one warpgroup on its 64 rows of every tile.
 #pragma once
 
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
+#include "flash_cute/forward/problem.hpp"
 #include "flash_cute/forward/sm90/epilogue.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 
@@ -25,11 +26,10 @@ struct ForwardConsumerSm90 {
   PipelineState<Traits::kStagesQ> at_q{};
   PipelineState<Traits::kStages> at_k{}, at_v{};
 
-  // Blocks go from the last to the first. The scores of the next block are computed while this block's
-  // softmax waits to be multiplied with V: S(n - 1) = Q K^T and O += P(n) V are in flight together, and the
-  // softmax of S(n - 1) starts when its scores are there. Where the next tile's Q is there already, its first
-  // scores follow this tile's last product, and are computed while O leaves. Between warpgroups, turns keep
-  // one in its products while another is in softmax.
+  // Blocks of keys go from the last to the first. S(n - 1) = Q K^T and O += P(n) V are in flight together,
+  // and the softmax of S(n - 1) starts when its scores have arrived. Where the next tile's Q has arrived
+  // already, its first scores follow this tile's last product, and are computed while O leaves. The warp
+  // scheduler barrier keeps one warpgroup in its products while another one is in its softmax.
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
@@ -46,11 +46,12 @@ struct ForwardConsumerSm90 {
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
-    WarpSchedulerBarrier<Traits::kConsumers> const turns{warpgroup};
-    PackedRows const& rows = tiles.order.rows;
+    WarpSchedulerBarrier<Traits::kConsumers> const products{warpgroup};
+    auto const& problem = tiles.problem;
+    PackedRows const& rows = problem.rows();
     ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
     auto& ring_q = shared.ring_q[warpgroup];
-    turns.begin();
+    products.begin();
 
     auto issue_scores = [&](auto& acc_s) {
       issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
@@ -68,47 +69,47 @@ struct ForwardConsumerSm90 {
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     auto store_tile = [&](auto tile) {
       tile.m_begin = first_query(tile);
-      finish_rows(softmax, params, tile, rows, cS, acc_o);
+      auto const& mask = problem.mask(tile);
+      finish_rows(softmax, mask, tile.m_begin, rows, cS, acc_o);
       if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
-        store_lse(params, tile, PlainRows{}, softmax, cS);
+        store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cS);
       } else {
-        store_lse(params, tile, rows, softmax, cS);
+        store_lse(params, problem, tile, mask.seqlen_q, rows, softmax, cS);
       }
-      epilogue.store(acc_o, tile, tma_coord<TmaOperand::out>(tiles.order, tile));
+      epilogue.store(acc_o, problem, tile);
     };
 
     auto tile = tiles.first();
-    turns.wait();
+    products.wait();
     issue_first_scores();
-    turns.pass();
+    products.pass();
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
-      WindowMask const& mask = mask_of(params, tile);
-      BlockRange const visited = visited_blocks<Traits>(mask, tile.m_begin, rows.tile_queries());
-      BlockRange const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
+      auto const& mask = problem.mask(tile);
+      KvBlocks blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+      auto const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
-      auto probabilities = [&](auto& acc_s, int block) {
+      auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
-        if (!unmasked.contains(block)) {
-          apply_mask<KeyBits>(mask, rows, first_query(tile), block * Traits::kBlockN, cS, acc_s);
+        if (!unmasked.contains(blocks.block)) {
+          apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
       };
 
-      int block = visited.end - 1;
       softmax.reset();
       clear(acc_o);
-      probabilities(acc_first, block);
+      probabilities(acc_first);
       convert_into<Element>(acc_first, rP);
-      while (--block >= visited.begin) {
+      while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
         shared.ring_k.wait(at_k);
-        turns.wait();
+        products.wait();
         issue_scores(acc_s);
         issue_output();
-        turns.pass();
+        products.pass();
         wait_products<1>(acc_s);
-        auto const correction = probabilities(acc_s, block);
+        auto const correction = probabilities(acc_s);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
         convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
@@ -117,33 +118,33 @@ struct ForwardConsumerSm90 {
 
       release(ring_q, at_q);
 
-      if (tiles.through(left)) {  // nothing follows that would need a turn
+      if (tiles.done(left)) {  // no product follows
         issue_output();
         wait_products<0>(acc_o);
         store_tile(tile);
         epilogue.finish();
         return;
       }
-      turns.wait();
+      products.wait();
       issue_output();
       if constexpr (kRunsAhead) issue_first_scores();
-      turns.pass();
+      products.pass();
       wait_products<kRunsAhead>(acc_o);
       release(shared.ring_v, at_v);
       store_tile(tile);
       tile = tiles.get(upcoming);
       if constexpr (!kRunsAhead) {
-        ring_q.wait(at_q);  // outside of the turn, which would hold the other warpgroup up
-        turns.wait();
+        ring_q.wait(at_q);  // before the barrier, behind which it would delay the other warpgroup
+        products.wait();
         issue_first_scores();
-        turns.pass();
+        products.pass();
       }
       wait_products<0>(acc_first);
     }
   }
 
  private:
-  // One arrival a warp: its own products have read the stage.
+  // One arrival a warp, whose products have read the stage.
   template <class Ring, class Position>
   CUTE_DEVICE static void release(Ring& ring, Position& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);

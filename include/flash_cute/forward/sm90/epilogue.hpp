@@ -5,7 +5,6 @@
 #include "flash_cute/core/sm90/tma.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
-#include "flash_cute/scheduler/varlen_order.hpp"
 
 namespace flash_cute {
 
@@ -18,10 +17,11 @@ struct ForwardEpilogueSm90 {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
 
-  // The warpgroup's rows of O, finished; tile.m_begin is its first query. Returns while they are on their
-  // way.
-  template <class Output, class Tile, class Place>
-  CUTE_DEVICE void store(Output const& acc_o, Tile const& tile, Place const& place) const {
+  // Stores the warpgroup's rows of O, which are finished; tile.m_begin is its first query. Returns while TMA
+  // still reads them.
+  template <class Output, class Problem>
+  CUTE_DEVICE void store(Output const& acc_o, Problem const& problem,
+                         typename Problem::Tile const& tile) const {
     typename Traits::MmaO const mma_o;
     auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
     auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);
@@ -33,7 +33,7 @@ struct ForwardEpilogueSm90 {
     for (int part = 0; part < Traits::kPartsO; ++part) {
       int const stage = part % Traits::kStagesO;
       convert_into<Element>(make_tensor(acc_o.data() + part * size(rO), rO.layout()), rO);
-      // What was there has left: all of the tile before, or of this one all but the newest.
+      // TMA has read what was there: all of the tile before, or of this tile all parts but the newest.
       if (thread == 0) {
         if (part == 0) {
           tma_store_wait<0>();
@@ -47,20 +47,12 @@ struct ForwardEpilogueSm90 {
       sync_warpgroup(warpgroup);
       if (thread == 0) {
         auto const* const source = &sO(warpgroup * kWarpgroupRows, 0, stage);
-        store_at(source, part * Traits::kColumnsO, tile.head, tile.m_begin, place);
+        problem.operands.template visit_coords<TmaOperand::out>(tile, tile.m_begin, [&](auto... coords) {
+          store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
+              maps.out, source, part * Traits::kColumnsO, tile.head, coords...);
+        });
       }
     }
-  }
-
-  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
-                            DenseCoord const& place) const {
-    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(maps.out, source, column, head, row,
-                                                                     place.entry);
-  }
-  CUTE_DEVICE void store_at(Element const* source, int column, int head, int row,
-                            VarlenCoord const& place) const {
-    store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
-        maps.out, source, column, head, place.shift + row, place.plane, VarlenCoord::kBound);
   }
 
   // Shared memory has been read: the block may end.

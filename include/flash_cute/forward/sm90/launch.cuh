@@ -9,22 +9,23 @@ namespace flash_cute {
 
 // The maps of q, k, v and out, by encode(view, rows, rows from entry to entry, heads, box).
 template <class Traits, class Encode>
-ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, VarlenEntries const& entries,
+ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, VarlenRows const& operands,
                         Encode&& encode) {
   ProblemShape const& shape = params.shape;
   TmaBox const box_q{Traits::kPanel, int(rows.packed.value), rows.queries},
       box_kv{Traits::kPanel, 1, Traits::kBlockN};
-  return {.q = encode(params.q, shape.seqlen_q, entries.q, shape.heads_q, box_q),
-          .k = encode(params.k, shape.seqlen_k, entries.k, shape.heads_kv, box_kv),
-          .v = encode(params.v, shape.seqlen_k, entries.v, shape.heads_kv, box_kv),
-          .out = encode(params.out, shape.seqlen_q, entries.out, shape.heads_q, box_q)};
+  auto const& entry_rows = operands.entry_rows;
+  return {.q = encode(params.q, shape.seqlen_q, entry_rows.q, shape.heads_q, box_q),
+          .k = encode(params.k, shape.seqlen_k, entry_rows.k, shape.heads_kv, box_kv),
+          .v = encode(params.v, shape.seqlen_k, entry_rows.v, shape.heads_kv, box_kv),
+          .out = encode(params.out, shape.seqlen_q, entry_rows.out, shape.heads_q, box_q)};
 }
 
-template <class Traits>
-ForwardMaps maps_of(ForwardParams const& params, TileOrder const& order) {
+template <class Traits, class Mask>
+ForwardMaps maps_of(ForwardParams const& params, UniformProblem<Mask> const& problem) {
   ProblemShape const& shape = params.shape;
   return encode_maps<Traits>(
-      params, order.rows, {}, [&](TensorView const& view, int rows, int, int heads, TmaBox box) {
+      params, problem.rows(), {}, [&](TensorView const& view, int rows, int, int heads, TmaBox box) {
         return make_tensor_map<typename Traits::Element, 4>(
             params.device.index, view.data,
             {uint64_t(shape.head_dim), uint64_t(heads), uint64_t(rows), uint64_t(shape.batch)},
@@ -33,14 +34,14 @@ ForwardMaps maps_of(ForwardParams const& params, TileOrder const& order) {
 }
 
 // See VarlenCoord.
-template <class Traits>
-ForwardMaps maps_of(ForwardParams const& params, VarlenOrder const& order) {
+template <class Traits, class Mask>
+ForwardMaps maps_of(ForwardParams const& params, VarlenProblem<Mask> const& problem) {
   using Element = typename Traits::Element;
   ProblemShape const& shape = params.shape;
   return encode_maps<Traits>(
-      params, order.rows, order.entries,
-      [&](TensorView const& view, int rows, int entry, int heads, TmaBox box) {
-        uint64_t const planes = uint64_t(shape.batch - 1) * entry + rows + 1;
+      params, problem.rows(), problem.operands,
+      [&](TensorView const& view, int rows, int entry_rows, int heads, TmaBox box) {
+        uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows + rows + 1;
         int64_t const back = VarlenCoord::kWrap / int64_t(sizeof(Element)) - view.row_stride;
         return make_tensor_map<Element, 5>(
             params.device.index, view.data,
@@ -49,14 +50,18 @@ ForwardMaps maps_of(ForwardParams const& params, VarlenOrder const& order) {
       });
 }
 
-// Calls visitor(traits, type of the order) for the kernel that a plan names.
+// Calls visitor(traits, type of the problem, type of the scheduler) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  using Uniform = std::type_identity<UniformProblem<WindowMask>>;
+  using Varlen = std::type_identity<VarlenProblem<WindowMask>>;
+  using Static = std::type_identity<StaticScheduler>;
+  using Dynamic = std::type_identity<DynamicScheduler>;
   auto with = [&](auto traits) {
-    return plan.varlen   ? visitor(traits, std::type_identity<VarlenOrder>{})
-           : plan.claims ? visitor(traits, std::type_identity<ClaimedOrder>{})
-                         : visitor(traits, std::type_identity<TileOrder>{});
+    return plan.varlen    ? visitor(traits, Varlen{}, Dynamic{})
+           : plan.dynamic ? visitor(traits, Uniform{}, Dynamic{})
+                          : visitor(traits, Uniform{}, Static{});
   };
   if constexpr (kTiles.small.warps > 0) {
     if (plan.tile == kTiles.small) return with(ForwardTraitsSm90<Instance, kTiles.small>{});
@@ -65,32 +70,31 @@ auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
 }
 
 template <class Instance>
-void ForwardLaunch<Instance>::run(ForwardParams const& params, ForwardPlan const& plan, cudaStream_t stream) {
+void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const& mask,
+                                  ForwardPlan const& plan, cudaStream_t stream) {
   constexpr bool kStartsEarly = true;
-  visit_kernel_sm90<Instance>(plan, [&]<class Traits, class Order>(Traits, std::type_identity<Order>) {
-    auto launch = [&](Order const& order) {
-      launch_kernel<forward_kernel_sm90<Traits, Order>, kStartsEarly>(
-          params.device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream,
-          params, order, maps_of<Traits>(params, order));
-    };
-    if constexpr (Order::kVarlen) {
-      Order const order = Order::make(params, plan.rows, plan.section_tiles, plan.prepares);
-      if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, order, stream);
-      launch(order);
-    } else if constexpr (kIsClaimed<Order>) {
-      launch({plan.order, static_cast<int*>(params.lengths.workspace)});
-    } else {
-      launch(plan.order);
+  visit_kernel_sm90<Instance>(plan, [&]<class Traits, class Problem, class Scheduler>(
+                                        Traits, std::type_identity<Problem>, std::type_identity<Scheduler>) {
+    Problem const problem = plan.problem<Problem>(params, mask);
+    if constexpr (Problem::kVarlen) {
+      if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
     }
+    Scheduler scheduler;
+    if constexpr (Scheduler::kDynamic) scheduler = {plan.tile_counter(params)};
+    launch_kernel<forward_kernel_sm90<Traits, Problem, Scheduler>, kStartsEarly>(
+        params.device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params,
+        problem, scheduler, maps_of<Traits>(params, problem));
   });
 }
 
 template <class Instance>
 KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
-  return visit_kernel_sm90<Instance>(plan, []<class Traits, class Order>(Traits, std::type_identity<Order>) {
-    return read_attributes(forward_kernel_sm90<Traits, Order>, Traits::kThreads,
-                           sizeof(typename Traits::SharedStorage));
-  });
+  return visit_kernel_sm90<Instance>(
+      plan, []<class Traits, class Problem, class Scheduler>(Traits, std::type_identity<Problem>,
+                                                             std::type_identity<Scheduler>) {
+        return read_attributes(forward_kernel_sm90<Traits, Problem, Scheduler>, Traits::kThreads,
+                               sizeof(typename Traits::SharedStorage));
+      });
 }
 
 template <class Instance>

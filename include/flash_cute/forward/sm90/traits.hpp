@@ -88,15 +88,9 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
     TmaRing<kStages> ring_k, ring_v;
-    TileQueue queue;
+    VarlenList varlen_list;
+    TileQueue tile_queue;
   };
 };
-
-// The blocks of keys that a tile computes: those that its queries see, or one that is hidden from them all.
-template <class Traits>
-CUTE_DEVICE BlockRange visited_blocks(WindowMask const& mask, int m_begin, int queries) {
-  BlockRange const visited = mask.visited(m_begin, queries, Traits::kBlockN);
-  return visited.empty() ? BlockRange{0, 1} : visited;
-}
 
 }  // namespace flash_cute

@@ -1,0 +1,88 @@
+// What a kernel of the forward asks of the batch: which tile a number is, and of a tile its mask, its blocks
+// of keys and where its rows lie. The mask is a part of it; schedulers know only numbers of tiles.
+#pragma once
+
+#include "flash_cute/attention/keys/dense.hpp"
+#include "flash_cute/attention/keys/varlen.hpp"
+#include "flash_cute/attention/kv_blocks.hpp"
+#include "flash_cute/scheduler/tile_order.hpp"
+#include "flash_cute/scheduler/varlen_order.hpp"
+
+namespace flash_cute {
+
+// All sequences have the lengths that the shape says.
+template <class Mask_>
+struct UniformProblem {
+  using Mask = Mask_;
+  using Tile = TileCoord;
+  static constexpr bool kVarlen = false;
+  TileOrder order;
+  Mask limits;
+  DenseRows operands;
+
+  FLASH_CUTE_HOST_DEVICE PackedRows const& rows() const { return order.rows; }
+  FLASH_CUTE_HOST_DEVICE Tile tile(int index) const { return order(index); }
+  FLASH_CUTE_HOST_DEVICE Mask const& mask(Tile const&) const { return limits; }
+
+  // The offset of the LSE of the tile's head and of its sequence's first query.
+  FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, Tile const& tile) const {
+    return (int64_t(tile.batch) * params.shape.heads_q + tile.head) * params.shape.seqlen_q;
+  }
+
+  // Of a persistent kernel, which keeps a list of sequences that differ in shared memory.
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE int tiles(List const&) const {
+    return order.tiles();
+  }
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE Tile tile(List const&, int index) const {
+    return order(index);
+  }
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE Tile first_tile(List const&, int block) const {
+    return order(block);
+  }
+};
+
+// Sequences differ in length, as the device alone knows.
+template <class Mask_>
+struct VarlenProblem {
+  using Mask = Mask_;
+  using Tile = VarlenTile;
+  static constexpr bool kVarlen = true;
+  VarlenOrder order;
+  Mask limits;
+  VarlenRows operands;
+
+  FLASH_CUTE_HOST_DEVICE PackedRows const& rows() const { return order.rows; }
+  FLASH_CUTE_HOST_DEVICE Tile tile(int index) const { return order(index); }
+  FLASH_CUTE_HOST_DEVICE Mask mask(Tile const& tile) const {
+    return limits.of_lengths(tile.seqlen_q, tile.seqlen_k);
+  }
+  FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, Tile const& tile) const {
+    return tile.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + tile.q_begin;
+  }
+
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE int tiles(List const& list) const {
+    return list.tiles(order);
+  }
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE Tile tile(List const& list, int index) const {
+    return list.tile(order, index);
+  }
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE Tile first_tile(List const& list, int block) const {
+    return list.first_tile(order, block);
+  }
+};
+
+// The blocks of keys that a tile of queries computes: those that its queries see, or one block that is hidden
+// from them all.
+template <int kBlockN, class Problem>
+FLASH_CUTE_HOST_DEVICE KvBlocks kv_blocks_of(Problem const& problem, typename Problem::Tile const& tile) {
+  BlockRange const visited = problem.mask(tile).visited(tile.m_begin, problem.rows().tile_queries(), kBlockN);
+  return KvBlocks(visited.empty() ? BlockRange{0, 1} : visited);
+}
+
+}  // namespace flash_cute
