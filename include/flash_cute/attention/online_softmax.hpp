@@ -77,11 +77,11 @@ struct OnlineSoftmax {
   }
 
   // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
-  // Rows without a key, as is_fully_masked(row) tells, become zeros even where a hidden V was not finite;
-  // they are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have
-  // a sum of 0, too: they become NaN.
-  template <class Output, class SeesNothing>
-  CUTE_DEVICE void finish(Output& acc_o, SeesNothing const& is_fully_masked) {
+  // Fully masked rows become zeros even where a hidden V was not finite; they are rare, and a select for
+  // every element would cost 1 to 2%. Rows that see scores of -inf alone have a sum of 0, too: they become
+  // NaN.
+  template <class Output, class IsFullyMasked>
+  CUTE_DEVICE void finish(Output& acc_o, IsFullyMasked const& is_fully_masked) {
     float factor[kRows];
     bool empty_sum = false;  // of any row
     CUTE_UNROLL

@@ -13,19 +13,20 @@ struct Rows {
 };
 
 struct Sequence {
-  Rows queries;       // that it owns, among the rows of its entry, or of the packed tensor
-  int used, k_begin;  // how many of them count; its first key that some query can reach
-  WindowMask mask;    // with its lengths, between the queries and keys that count
+  Rows queries;     // its rows of Q, among those of its entry, or of the packed tensor
+  int used;         // how many of them count
+  int k_begin;      // its first key that some query can reach
+  WindowMask mask;  // with its lengths, between the queries and keys that count
 };
 
-// Sequence b. Offsets and lengths that make no sense are cut to what is there: no row outside of the tensors
-// is ever named.
+// Sequence b. Offsets and lengths that make no sense are cut to the tensors, so no row outside of them is
+// ever named. limits: the mask, whose own lengths are not read.
 FLASH_CUTE_HOST_DEVICE Sequence sequence(ProblemShape const& shape, LengthParams const& lengths,
                                          WindowMask const& limits, int b) {
   auto within = [](int value, int low, int high) { return larger(low, smaller(value, high)); };
   auto value = [](int const* values, int i, int otherwise) { return values ? values[i] : otherwise; };
   int const total_q = shape.seqlen_q, total_k = shape.seqlen_k;
-  // All are asked for before one is looked at, as each takes a while to come.
+  // All loads are issued before one is used, as each takes a while to arrive.
   int const begin_q = value(lengths.cu_seqlens_q, b, 0), begin_k = value(lengths.cu_seqlens_k, b, 0);
   int const end_q = value(lengths.cu_seqlens_q, b + 1, total_q);
   int const end_k = value(lengths.cu_seqlens_k, b + 1, total_k);
@@ -49,8 +50,8 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
   return sequence(params.shape, params.lengths, params.mask, b);
 }
 
-// Calls visit(entry, rows) for part `part` of `parts` of the rows of q that are no query that counts: those
-// at the ends of sequences, and those before and behind packed ones.
+// Calls visit(entry, rows) for part `part` of `parts` of the rows of Q that do not count: those at the ends
+// of sequences, and those before and behind packed sequences.
 template <class Params, class Visit>
 FLASH_CUTE_HOST_DEVICE void for_each_unwritten(Params const& params, int part, int parts, Visit&& visit) {
   int const* const offsets = params.lengths.cu_seqlens_q;

@@ -11,9 +11,9 @@ namespace flash_cute {
 using namespace cute;
 
 // Writes the first `rows` rows and `head_dim` columns of an accumulator, of mma.sync or of WGMMA, in chunks
-// of 16 bytes. The four lanes of a quad own two neighbouring columns each of every eight; after a transpose
-// among them each lane owns eight neighbouring columns. Shared memory and its barriers stay out of it.
-// target: of the accumulator's first row; coords: (row, column) of the accumulator.
+// of 16 bytes, without shared memory and its barriers. The four lanes of a quad own two neighbouring columns
+// each of every eight; after a transpose among them each lane owns eight neighbouring columns. target: where
+// the accumulator's first row goes; coords: (row, column) of the accumulator.
 template <class Element, class Accumulator, class Coords>
 CUTE_DEVICE void store_rows(Element* target, int64_t row_stride, int rows, int head_dim,
                             Accumulator const& acc, Coords const& accumulator_coords) {

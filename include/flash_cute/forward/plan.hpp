@@ -156,7 +156,7 @@ inline bool lengths_differ(ForwardParams const& params) {
   return params.lengths.cu_seqlens_q && params.shape.seqlen_q % larger(1, params.shape.batch) != 0;
 }
 
-// What there is to do then for each query, in pairs that tiles cover. Most pairs are in sequences that are
+// The work of such a batch for each query, in pairs that tiles cover. Most pairs are in sequences that are
 // longer than the mean: exponentially distributed lengths, weighted by themselves, have twice the mean. Tiles
 // end half empty, and half a block of keys behind what their queries see.
 inline double work_of_unequal(ForwardParams const& params, WindowMask const& mask, ForwardTile const& tile,
@@ -202,8 +202,8 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
   plan::UniformBatch const batch{params.shape, mask, params.device};
-  // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds, of blocks one an
-  // SM; on sm90, where tiles are alike or shared out, of one head of K and V.
+  // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
+  // where tiles have equal lengths or a static scheduler, of one head of K and V.
   if (result.varlen) {
     int64_t const m_blocks = m_block_capacity(params, result.rows);
     int64_t const tiles =

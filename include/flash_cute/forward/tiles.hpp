@@ -20,14 +20,14 @@ struct ForwardTile {
 // (one long sequence on few heads).
 struct ForwardTiles {
   ForwardTile main, small = {};
-  // The small tile is taken where it leaves less than this part of the main one's work, of sequences that are
-  // alike and of others.
-  double enough = 0, enough_unequal = 0;
+  // The small tile is taken where it leaves less than this part of the main tile's work.
+  double enough = 0;          // of uniform batches
+  double enough_unequal = 0;  // of batches of unequal lengths
 };
 
-// A combination without a row has zero warps, which the kernel's traits refuse to compile. The sm80 family
-// stays within the 99 KB of shared memory that a block has on GPUs of 8.6 and 8.9. Measurements:
-// docs/forward_sm80.md and _sm90.md.
+// A combination without a row has zero warps, which the kernel's traits refuse to compile. The tiles of the
+// sm80 family stay within the 99 KB of shared memory that a block has on GPUs of 8.6 and 8.9. Measurements:
+// docs/forward_sm80.md and docs/forward_sm90.md.
 constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {

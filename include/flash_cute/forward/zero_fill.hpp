@@ -1,4 +1,5 @@
-// Clears rows of out and lse that no tile writes, beside the products and with few registers.
+// Zero fills the rows of out that no tile writes, and sets their LSE to -inf, beside the products and with
+// few registers.
 #pragma once
 
 #include <cute/config.hpp>
@@ -7,14 +8,14 @@
 
 namespace flash_cute {
 
-// By a warp: these rows of an entry, of all heads, become 0 and -inf.
+// By one warp, for these rows of an entry and all heads.
 CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows const& rows) {
   constexpr int kLanes = 32, kChunk = 8;  // elements of 16 bytes
   ProblemShape const& shape = params.shape;
   TensorView const& view = params.out;
   int const count = rows.end - rows.begin, lane = threadIdx.x % kLanes;
 
-  // What lies closest in memory is cleared side by side: the heads of a row, or the rows of a head.
+  // What lies closest in memory is written side by side: the heads of a row, or the rows of a head.
   bool const by_row = view.head_stride <= view.row_stride;
   int64_t const outer_stride = by_row ? view.row_stride : view.head_stride;
   int64_t const inner_stride = by_row ? view.head_stride : view.row_stride;
@@ -28,7 +29,7 @@ CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows con
     auto* chunk = out;
 #pragma unroll 1
     for (int inner = first; inner < last; inner += side_by_side) {
-      __stcs(reinterpret_cast<uint4*>(chunk), uint4{});  // streamed, so that K and V stay in L2
+      __stcs(reinterpret_cast<uint4*>(chunk), uint4{});  // streaming stores, so that K and V stay in L2
       chunk += side_by_side * inner_stride;
     }
     out += outer_stride;
@@ -43,7 +44,7 @@ CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows con
   }
 }
 
-// Part `part` of `parts`, each by a warp.
+// Part `part` of `parts`, each by one warp.
 CUTE_DEVICE void zero_fill_unwritten(ForwardParams const& params, int part, int parts) {
   for_each_unwritten(params, part, parts,
                      [&](int entry, Rows const& rows) { zero_fill_rows(params, entry, rows); });

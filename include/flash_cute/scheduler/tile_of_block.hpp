@@ -10,8 +10,8 @@
 
 namespace flash_cute {
 
-// Found by find(): once, by one thread, and kept in shared memory, where it takes no registers; or anew
-// whenever it is asked for.
+// find() is called once, by one thread, and its result stays in shared memory, where it takes no registers;
+// or it is called whenever the tile is asked for.
 template <bool in_shared_memory, class Find>
 struct TileOfBlock {
   using Tile = decltype(std::declval<Find>()());

@@ -16,7 +16,7 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Where the operands lie, as TMA wants it.
+// The tensor maps of the operands.
 struct ForwardMaps {
   CUtensorMap q, k, v, out;
 };
@@ -35,7 +35,7 @@ struct ForwardTraitsSm90 {
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kSlack = 8;  // see OnlineSoftmax
 
-  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them the registers of the
+  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them registers of the
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
@@ -45,7 +45,7 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters,
-                "setmaxnreg would wait for registers that nobody gives back");
+                "setmaxnreg would wait for registers that no warpgroup gives back");
 
   using ConsumerLayout = Layout<Shape<Int<kConsumers>, _1, _1>>;
   using MmaQK = decltype(make_tiled_mma(
@@ -86,7 +86,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[cosize_v<LayoutO>];
-    TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup frees its rows when it is through with them
+    TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup releases its own rows
     TmaRing<kStages> ring_k, ring_v;
     VarlenList varlen_list;
     TileQueue tile_queue;
