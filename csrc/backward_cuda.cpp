@@ -85,11 +85,21 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
       params.dlse = static_cast<float const*>(dlse->const_data_ptr());
     }
     Tensor workspace =
-        allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
+        allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   return {dq.result, dk.result, dv.result};
+}
+
+// The regions of the workspace and their bytes.
+std::string regions_of(BackwardCall const& call) {
+  JsonObject regions;
+  for (int i = 0; call.launches && i < kWorkspaceRegions; ++i) {
+    int64_t const bytes = call.launch.workspace.regions[i].bytes;
+    if (bytes > 0) regions.add(kWorkspaceRegionNames[i], bytes);
+  }
+  return regions.text();
 }
 
 std::string backward_plan_cuda(BackwardArguments const& arguments) {
@@ -108,14 +118,15 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("block_n", tile.block_n)
       .add("stages", tile.stages)
       .add("packed_heads", 1)
-      .add("gqa_splits", call.launch.gqa_splits)
+      .add("gqa_splits", call.launch.gqa.splits)
       .add_raw("lse_delta_mma", tile.lse_delta_mma ? "true" : "false")
       .add("threads", attributes.threads)
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)
       .add("smem_bytes", attributes.smem_bytes)
       .add("grid", call.launches ? call.launch.blocks : 0)
-      .add("workspace_bytes", call.launches ? call.launch.workspace_bytes : 0)
+      .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
+      .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
   return add_backward_problem(plan, call.problem).text();
 }
@@ -137,6 +148,16 @@ namespace {
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const&) { refuse(); }
+// The regions of the workspace and their bytes.
+std::string regions_of(BackwardCall const& call) {
+  JsonObject regions;
+  for (int i = 0; call.launches && i < kWorkspaceRegions; ++i) {
+    int64_t const bytes = call.launch.workspace.regions[i].bytes;
+    if (bytes > 0) regions.add(kWorkspaceRegionNames[i], bytes);
+  }
+  return regions.text();
+}
+
 std::string backward_plan_cuda(BackwardArguments const&) { refuse(); }
 
 }  // namespace flash_cute

@@ -26,14 +26,15 @@ struct BackwardCall {
   AttentionProblem problem;
   BackwardKernel kernel;
   BackwardParams params;
+  WindowMask mask;
   bool launches;  // else all gradients are 0
   BackwardPlan launch;
 
   int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
-  // With operands. workspace: of launch.workspace_bytes.
+  // With operands. workspace: of launch.workspace.bytes.
   void run(void* workspace, cudaStream_t stream) {
     params.workspace = launch.parts(workspace, params);
-    kernel.run(params, launch, stream);
+    kernel.run(params, mask, launch, stream);
   }
 };
 

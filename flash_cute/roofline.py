@@ -79,10 +79,11 @@ class Explanation(dict):
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
     packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
-    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, where tiles are claimed
+    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, for tiles that blocks take
     one by one, and for every backward), seqlen_k_used.
     Of a backward, whose kernel is the one that takes longest: gqa_splits (into how many the query heads that
-    share K and V are split, each with tiles of its own), adds_terms (do LSE and delta come by a product?).
+    share K and V are split, each with tiles of its own), lse_delta_mma (do LSE and delta come by a product?),
+    workspace (bytes of each of its regions).
     """
 
     @classmethod
@@ -118,7 +119,7 @@ class Explanation(dict):
         direction = " backward" if self["backward"] else ""
         rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
         tile = f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages"
-        if self.get("adds_terms"):
+        if self.get("lse_delta_mma"):
             tile += ", LSE and delta by a product"
         if self.get("gqa_splits", 1) > 1:
             tile += f", query heads that share K and V in {self['gqa_splits']} parts"
@@ -128,8 +129,16 @@ class Explanation(dict):
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",
-            "workspace": scaled(self["workspace_bytes"], "B") if self["workspace_bytes"] else "none",
+            "workspace": self._workspace_text(),
         }
+
+    def _workspace_text(self) -> str:
+        if not self["workspace_bytes"]:
+            return "none"
+        total = scaled(self["workspace_bytes"], "B")
+        regions = self.get("workspace", {})
+        listed = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in regions.items())
+        return f"{total}: {listed}" if regions else total
 
     def _roofline_text(self) -> str:
         if self["roofline"] is None:

@@ -147,7 +147,7 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::A
     params.dv = view(*dv);
     params.lse = static_cast<float const*>(lse.untyped_data());
     params.dlse = dlse.element_count() > 0 ? static_cast<float const*>(dlse.untyped_data()) : nullptr;
-    call.run(workspace_of(workspace, call.launch.workspace_bytes), stream);
+    call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
 

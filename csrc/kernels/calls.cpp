@@ -110,13 +110,13 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   BackwardCall call{problem,
                     kernel_for(problem, gpu, backward_kernel),
                     make_params<BackwardParams>(problem, lengths, gpu.info),
+                    reachable_mask(problem),
                     true,
                     {}};
-  call.params.mask = reachable_mask(problem);
   call.params.softmax_scale = problem.softmax_scale;
   call.launches = !is_empty(call.params.shape);
-  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, needs_dq, needs_dkv,
-                              deterministic);
+  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, call.mask, needs_dq,
+                              needs_dkv, deterministic);
   call.launch.split_groups(call.params);
   return call;
 }
@@ -139,9 +139,8 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   return largest<BackwardParams>(
-      problem, backward_kernel, [&](Family family, int bucket, auto params, auto const& mask) {
-        params.mask = mask;
-        return plan_backward(family, bucket, params, true, true, deterministic).workspace_bytes;
+      problem, backward_kernel, [&](Family family, int bucket, auto const& params, auto const& mask) {
+        return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
       });
 }
 

@@ -3,14 +3,13 @@
 
 #include <cstdint>
 
-#include "flash_cute/attention/mask/window.hpp"
+#include "flash_cute/core/platform.hpp"
 
 namespace flash_cute {
 
 enum class Family { sm80, sm90 };
 enum class ElementType { fp16, bf16 };
 constexpr int kElementBytes = 2;  // of each of them
-constexpr int kTermBytes = 16;    // of a query: see BackwardWorkspace::terms
 
 // One compiled kernel. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_>
@@ -61,73 +60,6 @@ struct ForwardParams {
   SoftmaxParams softmax;
   DeviceInfo device;
   LengthParams lengths;
-};
-
-// What a block of queries asks of its sequence: see sequence_at.
-struct QuerySequence {
-  int index, first_block, begin, used;
-};
-
-// What the backward keeps between its kernels. Sequences begin at whole blocks of queries (see BatchBlocks).
-struct BackwardWorkspace {
-  // (heads_q, blocks, block_m), in base 2; +inf for rows that see nothing. It and delta may lie where rows of
-  // dQ will.
-  float* lse = nullptr;
-  float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
-  // Instead of both, kTermBytes of each query (see backward/sm90/lse_delta_mma.hpp): in rows of dQ, if that
-  // is asked for, until they are written. Of a block of queries the first 1 << log2_terms_of_row lie side by
-  // side in its first row, the next in its second.
-  TensorView terms;
-  int log2_terms_of_row = 0;
-  // Sums of dQ, (heads_q, blocks, block_m * head dim of the kernel), as registers lie; null: dQ is not summed
-  // up by the kernel for dK and dV.
-  float* dq = nullptr;
-  // Where parts of a group of query heads have tiles of their own: sums of what these find of dK and dV,
-  // (2, heads_kv / splits_of_sum, blocks of keys, block_n * head dim of the kernel), as registers lie. Else
-  // null.
-  float* gqa_sums = nullptr;
-  int64_t floats_of_dk = 0;
-  int splits_of_sum = 1;
-  // On Hopper, of each warpgroup's part of a block of queries what has become of its sums: see
-  // DqAccumulateWriter. Null: they are 0 at first.
-  int* additions = nullptr;
-  bool ordered = false;  // is dQ added to in one order?
-  // Of sequences that differ in length, see varlen_prepare: have all as many blocks of keys as expected? The
-  // place of each one's first block of so many keys, and how many places there are; null where places follow
-  // from the shape. Of packed ones the offsets, in order and within the totals, that later kernels read.
-  int *is_uniform = nullptr, *kv_block_offsets = nullptr, *offsets_q = nullptr, *offsets_k = nullptr;
-  int key_block = 0, expected_kv_blocks = 0;
-  int* claimed = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken so far
-  // Where that kernel makes rows of dQ itself: how many blocks of queries are taken, and of each pair of a
-  // sequence and a head of K and V how often a warpgroup has added all of a tile (see DqConvertOrder). Else
-  // null.
-  int *taken = nullptr, *finished = nullptr;
-  // What is 0 before the first tile, if no kernel sees to it that looks at queries: so many times 16 bytes.
-  void* zeros = nullptr;
-  int64_t zero_chunks = 0;
-};
-
-struct BackwardParams {
-  ProblemShape shape;
-  int gqa_splits = 1;                         // shape.heads_kv is as many times the heads that K and V have
-  TensorView q, k, v, out, dout, dq, dk, dv;  // dout.data null: no gradient of out
-  float const *lse, *dlse;                    // as ForwardParams::lse; dlse null: no gradient of lse
-  int64_t lse_batch_stride;
-  float softmax_scale;
-  WindowMask mask;
-  DeviceInfo device;
-  LengthParams lengths;
-  BackwardWorkspace workspace;
-
-  FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_splits; }
-
-  // As the kernels behind the one that numbers keys see it.
-  BackwardParams with_ordered_offsets() const {
-    BackwardParams params = *this;
-    if (workspace.offsets_q) params.lengths.cu_seqlens_q = workspace.offsets_q;
-    if (workspace.offsets_k) params.lengths.cu_seqlens_k = workspace.offsets_k;
-    return params;
-  }
 };
 
 }  // namespace flash_cute

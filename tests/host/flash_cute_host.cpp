@@ -296,13 +296,16 @@ PYBIND11_MODULE(flash_cute_host, module) {
   });
   py::class_<BackwardPlan>(module, "BackwardPlan")
       .def_readonly("tile", &BackwardPlan::tile)
-      .def_readonly("runs_keys", &BackwardPlan::runs_keys)
-      .def_readonly("runs_queries", &BackwardPlan::runs_queries)
-      .def_readonly("sums_dq", &BackwardPlan::sums_dq)
-      .def_readonly("ordered", &BackwardPlan::ordered)
-      .def_readonly("zero_fills_dq", &BackwardPlan::zero_fills_dq)
-      .def_readonly("converts_dq", &BackwardPlan::converts_dq)
-      .def_readonly("gqa_splits", &BackwardPlan::gqa_splits)
+      .def_readonly("runs_kv", &BackwardPlan::runs_kv)
+      .def_property_readonly("runs_dq_alone",
+                             [](BackwardPlan const& plan) { return plan.dq.method == DqMethod::alone; })
+      .def_property_readonly("accumulates_dq",
+                             [](BackwardPlan const& plan) { return plan.dq.is_accumulated(); })
+      .def_property_readonly("ordered", [](BackwardPlan const& plan) { return plan.dq.ordered; })
+      .def_property_readonly("zero_fills_dq",
+                             [](BackwardPlan const& plan) { return plan.dq.begin != DqBegin::nothing; })
+      .def_property_readonly("converts_dq", [](BackwardPlan const& plan) { return plan.dq.is_converted; })
+      .def_property_readonly("gqa_splits", [](BackwardPlan const& plan) { return plan.gqa.splits; })
       .def_readonly("lse_delta_in_dq", &BackwardPlan::lse_delta_in_dq)
       .def_property_readonly("section", [](BackwardPlan const& plan) { return plan.order.section.value; })
       .def_property_readonly("last_section",
@@ -313,7 +316,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("preprocess_blocks", &BackwardPlan::preprocess_blocks)
       .def_readonly("kv_blocks", &BackwardPlan::kv_blocks)
       .def_readonly("q_blocks", &BackwardPlan::q_blocks)
-      .def_readonly("workspace_bytes", &BackwardPlan::workspace_bytes);
+      .def_property_readonly("workspace_bytes", [](BackwardPlan const& plan) { return plan.workspace.bytes; })
+      .def_property_readonly("zero_filled", [](BackwardPlan const& plan) {
+        return std::pair(plan.workspace.zero_begin, plan.workspace.zero_bytes);
+      });
   // Where a plan of dense or packed tensors of these sizes has terms of queries: in dQ's memory? their first
   // byte, and then elements from row to row and how many lie side by side.
   module.def("terms", [](BackwardPlan const& plan, std::array<int, 6> const& sizes, bool packed) {
@@ -325,14 +331,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq = {reinterpret_cast<void*>(kDq), 0, 0, head_dim};
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
-    auto const address = reinterpret_cast<uintptr_t>(parts.terms.data);
+    LseDeltaWorkspace const& found = parts.lse_delta;
+    auto const address = reinterpret_cast<uintptr_t>(found.terms.data);
     bool const in_dq = address >= kDq;
-    return std::tuple(std::pair(in_dq, address - (in_dq ? kDq : kWorkspace)), parts.terms.row_stride,
-                      1 << parts.log2_terms_of_row);
+    return std::tuple(std::pair(in_dq, address - (in_dq ? kDq : kWorkspace)), found.terms.row_stride,
+                      1 << found.log2_terms_of_row);
   });
-  // Of each part of a workspace of the backward: name, whether it is in dQ's memory, its first byte, its
-  // bytes. The last one is what is cleared at once.
-  module.def("workspace_parts", [](BackwardPlan const& plan, int batch, bool packed) {
+  // The regions of a workspace of the backward in memory: name, first byte, and bytes as the plan has them,
+  // and where kernels find each.
+  module.def("workspace_regions", [](BackwardPlan const& plan, int batch, bool packed) {
     constexpr uintptr_t kWorkspace = 1 << 20, kDq = uintptr_t(1) << 60;
     int const offsets[] = {0};
     BackwardParams params{};
@@ -340,46 +347,46 @@ PYBIND11_MODULE(flash_cute_host, module) {
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq.data = reinterpret_cast<void*>(kDq);
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
-    std::vector<std::tuple<std::string, bool, int64_t, int64_t>> found;
-    auto add = [&](char const* name, void const* begin, int64_t bytes) {
-      auto const address = reinterpret_cast<uintptr_t>(begin);
-      bool const in_dq = address >= kDq;
-      if (begin) found.emplace_back(name, in_dq, int64_t(address - (in_dq ? kDq : kWorkspace)), bytes);
-    };
-    int64_t const of_row = sizeof(float), of_int = sizeof(int);
-    add("lse", parts.lse, of_row * plan.rows);
-    add("delta", parts.delta, of_row * plan.rows);
-    add("terms", parts.terms.data, kTermBytes * plan.rows);
-    add("dq", parts.dq, of_row * plan.rows * plan.dq_columns);
-    add("gqa_sums", parts.gqa_sums, of_row * 2 * parts.floats_of_dk);
-    add("claimed", parts.claimed, of_int);
-    add("additions", parts.additions, of_int * plan.additions);
-    add("taken", parts.taken, of_int);
-    add("finished", parts.finished, of_int * plan.pairs);
-    add("is_uniform", parts.is_uniform, of_int);
-    add("kv_block_offsets", parts.kv_block_offsets, of_int * (batch + 1));
-    add("offsets_q", parts.offsets_q, of_int * (batch + 1));
-    add("offsets_k", parts.offsets_k, of_int * (batch + 1));
-    add("zeros", parts.zeros, kZeroBytes * parts.zero_chunks);
-    return found;
+    void const* const found[] = {parts.lse_delta.lse,
+                                 parts.lse_delta.delta,
+                                 parts.lse_delta.terms.data,
+                                 parts.dq.accum,
+                                 parts.gqa.sums,
+                                 parts.tile_counter,
+                                 parts.dq.adds,
+                                 parts.dq.blocks_taken,
+                                 parts.dq.tiles_finished,
+                                 parts.varlen.is_uniform,
+                                 parts.varlen.kv_block_offsets,
+                                 parts.varlen.offsets_q,
+                                 parts.varlen.offsets_k};
+    static_assert(std::size(found) == kWorkspaceRegions);
+    std::vector<std::tuple<std::string, int64_t, int64_t, int64_t>> regions;
+    for (int i = 0; i < kWorkspaceRegions; ++i) {
+      auto const [begin, bytes] = plan.workspace.regions[i];
+      if (!found[i]) continue;
+      regions.emplace_back(kWorkspaceRegionNames[i], begin, bytes,
+                           int64_t(reinterpret_cast<uintptr_t>(found[i]) - kWorkspace));
+    }
+    return regions;
   });
   module.def("plan_backward", [](Family family, int bucket, VarlenBatch const& batch, int smem_bytes,
                                  bool needs_dq, bool needs_dkv, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device.smem_bytes = smem_bytes;
     params.device.multiprocessors = multiprocessors;
     params.device.l2_bytes = 50 << 20;
-    return plan_backward(family, bucket, params, needs_dq, needs_dkv, deterministic);
+    return plan_backward(family, bucket, params, batch.mask, needs_dq, needs_dkv, deterministic);
   });
   // What a kernel finds out about sequences that differ in length: see varlen_prepare.
   struct KeyNumbers {
     int is_uniform = 1;
     std::vector<int> places, offsets_q, offsets_k;
   };
-  static auto const varlen_prepare = [](BackwardParams& params, Family family, BackwardPlan const& plan) {
+  static auto const varlen_prepare = [](BackwardParams& params, WindowMask const& mask, Family family,
+                                        BackwardPlan const& plan) {
     auto numbers = std::make_unique<KeyNumbers>();
     auto& [is_uniform, places, offsets_q, offsets_k] = *numbers;
     int const batch = params.shape.batch;
@@ -390,17 +397,20 @@ PYBIND11_MODULE(flash_cute_host, module) {
       }
       return offsets ? ordered.data() : nullptr;
     };
-    params.workspace.offsets_q = order_offsets(params.lengths.cu_seqlens_q, params.shape.seqlen_q, offsets_q);
-    params.workspace.offsets_k = order_offsets(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
+    params.workspace.varlen.offsets_q =
+        order_offsets(params.lengths.cu_seqlens_q, params.shape.seqlen_q, offsets_q);
+    params.workspace.varlen.offsets_k =
+        order_offsets(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
     params = params.with_ordered_offsets();
     places.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
-      places[b + 1] = places[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, b, block_n)
-                                                          : kv_blocks<Family::sm90>(params, b, block_n));
+      places[b + 1] =
+          places[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, mask, b, block_n)
+                                              : kv_blocks<Family::sm90>(params, mask, b, block_n));
       is_uniform &= places[b + 1] - places[b] == plan.order.m_blocks;
     }
-    params.workspace.is_uniform = &is_uniform;
-    params.workspace.kv_block_offsets = places.data();
+    params.workspace.varlen.is_uniform = &is_uniform;
+    params.workspace.varlen.kv_block_offsets = places.data();
     return numbers;
   };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
@@ -408,15 +418,16 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("key_tiles", [](int bucket, VarlenBatch const& batch, bool deterministic, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
-    BackwardPlan const plan = plan_backward(Family::sm90, bucket, params, true, true, deterministic);
+    BackwardPlan const plan =
+        plan_backward(Family::sm90, bucket, params, batch.mask, true, true, deterministic);
     plan.split_groups(params);
     auto const [block_m, block_n] = std::pair(plan.tile.block_m, plan.tile.block_n);
-    auto const numbers = varlen_prepare(params, Family::sm90, plan);
-    KvTileScheduler const order{plan.order, plan.tiles, block_m, block_n, plan.query_start};
+    auto const numbers = varlen_prepare(params, batch.mask, Family::sm90, plan);
+    KvTileScheduler<WindowMask> const order{plan.order, plan.tiles,       block_m,
+                                            block_n,    plan.query_start, batch.mask};
     std::vector<std::pair<std::tuple<int, int, int>, std::vector<std::pair<int, int>>>> tiles;
     for (int index = 0; index < order.count(params); ++index) {
       KvTile const tile = order(params, index);
@@ -438,15 +449,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("key_tiles_sm80", [](int bucket, VarlenBatch const& batch, int multiprocessors) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
-    BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, true, true, false);
+    BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, batch.mask, true, true, false);
     plan.split_groups(params);
     std::unique_ptr<KeyNumbers> numbers;
-    if (plan.key_numbers > 0) numbers = varlen_prepare(params, Family::sm80, plan);
-    KvTileSchedulerSm80 const order{plan.order};
+    if (plan.workspace.regions[int(WorkspaceRegion::is_uniform)].bytes > 0)
+      numbers = varlen_prepare(params, batch.mask, Family::sm80, plan);
+    KvTileSchedulerSm80<WindowMask> const order{plan.order, batch.mask};
     std::vector<std::tuple<int, int, int>> tiles;
     for (int index = 0; index < plan.blocks; ++index) {
       KvTile const tile = order(params, plan.tile.block_m, plan.tile.block_n, index);
@@ -461,14 +472,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.def("rows_order", [](VarlenBatch const& batch, int block_m) {
     BackwardParams params{};
     params.shape = batch.params.shape;
-    params.mask = batch.mask;
     params.lengths = batch.params.lengths;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
-    DqConvertOrder const order{params, queries};
+    DqConvertOrder<WindowMask> const order{params, batch.mask, queries};
     std::vector<std::tuple<int, int, int, int, bool, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
-      DqConvertOrder::Block const block = order(index);
+      DqConvertOrder<WindowMask>::Block const block = order(index);
       blocks.emplace_back(block.pair, block.sequence.index, block.head, block.place, block.exists,
                           block.begin);
     }

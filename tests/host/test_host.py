@@ -747,14 +747,14 @@ def test_keys_out_of_reach_do_not_make_the_tile_smaller(host):
 )
 def test_kernels_of_the_backward(host, asked_for, runs):
     plan = plan_backward(host, 128, (2, 4, 2, 100, 300, 128), asked_for=asked_for)
-    assert (plan.runs_keys, plan.runs_queries, plan.sums_dq) == runs
+    assert (plan.runs_kv, plan.runs_dq_alone, plan.accumulates_dq) == runs
     assert (plan.q_blocks, plan.kv_blocks) == (2 * 2, 2 * 5)
     rows = 4 * plan.q_blocks * plan.tile.block_m
-    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.gqa_splits > 1 and plan.runs_keys else 0
+    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.gqa_splits > 1 and plan.runs_kv else 0
     if not asked_for[2]:
         parts //= plan.gqa_splits  # these add to the same sums
-    assert plan.lse_delta_in_dq == plan.sums_dq
-    assert plan.workspace_bytes == 4 * (parts + rows * (128 if plan.sums_dq else 2))
+    assert plan.lse_delta_in_dq == plan.accumulates_dq
+    assert plan.workspace_bytes == 4 * (parts + rows * (128 if plan.accumulates_dq else 2))
 
 
 @pytest.mark.parametrize(
@@ -828,21 +828,27 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
         [None, None, [5, 0, 1000], [1000] * 3, None] if lengths == "used" else [lengths] * 2 + [None] * 3
     )
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, family=family, asked_for=asked_for)
-    parts = host.workspace_parts(plan, 3, bool(lengths and lengths[0]))
-    ends = {False: 0, True: 0}
-    *own, (_, _, first_zero, zeros) = parts
-    for name, in_dq, begin, size in own:
-        is_aligned = name in {"claimed", "is_uniform"}
-        assert begin == ends[in_dq] or (is_aligned and 0 <= begin - ends[in_dq] < 16)
-        assert begin % (16 if name in {"dq", "gqa_sums"} else 4) == 0
-        ends[in_dq] = begin + size
-        is_cleared = first_zero <= begin and begin + size <= first_zero + zeros
-        counts = name in {"claimed", "additions", "taken", "finished"}
-        adds = name == "gqa_sums" or (name == "dq" and family == "sm90" and plan.zero_fills_dq)
-        assert in_dq or is_cleared == (counts or adds)
-    assert ends[False] <= plan.workspace_bytes < ends[False] + 16
-    assert ends[True] <= (3 if lengths is None or lengths[2] else 1) * heads[0] * total * head_dim * 2
-    assert first_zero % 16 == zeros % 16 == 0
+    zero_begin, zero_bytes = plan.zero_filled
+    end = 0
+    for name, begin, size, found in host.workspace_regions(plan, 3, bool(lengths and lengths[0])):
+        if size == 0:  # in dQ's memory
+            assert name in {"lse", "delta", "terms"}
+            assert plan.lse_delta_in_dq
+            assert found >= 1 << 59
+            continue
+        assert found == begin
+        assert 0 <= begin - end < 16
+        assert begin % (16 if name in {"dq", "gqa"} else 4) == 0
+        end = begin + size
+        is_zero_filled = zero_begin <= begin and end <= zero_begin + zero_bytes
+        counts = name in {"tile_counter", "dq_adds", "dq_blocks_taken", "dq_tiles_finished"}
+        adds = name == "gqa" or (name == "dq" and family == "sm90" and plan.zero_fills_dq)
+        assert is_zero_filled == (counts or adds)
+    assert end <= plan.workspace_bytes < end + 16
+    if plan.lse_delta_in_dq and not plan.tile.lse_delta_mma:
+        entries = 3 if lengths is None or lengths[2] else 1
+        assert 2 * plan.rows * 4 <= entries * heads[0] * total * head_dim * 2
+    assert zero_begin % 16 == zero_bytes % 16 == 0
 
 
 @pytest.mark.parametrize("window", [FULL, CAUSAL, (1000, 0)])
@@ -871,8 +877,8 @@ def test_workspace_is_no_larger_than_flash_attention_2s(host, head_dim, seqlen, 
 def test_one_kernel_of_the_backward_on_hopper(host, asked_for, sums_dq, ordered):
     """Whatever is asked for, so that each gradient has the same bits; sums of dQ have one order in turns."""
     plan = plan_backward(host, 128, (2, 4, 4, 100, 300, 128), asked_for=asked_for, family="sm90")
-    assert (plan.runs_keys, plan.runs_queries) == (True, False)
-    assert (plan.sums_dq, plan.ordered, plan.zero_fills_dq) == (sums_dq, ordered, False)
+    assert (plan.runs_kv, plan.runs_dq_alone) == (True, False)
+    assert (plan.accumulates_dq, plan.ordered, plan.zero_fills_dq) == (sums_dq, ordered, False)
     assert plan.converts_dq == sums_dq
     assert plan.tiles == plan.blocks == 4 * plan.kv_blocks
     rows = 4 * plan.q_blocks * plan.tile.block_m
@@ -907,7 +913,7 @@ def counters(plan, heads, pairs):
     """Integers of a workspace: of tiles, of each warpgroup's part of dQ, of rows of dQ and of statistics, in
     16 bytes at a time."""
     additions = (
-        2 * plan.tile.cluster * heads * plan.q_blocks if plan.sums_dq and not plan.zero_fills_dq else 0
+        2 * plan.tile.cluster * heads * plan.q_blocks if plan.accumulates_dq and not plan.zero_fills_dq else 0
     )
     cleared = 1 + additions + plan.converts_dq * (1 + pairs)
     return 4 * math.ceil(cleared / 4)

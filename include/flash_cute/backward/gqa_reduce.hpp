@@ -31,7 +31,7 @@ struct GqaSums {
 
   // The sum that a part of a group adds to, of a block of its keys.
   CUTE_DEVICE static int sum_index(BackwardParams const& params, int part, int place) {
-    return part / params.workspace.splits_of_sum * places(params).count() + place;
+    return part / params.workspace.gqa.splits_of_sum * places(params).count() + place;
   }
   CUTE_DEVICE static int sum_index(BackwardParams const& params, KvTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
@@ -41,7 +41,7 @@ struct GqaSums {
   // rank: of a thread block among those that share a tile's keys. thread: one of kThreads.
   CUTE_DEVICE static float* of(BackwardParams const& params, KvGradient which, int index, int rank,
                                int thread) {
-    return params.workspace.gqa_sums + int64_t(which) * params.workspace.floats_of_dk +
+    return params.workspace.gqa.sums + int64_t(which) * params.workspace.gqa.floats_of_dk +
            (int64_t(index) * Traits::kCluster + rank) * kFloats + thread;
   }
 
@@ -53,9 +53,9 @@ struct GqaSums {
 };
 
 // A thread block for dK or dV of a block of keys of a head.
-template <class Traits>
+template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes few registers, and spills
-    backward_gqa_reduce(__grid_constant__ BackwardParams const params) {
+    backward_gqa_reduce(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
   wait_for_grid_before();
   using Parts = GqaSums<Traits>;
   BatchBlocks const keys = Parts::places(params);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes f
   auto const which = KvGradient(rest % 2);
   auto const [head, place] = keys.of_block(rest / 2);
   int const b = keys.sequence(place);
-  Sequence const s = sequence_for<Traits::Instance::family>(params, b);
+  Sequence const s = sequence_for<Traits::Instance::family>(params, mask, b);
   int const begin = (place - keys.first(b)) * Traits::kTileN + rank * Traits::kBlockN;
   if (!has_rows(begin, s.mask.seqlen_k)) return;
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes f
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
   clear(sum);
 #pragma unroll 1
-  for (int part = 0; part < params.gqa_splits; part += params.workspace.splits_of_sum) {
+  for (int part = 0; part < params.gqa_splits; part += params.workspace.gqa.splits_of_sum) {
     int const index = Parts::sum_index(params, head * params.gqa_splits + part, place);
     float const* const floats = Parts::of(params, which, index, rank, threadIdx.x);
     CUTE_UNROLL

@@ -48,9 +48,9 @@ struct TransposedMask {
 // The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its
 // queries are those that see a key: the fully_masked ones before them are no part of it, and without any it
 // has no keys either.
-template <Family family, class Params>
-FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, int b) {
-  Sequence s = sequence(params, b);
+template <Family family, class Params, class Mask>
+FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, Mask const& mask, int b) {
+  Sequence s = sequence(params.shape, params.lengths, mask, b);
   if constexpr (family == Family::sm90) {
     int const fully_masked = s.mask.fully_masked_rows();
     s.queries.begin += fully_masked;

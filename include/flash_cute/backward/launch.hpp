@@ -13,8 +13,9 @@ namespace flash_cute {
 // setup.py generates.
 template <class Instance>
 struct BackwardLaunch {
-  // plan: of the same params (plan_backward), but for pointers and strides.
-  static void run(BackwardParams const& params, BackwardPlan const& plan, cudaStream_t stream);
+  // plan: of the same params and mask (plan_backward), but for pointers and strides.
+  static void run(BackwardParams const& params, WindowMask const& mask, BackwardPlan const& plan,
+                  cudaStream_t stream);
   // Of the kernel that takes longest.
   static KernelAttributes attributes(BackwardPlan const& plan);
 };

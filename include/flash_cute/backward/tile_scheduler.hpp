@@ -9,7 +9,7 @@ namespace flash_cute {
 // In the Ampere family blocks of keys of sequences that differ in length go head by head, in each sequence by
 // sequence, as varlen_prepare has them.
 FLASH_CUTE_HOST_DEVICE TileCoord varlen_kv_tile(BackwardParams const& params, int block_n, int index) {
-  int const* const first = params.workspace.kv_block_offsets;
+  int const* const first = params.workspace.varlen.kv_block_offsets;
   int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
   int const place = index - head_kv * places;
   int const b = last_beginning_before(place, batch, [&](int sequence) { return first[sequence]; });
@@ -17,15 +17,17 @@ FLASH_CUTE_HOST_DEVICE TileCoord varlen_kv_tile(BackwardParams const& params, in
 }
 
 // On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head.
+template <class Mask>
 struct KvTileScheduler {
   TileOrder uniform;  // where sequences have equally many blocks of keys
   int tiles;
   int block_m, block_n;
   QueryStart start;
+  Mask mask;
 
   FLASH_CUTE_HOST_DEVICE int count(BackwardParams const& params) const {
     if (!params.lengths.given) return tiles;
-    return params.shape.heads_kv * params.workspace.kv_block_offsets[params.shape.batch];
+    return params.shape.heads_kv * params.workspace.varlen.kv_block_offsets[params.shape.batch];
   }
 
   FLASH_CUTE_HOST_DEVICE KvTile operator()(BackwardParams const& params, int index) const {
@@ -34,8 +36,8 @@ struct KvTileScheduler {
     BatchBlocks const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
     KvTile tile{};
     int b = 0;
-    if (params.lengths.given && !*params.workspace.is_uniform) {
-      int const* const first = params.workspace.kv_block_offsets;
+    if (params.lengths.given && !*params.workspace.varlen.is_uniform) {
+      int const* const first = params.workspace.varlen.kv_block_offsets;
       int const heads = shape.heads_kv;
       b = last_beginning_before(index / heads, shape.batch, [&](int sequence) { return first[sequence]; });
       int const of_sequence = index - first[b] * heads, blocks = first[b + 1] - first[b];
@@ -52,7 +54,7 @@ struct KvTileScheduler {
     // so each is a step behind the one before it, from the other end two.
     bool const from_other_end = start == QueryStart::last && tile.descending;
     tile.start = from_other_end ? QueryStart::first : start;
-    tile.sequence = sequence_for<Family::sm90>(params, b);
+    tile.sequence = sequence_for<Family::sm90>(params, mask, b);
     tile.pair = b * shape.heads_kv + tile.head_kv;
     tile.batch = offsets_q ? 0 : b;
     tile.first_block = queries.first(b);
@@ -62,17 +64,19 @@ struct KvTileScheduler {
 };
 
 // In the Ampere family. There may be fewer tiles than thread blocks.
+template <class Mask>
 struct KvTileSchedulerSm80 {
   TileOrder uniform;  // where sequences have equally many blocks of keys
+  Mask mask;
 
   // The block sizes are arguments, as compilers should know them.
   FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
     ProblemShape const& shape = params.shape;
     BackwardWorkspace const& workspace = params.workspace;
-    if (workspace.kv_block_offsets) {
-      bool const is_uniform = *workspace.is_uniform;
+    if (workspace.varlen.kv_block_offsets) {
+      bool const is_uniform = *workspace.varlen.is_uniform;
       int const tiles =
-          is_uniform ? uniform.tiles() : shape.heads_kv * workspace.kv_block_offsets[shape.batch];
+          is_uniform ? uniform.tiles() : shape.heads_kv * workspace.varlen.kv_block_offsets[shape.batch];
       if (index >= tiles) return {.m_begin = kNoTile, .head = 0, .head_kv = 0, .batch = 0};
       if (!is_uniform) return varlen_kv_tile(params, block_n, index);
     }
@@ -85,7 +89,7 @@ struct KvTileSchedulerSm80 {
     int const* const offsets_q = params.lengths.cu_seqlens_q;
     BatchBlocks const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
     TileCoord const found = place(params, block_n, index);
-    return {.sequence = sequence_for<Family::sm80>(params, found.batch),
+    return {.sequence = sequence_for<Family::sm80>(params, mask, found.batch),
             .pair = found.batch * shape.heads_kv + found.head_kv,
             .batch = offsets_q ? 0 : found.batch,
             .head_kv = found.head_kv,
@@ -96,16 +100,22 @@ struct KvTileSchedulerSm80 {
 };
 
 // Of a sequence, those that have a key.
-template <Family family, class Params>
-FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, int b, int block_n) {
-  return ceil_div(sequence_for<family>(params, b).mask.seqlen_k, block_n);
+template <Family family, class Params, class Mask>
+FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, Mask const& mask, int b, int block_n) {
+  return ceil_div(sequence_for<family>(params, mask, b).mask.seqlen_k, block_n);
 }
 
+// What a block of queries asks of its sequence.
+struct QuerySequence {
+  int index, first_block, begin, used;
+};
+
 // The sequence that a block of queries has a place in, and where its own rows are.
-FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, BatchBlocks const& queries,
-                                                 int place) {
+template <class Mask>
+FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, Mask const& mask,
+                                                 BatchBlocks const& queries, int place) {
   int const b = queries.sequence(place);
-  Sequence const s = sequence_for<Family::sm90>(params, b);
+  Sequence const s = sequence_for<Family::sm90>(params, mask, b);
   return {.index = b, .first_block = queries.first(b), .begin = s.queries.begin, .used = s.used};
 }
 
@@ -116,8 +126,10 @@ FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, QuerySequence 
 // Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
 // of a sequence and a head of K and V, in the order in which KvTileScheduler comes to these pairs. Places
 // that a packed sequence does not need come behind those of all its heads.
+template <class Mask>
 struct DqConvertOrder {
   BackwardParams const& params;
+  Mask const& mask;
   BatchBlocks queries;
 
   struct Block {
@@ -130,7 +142,7 @@ struct DqConvertOrder {
   FLASH_CUTE_HOST_DEVICE Block operator()(int index) const {
     int const heads_q = params.shape.heads_q, heads_kv = params.shape.heads_kv, heads = heads_q / heads_kv;
     Block block{};
-    block.sequence = sequence_at(params, queries, index / heads_q);
+    block.sequence = sequence_at(params, mask, queries, index / heads_q);
     int const first = block.sequence.first_block, of_sequence = index - first * heads_q;
     int const of_head_kv = of_sequence / heads, blocks = blocks_of(block.sequence),
               head_kv = of_head_kv / blocks;

@@ -33,27 +33,27 @@ __device__ void order_offsets(int const* offsets, int count, int total, int* ord
 // What of a call sequence_for asks.
 struct OrderedSequences {
   ProblemShape shape;
+
   LengthParams lengths;
-  WindowMask mask;
 };
 
 // By the first thread block: the places of blocks of keys, those of one sequence behind those of the other,
 // and whether all sequences have as many as expected. Of packed ones the offsets are put in order first: so
 // additions have an order, and a sequence's have an end, whatever the offsets hold.
-template <Family family, int kThreads>
-__device__ void varlen_prepare(BackwardParams const& params) {
+template <Family family, int kThreads, class Mask>
+__device__ void varlen_prepare(BackwardParams const& params, Mask const& mask) {
   BackwardWorkspace const& workspace = params.workspace;
-  if (!workspace.kv_block_offsets || blockIdx.x > 0) return;
+  if (!workspace.varlen.kv_block_offsets || blockIdx.x > 0) return;
   int const batch = params.shape.batch;
-  OrderedSequences sequences{params.shape, params.lengths, params.mask};
-  if (workspace.offsets_q) {
+  OrderedSequences sequences{params.shape, params.lengths};
+  if (workspace.varlen.offsets_q) {
     order_offsets<kThreads>(params.lengths.cu_seqlens_q, batch + 1, params.shape.seqlen_q,
-                            workspace.offsets_q);
+                            workspace.varlen.offsets_q);
     order_offsets<kThreads>(params.lengths.cu_seqlens_k, batch + 1, params.shape.seqlen_k,
-                            workspace.offsets_k);
+                            workspace.varlen.offsets_k);
     __syncthreads();
-    sequences.lengths.cu_seqlens_q = workspace.offsets_q;
-    sequences.lengths.cu_seqlens_k = workspace.offsets_k;
+    sequences.lengths.cu_seqlens_q = workspace.varlen.offsets_q;
+    sequences.lengths.cu_seqlens_k = workspace.varlen.offsets_k;
   }
 
   __shared__ typename BlockScan<kThreads>::TempStorage storage;
@@ -65,19 +65,19 @@ __device__ void varlen_prepare(BackwardParams const& params) {
     int before[kAtOnce] = {}, of_all = 0;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (b + i < batch) before[i] = kv_blocks<family>(sequences, b + i, workspace.key_block);
-      is_uniform &= b + i >= batch || before[i] == workspace.expected_kv_blocks;
+      if (b + i < batch) before[i] = kv_blocks<family>(sequences, mask, b + i, workspace.varlen.block_n);
+      is_uniform &= b + i >= batch || before[i] == workspace.varlen.expected_kv_blocks;
     }
     __syncthreads();
     BlockScan<kThreads>(storage).ExclusiveSum(before, before, of_all);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (b + i <= batch) workspace.kv_block_offsets[b + i] = places + before[i];
+      if (b + i <= batch) workspace.varlen.kv_block_offsets[b + i] = places + before[i];
     }
     places += of_all;
   }
   is_uniform = __syncthreads_and(is_uniform);
-  if (threadIdx.x == 0) *workspace.is_uniform = is_uniform;
+  if (threadIdx.x == 0) *workspace.varlen.is_uniform = is_uniform;
 }
 
 }  // namespace flash_cute

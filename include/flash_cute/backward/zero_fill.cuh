@@ -48,15 +48,15 @@ __device__ void zero_fill_around(BatchBlocks const& places, int part, int parts,
 }
 
 // Part `part` of `parts`, each by a thread block.
-template <Family family>
-__device__ void zero_fill_unwritten(BackwardParams const& params, int part, int parts) {
+template <Family family, class Mask>
+__device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& mask, int part, int parts) {
   ProblemShape const& shape = params.shape;
   BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BatchBlocks const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};
   zero_fill_around(
       queries, part, parts,
       [&](int b) {
-        Sequence const s = sequence_for<family>(params, b);
+        Sequence const s = sequence_for<family>(params, mask, b);
         return Rows{s.queries.begin, s.queries.begin + s.used};
       },
       [&](int entry, Rows const& rows) {
@@ -65,7 +65,7 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, int part, int 
   zero_fill_around(
       keys, part, parts,
       [&](int b) {
-        Sequence const s = sequence_for<family>(params, b);
+        Sequence const s = sequence_for<family>(params, mask, b);
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {
@@ -74,14 +74,14 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, int part, int 
       });
 }
 
-template <Family family, int kThreads>
+template <Family family, int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads)
-    backward_zero_fill(__grid_constant__ BackwardParams const params) {
+    backward_zero_fill(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
   wait_for_grid_before();
   if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
-    varlen_prepare<family, kThreads>(params);
+    varlen_prepare<family, kThreads>(params, mask);
   }
-  zero_fill_unwritten<family>(params, blockIdx.x, gridDim.x);
+  zero_fill_unwritten<family>(params, mask, blockIdx.x, gridDim.x);
 }
 
 }  // namespace flash_cute

@@ -7,6 +7,7 @@
 #include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/store_rows.hpp"
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/fully_masked.hpp"
 #include "flash_cute/backward/tiles.hpp"
@@ -42,10 +43,11 @@ struct QueryTraitsSm80 {
   };
 };
 
-// place_rows: queries of a block as the workspace counts them.
-template <class Traits>
+// block_rows: queries of a block as the workspace counts them.
+template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
-    backward_query_kernel_sm80(__grid_constant__ BackwardParams const params, int const place_rows) {
+    backward_dq_kernel_sm80(__grid_constant__ BackwardParams const params,
+                            __grid_constant__ Mask const limits, int const block_rows) {
   using Element = typename Traits::Element;
   using TensorCore = typename Traits::TensorCore;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
@@ -56,10 +58,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
   BatchBlocks const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  BatchBlocks const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, place_rows};
+  BatchBlocks const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_rows};
   auto const [head, of_head] = tiles.of_block(blockIdx.x);
   int const b = tiles.sequence(of_head);
-  Sequence const s = sequence(params, b);
+  Sequence const s = sequence(params.shape, params.lengths, limits, b);
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
@@ -102,13 +104,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto const coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(coords))::value;
   float lse[kRows], delta[kRows];
-  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * place_rows + m_begin;
+  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * block_rows + m_begin;
   CUTE_UNROLL
   for (int i = 0; i < kRows; ++i) {
     int const row = get<0>(coords(i, 0));
     bool const counts = m_begin + row < s.used;
-    lse[i] = counts ? params.workspace.lse[stored + row] : INFINITY;
-    delta[i] = counts ? params.workspace.delta[stored + row] : 0.f;
+    lse[i] = counts ? params.workspace.lse_delta.lse[stored + row] : INFINITY;
+    delta[i] = counts ? params.workspace.lse_delta.delta[stored + row] : 0.f;
   }
 
   if (!visited.empty()) load_keys(visited.end - 1);

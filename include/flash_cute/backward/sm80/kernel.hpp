@@ -21,10 +21,10 @@ CUTE_DEVICE KvTile uniform(KvTile tile) {
   return tile;
 }
 
-template <class Traits, DqSums dq_sums>
+template <class Traits, DqSums dq_sums, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_kernel_sm80(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KvTileSchedulerSm80 const order) {
+                         __grid_constant__ KvTileSchedulerSm80<Mask> const order) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   };
   auto store = [&](typename Traits::Tile const& tile, KvGradient which, TensorView const& view, auto& acc,
                    auto const& coords) {
-    if (params.workspace.gqa_sums) {
+    if (params.workspace.gqa.sums) {
       using Parts = GqaSums<Traits>;
       return Parts::add(Parts::of(params, which, Parts::sum_index(params, tile), 0, own(read_thread_index())),
                         acc);

@@ -24,14 +24,14 @@ auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   if constexpr (!kTiles.keys[index].knows_dq) {
     return visit(std::integral_constant<DqSums, DqSums::asked>{});
   } else {
-    return plan.sums_dq ? visit(std::integral_constant<DqSums, DqSums::all>{})
-                        : visit(std::integral_constant<DqSums, DqSums::none>{});
+    return plan.dq.is_accumulated() ? visit(std::integral_constant<DqSums, DqSums::all>{})
+                                    : visit(std::integral_constant<DqSums, DqSums::none>{});
   }
 }
 
 template <class Instance>
-void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
-                                   cudaStream_t stream) {
+void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask const& mask,
+                                   BackwardPlan const& plan, cudaStream_t stream) {
   using Query = QueryTraitsSm80<Instance>;
   DeviceInfo const& device = params.device;
   int const queries = plan.q_blocks * params.shape.heads_q;
@@ -40,33 +40,33 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   // kernel for rows of dQ, if it has enough.
   int const enough = 2 * device.multiprocessors;
   BackwardParams const ordered = params.with_ordered_offsets();
-  bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
+  bool const clears_beside = params.lengths.given && plan.dq.is_accumulated() && queries >= enough;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
-    launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
-        device, plan.preprocess_blocks, kRowThreads, 0, stream, params);
-    if (plan.runs_keys) {
-      KvTileSchedulerSm80 const order{plan.order};
-      launch_kernel<backward_kernel_sm80<Traits, dq_sums()>>(device, plan.blocks, Traits::kThreads,
-                                                             sizeof(typename Traits::SharedStorage), stream,
-                                                             ordered, order);
+    launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads, WindowMask>>(
+        device, plan.preprocess_blocks, kRowThreads, 0, stream, params, mask);
+    if (plan.runs_kv) {
+      KvTileSchedulerSm80<WindowMask> const order{plan.order, mask};
+      launch_kernel<backward_kernel_sm80<Traits, dq_sums(), WindowMask>>(
+          device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, ordered,
+          order);
     }
     if (plan.gqa_reduce_blocks() > 0) {
-      launch_kernel<backward_gqa_reduce<Traits>>(device, plan.gqa_reduce_blocks(), Traits::kKeyThreads, 0,
-                                                 stream, ordered);
+      launch_kernel<backward_gqa_reduce<Traits, WindowMask>>(device, plan.gqa_reduce_blocks(),
+                                                             Traits::kKeyThreads, 0, stream, ordered, mask);
     }
-    if (plan.sums_dq) {
-      launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, ordered,
-                                                       clears_beside ? enough : 0);
+    if (plan.dq.is_accumulated()) {
+      launch_kernel<backward_postprocess_sm80<Traits, WindowMask>>(
+          device, queries, Traits::kThreads, 0, stream, ordered, mask, clears_beside ? enough : 0);
     }
   });
-  if (plan.runs_queries) {
-    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.q_tiles * params.shape.heads_q,
-                                                     Query::kThreads, sizeof(typename Query::SharedStorage),
-                                                     stream, ordered, plan.tile.block_m);
+  if (plan.dq.method == DqMethod::alone) {
+    launch_kernel<backward_dq_kernel_sm80<Query, WindowMask>>(
+        device, plan.q_tiles * params.shape.heads_q, Query::kThreads, sizeof(typename Query::SharedStorage),
+        stream, ordered, mask, plan.tile.block_m);
   }
   if (params.lengths.given && !clears_beside) {
-    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream,
-                                                                 ordered);
+    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads, WindowMask>>(device, enough, kRowThreads, 0,
+                                                                             stream, ordered, mask);
   }
 }
 
@@ -76,9 +76,9 @@ KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) 
     return read_attributes(kernel, Traits::kThreads, sizeof(typename Traits::SharedStorage));
   };
   using Query = QueryTraitsSm80<Instance>;
-  if (!plan.runs_keys) return read(Query{}, backward_query_kernel_sm80<Query>);
+  if (!plan.runs_kv) return read(Query{}, backward_dq_kernel_sm80<Query, WindowMask>);
   return visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits traits, auto dq_sums) {
-    return read(traits, backward_kernel_sm80<Traits, dq_sums()>);
+    return read(traits, backward_kernel_sm80<Traits, dq_sums(), WindowMask>);
   });
 }
 

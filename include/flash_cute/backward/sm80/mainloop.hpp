@@ -39,7 +39,8 @@ struct BackwardMainloopSm80 {
     if (visited.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv,
               steps = heads * (visited.end - visited.begin);
-    bool const sums_dq = dq_sums == DqSums::asked ? params.workspace.dq != nullptr : dq_sums == DqSums::all;
+    bool const sums_dq =
+        dq_sums == DqSums::asked ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
@@ -133,7 +134,7 @@ struct BackwardMainloopSm80 {
       if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
       if constexpr (kStages == 1) load_next(0);
       if (sums_dq) {
-        float* sums = params.workspace.dq + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
+        float* sums = params.workspace.dq.accum + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
         CUTE_UNROLL
         for (int part = 0; part < Traits::kDqParts; ++part) {
           Tensor acc_dq = partition_fragment_C(mma_dq, typename Traits::TileDq{});  // (MMA, MMA_M, MMA_D)

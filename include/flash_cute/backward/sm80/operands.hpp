@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/core/accumulator.hpp"
@@ -76,7 +77,8 @@ struct KvTileLoader {
     constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
     if (thread < 2 * kChunks) {
       int const chunk = thread % kChunks * kChunk;
-      float const* const source = thread < kChunks ? params.workspace.lse : params.workspace.delta;
+      float const* const source =
+          thread < kChunks ? params.workspace.lse_delta.lse : params.workspace.lse_delta.delta;
       float* const target = thread < kChunks ? shared.lse : shared.delta;
       SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
           *reinterpret_cast<uint128_t const*>(source + tile.place(head, block) * kBlockM + chunk),

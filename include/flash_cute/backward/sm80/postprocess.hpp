@@ -11,9 +11,10 @@
 namespace flash_cute {
 
 // clearing: so many blocks first clear what no kernel writes, each its part.
-template <class Traits>
+template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads)
-    backward_postprocess_sm80(__grid_constant__ BackwardParams const params, int clearing) {
+    backward_postprocess_sm80(__grid_constant__ BackwardParams const params,
+                              __grid_constant__ Mask const mask, int clearing) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
@@ -22,8 +23,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
   auto const [head, of_head] =
       queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), thread = threadIdx.x;
-  Sequence const s = sequence(params, b);
-  if (int(blockIdx.x) < clearing) zero_fill_unwritten<Family::sm80>(params, blockIdx.x, clearing);
+  Sequence const s = sequence(params.shape, params.lengths, mask, b);
+  if (int(blockIdx.x) < clearing) zero_fill_unwritten<Family::sm80>(params, mask, blockIdx.x, clearing);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   constexpr int kFloats = kBlockM * Traits::kHeadDim;
   float const* const sums =
-      params.workspace.dq + (int64_t(head) * queries.count() + of_head) * kFloats + thread;
+      params.workspace.dq.accum + (int64_t(head) * queries.count() + of_head) * kFloats + thread;
   CUTE_UNROLL
   for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));

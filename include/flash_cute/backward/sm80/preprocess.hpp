@@ -13,9 +13,10 @@ namespace flash_cute {
 
 // One block of threads for each block of queries of a head. A row is read by as many neighbouring lanes as it
 // has chunks of 16 bytes.
-template <class Instance, int kBlockM, int kThreads>
+template <class Instance, int kBlockM, int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads)
-    backward_preprocess_sm80(__grid_constant__ BackwardParams const params) {
+    backward_preprocess_sm80(__grid_constant__ BackwardParams const params,
+                             __grid_constant__ Mask const mask) {
   using Element = typename ElementOf<Instance::element>::type;
   constexpr int kChunk = 16 / sizeof(Element);
   constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
@@ -25,11 +26,11 @@ __global__ void __launch_bounds__(kThreads)
   if (int(blockIdx.x) >= shape.heads_q * queries.count()) return zero_fill_workspace(params.workspace);
   auto const [head, of_head] = queries.of_block(blockIdx.x);
   int const b = queries.sequence(of_head);
-  Sequence const s = sequence_for<Family::sm80>(params, b);
+  Sequence const s = sequence_for<Family::sm80>(params, mask, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   int64_t const place = blockIdx.x;
   zero_fill_workspace(params.workspace);
-  varlen_prepare<Family::sm80, kThreads>(params);
+  varlen_prepare<Family::sm80, kThreads>(params, mask);
   if (!has_rows(m_begin, s.used)) return;
 
   int const first_row = s.mask.fully_masked_rows(), lane = threadIdx.x % kLanes;
@@ -54,12 +55,13 @@ __global__ void __launch_bounds__(kThreads)
     int64_t const at = b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
     float const lse = sees ? params.lse[at] : INFINITY;
     // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
-    params.workspace.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
-    params.workspace.delta[place * kBlockM + i] = sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
+    params.workspace.lse_delta.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
+    params.workspace.lse_delta.delta[place * kBlockM + i] =
+        sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
   }
-  if (params.workspace.dq) {
+  if (params.workspace.dq.accum) {
     constexpr int kFloats = kBlockM * Instance::head_dim;
-    auto* const sums = reinterpret_cast<uint4*>(params.workspace.dq + place * kFloats);
+    auto* const sums = reinterpret_cast<uint4*>(params.workspace.dq.accum + place * kFloats);
 #pragma unroll
     for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
   }

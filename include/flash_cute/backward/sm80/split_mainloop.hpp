@@ -84,7 +84,7 @@ struct BackwardSplitMainloopSm80 {
     constexpr int kSums = decltype(size(acc_dq))::value;
     auto sums_of_step = [&]() -> float* {
       if constexpr (dq_sums == DqSums::none) return nullptr;
-      return params.workspace.dq + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
+      return params.workspace.dq.accum + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
     };
     float* sums = sums_of_step();
     auto add = [&](int i) {
@@ -105,7 +105,7 @@ struct BackwardSplitMainloopSm80 {
       if (has_weights) {
         if (!unmasked.contains(block)) {
           TransposedMask const from_block{mask.transposed().from_key(block * kBlockM)};
-          apply_mask<PlacedKeys>(from_block, PlainRows{}, tile.n_begin, 0, cS, scores);
+          apply_mask<OffsetKeys>(from_block, PlainRows{}, tile.n_begin, 0, cS, scores);
         }
         compute_p(scores, cS, own_stats + stage * kBlockM, params.softmax_scale * float(M_LOG2E));
         CUTE_UNROLL

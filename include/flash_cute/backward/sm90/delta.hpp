@@ -25,7 +25,7 @@ struct LseDeltaBlock {
     int64_t const row = s.begin + begin;
     given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
     if constexpr (Traits::kLseDeltaMma) {
-      TensorView const& rows = params.workspace.terms;
+      TensorView const& rows = params.workspace.lse_delta.terms;
       terms = static_cast<uint16_t*>(rows.data) + entry * rows.batch_stride + head * rows.head_stride +
               row * rows.row_stride;
     }
@@ -39,25 +39,25 @@ struct LseDeltaBlock {
     if constexpr (Traits::kLseDeltaMma) {
       if (has_terms(row)) terms_of(row)[0] = term_of_lse(lse, counts(row), params.softmax_scale);
     } else {
-      params.workspace.lse[place + row] = lse_in_base_2(lse);
+      params.workspace.lse_delta.lse[place + row] = lse_in_base_2(lse);
     }
   }
   CUTE_DEVICE void store_delta(int row, float delta) const {
     if constexpr (Traits::kLseDeltaMma) {
       if (has_terms(row)) terms_of(row)[1] = parts_in_bf16(delta);
     } else {
-      params.workspace.delta[place + row] = delta;
+      params.workspace.lse_delta.delta[place + row] = delta;
     }
   }
 
  private:
   CUTE_DEVICE bool counts(int row) const { return row < count; }
-  CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.log2_terms_of_row; }
+  CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.lse_delta.log2_terms_of_row; }
   // Others would lie past the sequence's end, where loads find zeros.
   CUTE_DEVICE bool has_terms(int row) const { return row_of_terms(row) < count; }
   CUTE_DEVICE uint2* terms_of(int row) const {
-    int64_t const first = row_of_terms(row) * params.workspace.terms.row_stride;
-    int const column = row - (row_of_terms(row) << params.workspace.log2_terms_of_row);
+    int64_t const first = row_of_terms(row) * params.workspace.lse_delta.terms.row_stride;
+    int const column = row - (row_of_terms(row) << params.workspace.lse_delta.log2_terms_of_row);
     return reinterpret_cast<uint2*>(terms + first) + 2 * column;
   }
 };

@@ -136,7 +136,7 @@ struct DqAccumulateWriter {
 
   CUTE_DEVICE void run() {
     for_each_tile(shared, [&](KvTile const& tile) {
-      if (params.workspace.dq || Traits::kInCluster) add(tile);  // where memory is given back, too
+      if (params.workspace.dq.accum || Traits::kInCluster) add(tile);  // where memory is given back, too
     });
   }
 
@@ -145,11 +145,11 @@ struct DqAccumulateWriter {
     QBlockIterator steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
     int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
     int const own = warpgroup * Traits::kCluster + rank;
-    int *const additions = params.workspace.additions, *const finished = params.workspace.finished;
+    int *const additions = params.workspace.dq.adds, *const finished = params.workspace.dq.tiles_finished;
     // 20 us until rows are made of them, where this kernel makes them (1% at head dim 128; 256 0 to 1%).
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
-    bool const ordered = additions && params.workspace.ordered;
+    bool const ordered = additions && params.workspace.dq.ordered;
     auto look = [&](QBlockIterator const& step) {
       return load_acquire(additions + tile.place(step.head, step.block) * kParts + own);
     };
@@ -171,9 +171,9 @@ struct DqAccumulateWriter {
       shared.ring_dq[warpgroup].wait(at);
       cutlass::arch::fence_view_async_shared();
       float const* const source = dq_smem<Traits>(shared, warpgroup, at_ds.stage);
-      if (params.workspace.dq) {
+      if (params.workspace.dq.accum) {
         float* const sums =
-            params.workspace.dq + place * Traits::kBlockFloats + Traits::place_of_part(warpgroup, rank);
+            params.workspace.dq.accum + place * Traits::kBlockFloats + Traits::place_of_part(warpgroup, rank);
         int const bytes = Traits::floats_of(warpgroup) * sizeof(float);
         if (first) {
           bulk_store(sums, source, bytes, hint);

@@ -10,27 +10,28 @@ namespace flash_cute {
 // The thread that fetches. A tile is finished when each warpgroup's additions have arrived, and the sums of a
 // pair (see DqConvertOrder) are complete when all its tiles are. It takes a block of queries when there is
 // room for one, whoever added to it.
-template <class Traits>
+template <class Traits, class Mask>
 struct DqConvertLoader {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;
+  Mask const& mask;
 
   CUTE_DEVICE void run() {
     BackwardWorkspace const& workspace = params.workspace;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    DqConvertOrder const rows{params, queries};
+    DqConvertOrder<Mask> const rows{params, mask, queries};
     int waited_for = -1;  // this pair
     // Calls fetch(where its rows are, its sums) for a block, once it is complete.
     auto visit = [&](int index, auto&& fetch) {
-      DqConvertOrder::Block const block = rows(index);
+      typename DqConvertOrder<Mask>::Block const block = rows(index);
       if (!block.exists) return;
       QuerySequence const& s = block.sequence;
       if (block.pair != waited_for) {
-        int const tiles = kv_blocks<Family::sm90>(params, s.index, Traits::kTileN);
-        wait_for(workspace.finished + block.pair, tiles * Traits::kConsumers);
+        int const tiles = kv_blocks<Family::sm90>(params, mask, s.index, Traits::kTileN);
+        wait_for(workspace.dq.tiles_finished + block.pair, tiles * Traits::kConsumers);
         fence_async_global();
         waited_for = block.pair;
       }
@@ -38,7 +39,7 @@ struct DqConvertLoader {
           TmaCoord::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
       int64_t const place = int64_t(block.head) * queries.count() + block.place;
       fetch({false, block.head, coord_dq.shift + block.begin, coord_dq.plane, coord_dq.bound},
-            workspace.dq + place * Traits::kBlockFloats);
+            workspace.dq.accum + place * Traits::kBlockFloats);
     };
     PipelineState<1> at{};
     auto load = [&](DqConvertBlock const& block, float const* sums) {
@@ -65,7 +66,7 @@ struct DqConvertLoader {
       at.advance();
     };
     int index;
-    while ((index = atomicAdd(workspace.taken, 1)) < rows.count()) visit(index, load);
+    while ((index = atomicAdd(workspace.dq.blocks_taken, 1)) < rows.count()) visit(index, load);
     load({.through = true}, nullptr);
   }
 
@@ -84,7 +85,7 @@ struct DqConverter {
   // three spill.
   enum { kPhase = 1, kLeaving = 2, kNoMore = 4 };
   BackwardConsumerWarpgroup<Traits> const& own;
-  int state = own.params.workspace.finished ? 0 : kNoMore;
+  int state = own.params.workspace.dq.tiles_finished ? 0 : kNoMore;
 
   // Begins with what has come, if something has.
   CUTE_DEVICE void start_ready() {

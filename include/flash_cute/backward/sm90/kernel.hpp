@@ -13,10 +13,10 @@
 
 namespace flash_cute {
 
-template <class Traits>
+template <class Traits, class Mask>
 __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KvTileScheduler const order,
+                         __grid_constant__ KvTileScheduler<Mask> const order,
                          __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -56,13 +56,13 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     int const warp = cutlass::canonical_warp_idx_sync();
     if (elect_one_sync()) {
       if (warp == 0) {
-        BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
+        BackwardProducerSm90<Traits, Mask>{shared, params, order, maps}.run();
       } else if (warp <= Traits::kConsumers) {
         DqAccumulateWriter<Traits>{shared, params, warp - 1}.run();
       } else if constexpr (Traits::kInCluster) {
         DsExchange<Traits>{shared, params, maps}.run();
-      } else if (params.workspace.finished) {
-        DqConvertLoader<Traits>{shared, params, maps}.run();
+      } else if (params.workspace.dq.tiles_finished) {
+        DqConvertLoader<Traits, Mask>{shared, params, maps, order.mask}.run();
       }
     }
   } else {

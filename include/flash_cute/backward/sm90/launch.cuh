@@ -10,7 +10,7 @@
 namespace flash_cute {
 
 template <class Traits>
-BackwardMaps maps_of(BackwardParams const& params) {
+BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
   using Element = typename Traits::Element;
   ProblemShape const& shape = params.shape;
   bool const varlen = params.lengths.given;
@@ -33,7 +33,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
   auto boxes_of_queries = [&](TensorView const& view, TmaBox const& box) {
-    return encode(view, shape.heads_q, shape.seqlen_q, params.mask.fully_masked_rows(), box);
+    return encode(view, shape.heads_q, shape.seqlen_q, mask.fully_masked_rows(), box);
   };
   auto queries = [&](TensorView const& view, int box_rows) {
     return boxes_of_queries(view, {Traits::kPanel, 1, box_rows});
@@ -44,7 +44,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
   // What is not there is never loaded or stored, but a map has to point somewhere.
   TensorView const &dout = params.dout.data ? params.dout : params.q,
                    &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
-                   &dv = params.dv.data ? params.dv : params.v, &terms = params.workspace.terms;
+                   &dv = params.dv.data ? params.dv : params.v, &terms = params.workspace.lse_delta.terms;
   BackwardMaps maps{
       .q = queries(params.q, Traits::kBlockM),
       .k = keys(params.k, Traits::kBlockN),
@@ -57,7 +57,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
       .entry_rows = {entry_rows(params.q), entry_rows(params.k), entry_rows(params.v), entry_rows(params.out),
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
   if constexpr (Traits::kLseDeltaMma) {
-    int const side_by_side = 1 << params.workspace.log2_terms_of_row;
+    int const side_by_side = 1 << params.workspace.lse_delta.log2_terms_of_row;
     maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
                                           Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
@@ -71,13 +71,13 @@ auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
   }
-  if (plan.gqa_splits > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
+  if (plan.gqa.splits > 1) return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index], true>{});
   return visitor(BackwardTraitsSm90<Instance, kTiles.keys[index]>{});
 }
 
 template <class Instance>
-void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
-                                   cudaStream_t stream) {
+void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask const& mask,
+                                   BackwardPlan const& plan, cudaStream_t stream) {
   DeviceInfo const& device = params.device;
   int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
@@ -86,33 +86,34 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
   bool const is_packed = lengths.cu_seqlens_q;
   // Of packed sequences the preprocess does this; where there may be much to clear, as of padded ones, its
   // small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
-  if (has_unwritten(params) && !is_packed) {
-    launch_kernel<backward_zero_fill<Family::sm90, kRowThreads>, kStartsEarly>(
-        device, 2 * device.multiprocessors, kRowThreads, 0, stream, params);
+  if (has_unwritten(params, mask) && !is_packed) {
+    launch_kernel<backward_zero_fill<Family::sm90, kRowThreads, WindowMask>, kStartsEarly>(
+        device, 2 * device.multiprocessors, kRowThreads, 0, stream, params, mask);
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
-    BackwardMaps const maps = maps_of<Traits>(params);
+    BackwardMaps const maps = maps_of<Traits>(params, mask);
     auto preprocess = [&]<bool kZeroFills>(std::bool_constant<kZeroFills>) {
       bool const all_count = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
       int const zero_fill_blocks = kZeroFills ? (all_count ? 1 : 4) * device.multiprocessors : 0;
-      launch_kernel<backward_preprocess_sm90<Traits, kZeroFills>, kStartsEarly>(
+      launch_kernel<backward_preprocess_sm90<Traits, kZeroFills, WindowMask>, kStartsEarly>(
           device, zero_fill_blocks + plan.preprocess_blocks, Traits::kBlockM,
-          sizeof(PreprocessStorage<Traits>), stream, params, maps, zero_fill_blocks);
+          sizeof(PreprocessStorage<Traits>), stream, params, mask, maps, zero_fill_blocks);
     };
     is_packed ? preprocess(std::true_type{}) : preprocess(std::false_type{});
     BackwardParams const ordered = params.with_ordered_offsets();
-    KvTileScheduler const order{plan.order, plan.tiles, Traits::kBlockM, Traits::kTileN, plan.query_start};
-    launch_kernel<backward_kernel_sm90<Traits>, kStartsEarly>(device, plan.blocks, Traits::kThreads,
-                                                              sizeof(typename Traits::SharedStorage), stream,
-                                                              ordered, order, maps);
-    if (plan.sums_dq && !plan.converts_dq) {
-      launch_kernel<backward_postprocess_sm90<Traits>, kStartsEarly>(
-          device, queries, Traits::kConsumers * 128, 0, stream, ordered);
+    KvTileScheduler<WindowMask> const order{plan.order,     plan.tiles,       Traits::kBlockM,
+                                            Traits::kTileN, plan.query_start, mask};
+    launch_kernel<backward_kernel_sm90<Traits, WindowMask>, kStartsEarly>(
+        device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, ordered, order,
+        maps);
+    if (plan.dq.is_accumulated() && !plan.dq.is_converted) {
+      launch_kernel<backward_postprocess_sm90<Traits, WindowMask>, kStartsEarly>(
+          device, queries, Traits::kConsumers * 128, 0, stream, ordered, mask);
     }
     if constexpr (Traits::kSplitsGroups) {
       if (plan.gqa_reduce_blocks() > 0) {
-        launch_kernel<backward_gqa_reduce<Traits>, kStartsEarly>(device, plan.gqa_reduce_blocks(),
-                                                                 Traits::kKeyThreads, 0, stream, ordered);
+        launch_kernel<backward_gqa_reduce<Traits, WindowMask>, kStartsEarly>(
+            device, plan.gqa_reduce_blocks(), Traits::kKeyThreads, 0, stream, ordered, mask);
       }
     }
   });
@@ -121,7 +122,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
 template <class Instance>
 KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) {
   return visit_backward_sm90<Instance>(plan, []<class Traits>(Traits) {
-    return read_attributes(backward_kernel_sm90<Traits>, Traits::kThreads,
+    return read_attributes(backward_kernel_sm90<Traits, WindowMask>, Traits::kThreads,
                            sizeof(typename Traits::SharedStorage));
   });
 }

@@ -8,9 +8,10 @@
 namespace flash_cute {
 
 // With as many threads as compute dQ.
-template <class Traits>
+template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kConsumers * 128)
-    backward_postprocess_sm90(__grid_constant__ BackwardParams const params) {
+    backward_postprocess_sm90(__grid_constant__ BackwardParams const params,
+                              __grid_constant__ Mask const mask) {
   using TileQ = typename Traits::TileQ;
   cudaGridDependencySynchronize();  // launched early
   ProblemShape const& shape = params.shape;
@@ -19,12 +20,12 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
   auto const [head, of_head] =
       queries.of_block(index, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Sequence const s = sequence_for<Family::sm90>(params, b);
+  Sequence const s = sequence_for<Family::sm90>(params, mask, b);
   int const m_begin = (of_head - queries.first(b)) * Traits::kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
   int64_t const place = int64_t(head) * queries.count() + of_head;
-  int const* const additions = params.workspace.additions;
+  int const* const additions = params.workspace.dq.adds;
   bool const added = !additions || additions[(place * Traits::kConsumers + warp / 4) * Traits::kCluster] != 0;
   auto* const rows =
       local_tensor<typename Traits::Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{})
@@ -35,8 +36,8 @@ __global__ void __launch_bounds__(Traits::kConsumers * 128)
     Tensor dq = partition_fragment_C(mma, tile);  // (MMA, MMA_M, MMA_D)
     Tensor coords =
         mma.get_slice(threadIdx.x % decltype(size(mma))::value).partition_C(make_identity_tensor(tile));
-    auto const* const sums =
-        reinterpret_cast<float4 const*>(params.workspace.dq + place * Traits::kBlockFloats + first_float);
+    auto const* const sums = reinterpret_cast<float4 const*>(params.workspace.dq.accum +
+                                                             place * Traits::kBlockFloats + first_float);
     CUTE_UNROLL
     for (int i = 0; i < size(dq) / 4; ++i) {
       float4 const four = added && i < fours ? sums[Traits::place_of_four(i) + lane] : float4{};

@@ -17,9 +17,9 @@ struct PreprocessStorage {
 // A thread block for each block of queries of a head, and a thread for each of its rows; if kZeroFills,
 // before them zero_fill_blocks others that do what backward_zero_fill does elsewhere: one launch less (512:
 // 0.5 to 2%).
-template <class Traits, bool kZeroFills>
+template <class Traits, bool kZeroFills, class Mask>
 __global__ void __launch_bounds__(Traits::kBlockM)
-    backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
+    backward_preprocess_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask,
                              __grid_constant__ BackwardMaps const maps, int zero_fill_blocks) {
   constexpr int kBlockM = Traits::kBlockM;
   cudaGridDependencySynchronize();  // launched early
@@ -32,15 +32,15 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   int const index = int(blockIdx.x) - (kZeroFills ? zero_fill_blocks : 0);
   if constexpr (kZeroFills) {
     if (index < 0) {
-      varlen_prepare<Family::sm90, kBlockM>(params);
-      zero_fill_unwritten<Family::sm90>(params, blockIdx.x, zero_fill_blocks);
+      varlen_prepare<Family::sm90, kBlockM>(params, mask);
+      zero_fill_unwritten<Family::sm90>(params, mask, blockIdx.x, zero_fill_blocks);
       return zero_fill_workspace(workspace);
     }
   }
   if (index >= shape.heads_q * queries.count()) return zero_fill_workspace(workspace);
   auto const [head, of_head] =
       queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
-  QuerySequence const s = sequence_at(params, queries, of_head);
+  QuerySequence const s = sequence_at(params, mask, queries, of_head);
   int const begin = (of_head - s.first_block) * kBlockM;
   int64_t const place = int64_t(head) * queries.count() + of_head;
   bool const exists = has_rows(begin, s.used), has_dout = params.dout.data;

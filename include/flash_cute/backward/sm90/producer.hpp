@@ -11,12 +11,12 @@
 
 namespace flash_cute {
 
-template <class Traits>
+template <class Traits, class Mask>
 struct BackwardProducerSm90 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTileN = Traits::kTileN;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
-  KvTileScheduler const& order;
+  KvTileScheduler<Mask> const& order;
   BackwardMaps const& maps;
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
@@ -39,11 +39,11 @@ struct BackwardProducerSm90 {
  private:
   // In a cluster the first block claims for both.
   CUTE_DEVICE int claim() {
-    if constexpr (!Traits::kInCluster) return atomicAdd(params.workspace.claimed, 1);
+    if constexpr (!Traits::kInCluster) return atomicAdd(params.workspace.tile_counter, 1);
     auto& arrived = shared.ring_index.full[0];
     int index;
     if (read_cluster_rank() == 0) {
-      index = atomicAdd(params.workspace.claimed, 1);
+      index = atomicAdd(params.workspace.tile_counter, 1);
       shared.ring_index.acquire(at_index);
       send_to_peer(shared.index, index, arrived);
     } else {
@@ -117,8 +117,8 @@ struct BackwardProducerSm90 {
       if constexpr (Traits::kLseDeltaMma) {
         load_terms(arrived, shared.of_queries.terms[at.stage]);
       } else {
-        load_floats(arrived, params.workspace.lse, shared.of_queries.lse + at.stage * kBlockM);
-        load_floats(arrived, params.workspace.delta, shared.of_queries.delta + at.stage * kBlockM);
+        load_floats(arrived, params.workspace.lse_delta.lse, shared.of_queries.lse + at.stage * kBlockM);
+        load_floats(arrived, params.workspace.lse_delta.delta, shared.of_queries.delta + at.stage * kBlockM);
       }
       load_queries(maps.q, arrived, shared.q + at.stage * Traits::kStageElements, coord_q);
       at.advance();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
@@ -34,7 +35,7 @@ struct BackwardConsumerWarpgroup {
 
   template <int warpgroup_ = 0>
   CUTE_DEVICE DqAccumulator<Traits, warpgroup_> dq_accumulator() const {
-    return {shared, params.workspace.dq != nullptr, warpgroup, thread};
+    return {shared, params.workspace.dq.accum != nullptr, warpgroup, thread};
   }
 
   template <class Consumer>
@@ -177,7 +178,7 @@ struct BackwardConsumerWarpgroup {
   CUTE_DEVICE void store(KvGradient which, KvTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kSplitsGroups) {
       // Always; but where this is known to be so, the loop of head dim 128 has more spills.
-      if (Traits::kInCluster || params.workspace.gqa_sums) {
+      if (Traits::kInCluster || params.workspace.gqa.sums) {
         using Parts = GqaSums<Traits>;
         int const index = shared.sum_indices[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;

@@ -1,0 +1,34 @@
+// What a launch of the backward needs beside the mask and the plan, as plain host structs.
+#pragma once
+
+#include "flash_cute/backward/workspace.hpp"
+#include "flash_cute/params.hpp"
+
+namespace flash_cute {
+
+struct BackwardParams {
+  ProblemShape shape;
+  int gqa_splits = 1;  // shape.heads_kv is as many times the heads that K and V have
+  TensorView q, k, v, out;
+  TensorView dout;        // data null: no gradient of out
+  TensorView dq, dk, dv;  // data null: not asked for
+  float const* lse;       // as ForwardParams::lse
+  float const* dlse;      // likewise; null: no gradient of the LSE
+  int64_t lse_batch_stride;
+  float softmax_scale;
+  DeviceInfo device;
+  LengthParams lengths;
+  BackwardWorkspace workspace;
+
+  FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_splits; }
+
+  // As the kernels behind varlen_prepare see it.
+  BackwardParams with_ordered_offsets() const {
+    BackwardParams params = *this;
+    if (workspace.varlen.offsets_q) params.lengths.cu_seqlens_q = workspace.varlen.offsets_q;
+    if (workspace.varlen.offsets_k) params.lengths.cu_seqlens_k = workspace.varlen.offsets_k;
+    return params;
+  }
+};
+
+}  // namespace flash_cute
