@@ -27,7 +27,7 @@ struct ForwardTiles {
 
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The sm80 family
 // stays within the 99 KB of shared memory that a block has on GPUs of 8.6 and 8.9. Measurements:
-// docs/forward_sm80.md and _sm90.md.
+// docs/experiments/forward_sm80.md and forward_sm90.md.
 constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
   if (family == Family::sm80) {
     switch (head_dim) {
