@@ -57,7 +57,35 @@ def test_broken_links_are_found(tmp_path):
 def test_every_page_of_docs_is_in_the_index():
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target).resolve() for target in links(index)}
-    assert {page.resolve() for page in (ROOT / "docs").glob("*.md")} - named == {index}
+    assert {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - named == {index}
+
+
+SOURCE = re.compile(r"(?:[\w.*-]+/)*[\w.*-]+\.(?:hpp|cuh|cu|cpp|py|def)\b")
+SOURCE_ROOTS = [ROOT, ROOT / "include" / "flash_cute", ROOT / "csrc", ROOT / "flash_cute"]
+GENERATED = {"compiled.def"}  # setup.py writes it into the build folder
+DOCUMENTED = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def sources(text: str) -> list[str]:
+    """The source files that code spans and diagrams name; <family> and its like stand for anything."""
+    spans = [span for span in CODE.findall(text) if not re.match(r"```\w", span)]
+    return [name for span in spans for name in SOURCE.findall(re.sub(r"<\w+>", "*", span))]
+
+
+def missing(text: str) -> list[str]:
+    named = set(sources(text)) - GENERATED
+    return sorted(name for name in named if not any(any(root.glob(name)) for root in SOURCE_ROOTS))
+
+
+@pytest.mark.parametrize("page", DOCUMENTED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sources_that_pages_name_exist(page):
+    assert missing(page.read_text()) == []
+
+
+def test_missing_sources_are_found():
+    text = "`params.hpp` `core/maths.hpp` `<pass>/launch.hpp` `<pass>/gone.hpp`\n```\ncsrc/gone.cpp\n```\n"
+    assert missing(text) == ["*/gone.hpp", "core/maths.hpp", "csrc/gone.cpp"]
+    assert missing("plain gone.hpp\n```python\nimport gone.py\n```\n") == []
 
 
 def snippets(page: Path) -> dict[str, str]:

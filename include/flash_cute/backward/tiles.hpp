@@ -116,8 +116,8 @@ constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
         with_terms.pays_from = 1024;
         return {.keys = {with_terms, tile}};
       }
-      // No other was measured (80 queries might fit: docs/backward_sm90.md), at 96 none. Without terms both
-      // spill, and lose 10 and 37% (H200, with held slices off). Held slices: 96 +2.7%, 128 +0.4%.
+      // No other was measured (80 queries might fit: docs/experiments/backward_sm90.md), at 96 none. Without
+      // terms both spill, and lose 10 and 37% (H200, with held slices off). Held slices: 96 +2.7%, 128 +0.4%.
       case 96:
       case 128:
         return {.keys = {{.block_m = 64,

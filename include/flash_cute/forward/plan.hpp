@@ -76,7 +76,7 @@ inline bool is_dynamic(UniformBatch const& batch, PackedRows const& rows) {
 }
 
 // The order of tiles that are taken one by one, by a model of the schedule
-// (docs/forward_sm90_experiments.md): sections of two heads, the last one of three rounds of tiles, so that
+// (docs/experiments/forward_sm90.md): sections of two heads, the last one of three rounds of tiles, so that
 // enough short ones come at the end; up to 3.25 rounds in all, sections of one head and the last of two
 // rounds, whose tiles then pair up, long with short. In a last section that does not stay in L2, tiles would
 // wait for their keys.

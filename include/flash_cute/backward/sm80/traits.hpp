@@ -79,7 +79,7 @@ struct BackwardTraitsSm80 {
   static constexpr bool kTileInSharedMemory = kHeadDim != 128;
   static_assert(sizeof(Tile) <= kTileBytes);
   // The loop wants more registers than there are, and spills none by forms that spare them, which go together
-  // (docs/backward_sm80.md).
+  // (docs/experiments/backward_sm80.md).
   static constexpr bool kSparesRegisters = kHeadDim == 128 || (kHeadDim == 64 && kSharesScores);
 
   using LoadAtom = typename TensorCore::LoadAtom;
