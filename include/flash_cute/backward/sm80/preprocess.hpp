@@ -5,8 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
-#include "flash_cute/backward/varlen_prepare.cuh"
-#include "flash_cute/backward/zero_fill_workspace.hpp"
+#include "flash_cute/backward/zero_fill.cuh"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {

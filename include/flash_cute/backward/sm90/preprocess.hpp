@@ -4,7 +4,6 @@
 
 #include "flash_cute/backward/sm90/delta.hpp"
 #include "flash_cute/backward/zero_fill.cuh"
-#include "flash_cute/backward/zero_fill_workspace.hpp"
 
 namespace flash_cute {
 
