@@ -1,4 +1,4 @@
-// Launches the Ampere family's backward.
+// Launches the kernels of the Ampere family's backward.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace flash_cute {
 
-// Calls visitor(traits, its sums of dQ) for the kernel of blocks of keys that a plan names.
+// Calls visitor(traits, DqSums constant) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
@@ -32,15 +32,15 @@ auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
 template <class Instance>
 void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan const& plan,
                                    cudaStream_t stream) {
-  using Query = QueryTraitsSm80<Instance>;
+  using DqTraits = BackwardDqTraitsSm80<Instance>;
   DeviceInfo const& device = params.device;
   int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
-  // kernel for rows of dQ, if it has enough.
-  int const enough = 2 * device.multiprocessors;
+  // Gradients of rows that no kernel writes are zeroed last, as LSE and delta may lie in dQ before: by the
+  // first thread blocks of postprocess if it has enough of them, else by a kernel of its own.
+  int const zero_fill_blocks = 2 * device.multiprocessors;
   BackwardParams const ordered = params.with_ordered_offsets();
-  bool const clears_beside = params.lengths.given && plan.sums_dq && queries >= enough;
+  bool const postprocess_zero_fills = params.lengths.given && plan.sums_dq && queries >= zero_fill_blocks;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads>>(
         device, plan.preprocess_blocks, kRowThreads, 0, stream, params);
@@ -56,17 +56,17 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, BackwardPlan co
     }
     if (plan.sums_dq) {
       launch_kernel<backward_postprocess_sm80<Traits>>(device, queries, Traits::kThreads, 0, stream, ordered,
-                                                       clears_beside ? enough : 0);
+                                                       postprocess_zero_fills ? zero_fill_blocks : 0);
     }
   });
   if (plan.runs_queries) {
-    launch_kernel<backward_query_kernel_sm80<Query>>(device, plan.q_tiles * params.shape.heads_q,
-                                                     Query::kThreads, sizeof(typename Query::SharedStorage),
-                                                     stream, ordered, plan.tile.block_m);
+    launch_kernel<backward_dq_kernel_sm80<DqTraits>>(
+        device, plan.q_tiles * params.shape.heads_q, DqTraits::kThreads,
+        sizeof(typename DqTraits::SharedStorage), stream, ordered, plan.tile.block_m);
   }
-  if (params.lengths.given && !clears_beside) {
-    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads>>(device, enough, kRowThreads, 0, stream,
-                                                                 ordered);
+  if (params.lengths.given && !postprocess_zero_fills) {
+    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads>>(device, zero_fill_blocks, kRowThreads, 0,
+                                                                 stream, ordered);
   }
 }
 
@@ -75,8 +75,8 @@ KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) 
   auto read = []<class Traits>(Traits, auto* kernel) {
     return read_attributes(kernel, Traits::kThreads, sizeof(typename Traits::SharedStorage));
   };
-  using Query = QueryTraitsSm80<Instance>;
-  if (!plan.runs_keys) return read(Query{}, backward_query_kernel_sm80<Query>);
+  using DqTraits = BackwardDqTraitsSm80<Instance>;
+  if (!plan.runs_keys) return read(DqTraits{}, backward_dq_kernel_sm80<DqTraits>);
   return visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits traits, auto dq_sums) {
     return read(traits, backward_kernel_sm80<Traits, dq_sums()>);
   });
