@@ -249,13 +249,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
            py::keep_alive<1, 2>())
       .def("count", &BatchBlocks::count)
       .def("first", &BatchBlocks::first)
-      .def("owned", [](BatchBlocks const& places,
-                       int index) { return std::pair(places.owned(index).begin, places.owned(index).end); })
+      .def("owned", [](BatchBlocks const& blocks,
+                       int index) { return std::pair(blocks.owned(index).begin, blocks.owned(index).end); })
       .def("of_one", &BatchBlocks::of_one)
       .def("of_block",
-           [](BatchBlocks const& places, int index, int heads, bool side_by_side) {
-             auto const [head, place] = places.of_block(index, heads, side_by_side);
-             return std::pair(head, place);
+           [](BatchBlocks const& blocks, int index, int heads, bool side_by_side) {
+             auto const [head, block] = blocks.of_block(index, heads, side_by_side);
+             return std::pair(head, block);
            })
       .def("sequence", &BatchBlocks::sequence);
 
@@ -383,12 +383,12 @@ PYBIND11_MODULE(flash_cute_host, module) {
   // What a kernel finds out about sequences that differ in length: see varlen_prepare.
   struct KeyNumbers {
     int is_uniform = 1;
-    std::vector<int> places, offsets_q, offsets_k;
+    std::vector<int> kv_block_offsets, offsets_q, offsets_k;
   };
   static auto const varlen_prepare = [](BackwardParams& params, WindowMask const& mask, Family family,
                                         BackwardPlan const& plan) {
     auto numbers = std::make_unique<KeyNumbers>();
-    auto& [is_uniform, places, offsets_q, offsets_k] = *numbers;
+    auto& [is_uniform, kv_block_offsets, offsets_q, offsets_k] = *numbers;
     int const batch = params.shape.batch;
     int const block_n = plan.tile.block_n;
     auto order_offsets = [&](int const* offsets, int total, std::vector<int>& ordered) {
@@ -402,15 +402,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
     params.workspace.varlen.offsets_k =
         order_offsets(params.lengths.cu_seqlens_k, params.shape.seqlen_k, offsets_k);
     params = params.with_ordered_offsets();
-    places.resize(batch + 1);
+    kv_block_offsets.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
-      places[b + 1] =
-          places[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, mask, b, block_n)
+      kv_block_offsets[b + 1] =
+          kv_block_offsets[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, mask, b, block_n)
                                               : kv_blocks<Family::sm90>(params, mask, b, block_n));
-      is_uniform &= places[b + 1] - places[b] == plan.order.m_blocks;
+      is_uniform &= kv_block_offsets[b + 1] - kv_block_offsets[b] == plan.order.m_blocks;
     }
     params.workspace.varlen.is_uniform = &is_uniform;
-    params.workspace.varlen.kv_block_offsets = places.data();
+    params.workspace.varlen.kv_block_offsets = kv_block_offsets.data();
     return numbers;
   };
   // Of each block of keys on Hopper (batch entry, head of K and V, first key of those that count) and the
@@ -432,7 +432,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     for (int index = 0; index < order.count(params); ++index) {
       KvTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) {
-        if (params.lengths.given) throw std::runtime_error("a place without keys");
+        if (params.lengths.given) throw std::runtime_error("a tile without keys");
         continue;
       }
       std::vector<std::pair<int, int>> steps;
@@ -467,8 +467,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return tiles;
   });
 
-  // Of each place of the order in which rows of dQ are made: pair, sequence, head and place of a block of
-  // queries, whether it has rows, and from which row of its sequence on.
+  // For each index of the order in which dQ is converted: the M block's pair, sequence, head, number in the
+  // head, whether it has rows, and its first row in the sequence.
   module.def("rows_order", [](VarlenBatch const& batch, int block_m) {
     BackwardParams params{};
     params.shape = batch.params.shape;
@@ -479,7 +479,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     std::vector<std::tuple<int, int, int, int, bool, int>> blocks;
     for (int index = 0; index < order.count(); ++index) {
       DqConvertOrder<WindowMask>::Block const block = order(index);
-      blocks.emplace_back(block.pair, block.sequence.index, block.head, block.place, block.exists,
+      blocks.emplace_back(block.pair, block.sequence.index, block.head, block.block_of_head, block.exists,
                           block.begin);
     }
     return blocks;

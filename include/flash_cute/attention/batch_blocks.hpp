@@ -7,17 +7,17 @@
 
 namespace flash_cute {
 
-// The last of some sequences that begins no later than a place, or the first. Searched in so many ways at a
-// time, as loads that wait for each other take longer than those side by side.
+// The last sequence whose first block is not behind `block`, or sequence 0. Each round of the search compares
+// kWays - 1 candidates at once, as independent loads overlap and dependent ones do not.
 template <class First>
-FLASH_CUTE_HOST_DEVICE int last_beginning_before(int place, int sequences, First&& first) {
+FLASH_CUTE_HOST_DEVICE int last_beginning_before(int block, int sequences, First&& first) {
   constexpr int kWays = 4;
   int found = 0;
   for (int left = sequences; left > 1;) {
     int const step = ceil_div(left, kWays);
     int passed = 0;
     for (int way = 1; way < kWays; ++way) {
-      bool const begins_before = way * step < left && first(found + way * step) <= place;
+      bool const begins_before = way * step < left && first(found + way * step) <= block;
       if (begins_before && passed == (way - 1) * step) passed = way * step;
     }
     found += passed;
@@ -36,7 +36,7 @@ struct BatchBlocks {
   // Of one sequence, where they are alike.
   FLASH_CUTE_HOST_DEVICE int of_one() const { return ceil_div(rows, block); }
 
-  // Of a sequence's first block. Offsets out of order give places that exist all the same.
+  // The number of a sequence's first block. Offsets out of order give numbers that are in range all the same.
   FLASH_CUTE_HOST_DEVICE int first(int sequence) const {
     if (!offsets) return sequence * of_one();
     return owned(sequence).begin / block + sequence;
@@ -49,33 +49,34 @@ struct BatchBlocks {
     return {begin, larger(begin, smaller(offsets[sequence + 1], rows))};
   }
 
-  // Thread blocks go through the places of one head, then through those of the next.
+  // A head, and the number of a block among the count() blocks of the head.
   struct HeadBlock {
-    int head, place;
+    int head, block;
   };
+  // Thread blocks go through the blocks of one head, then through those of the next.
   FLASH_CUTE_HOST_DEVICE HeadBlock of_block(int index) const {
     int const head = index / count();
     return {head, index - head * count()};
   }
 
-  // Place by place instead, all heads of each: where heads lie side by side, thread blocks that run together
-  // then touch what lies together.
+  // Thread blocks go through all heads of one block, then of the next, where heads lie side by side in
+  // memory: thread blocks that run together then touch neighbouring addresses.
   FLASH_CUTE_HOST_DEVICE HeadBlock of_block(int index, int heads, bool side_by_side) const {
     if (!side_by_side) return of_block(index);
-    int const place = index / heads;
-    return {index - place * heads, place};
+    int const block_of_head = index / heads;
+    return {index - block_of_head * heads, block_of_head};
   }
 
-  // The sequence that a place belongs to; a place before all of them (rows before the first offset) is given
-  // to the first, too: see has_rows.
-  FLASH_CUTE_HOST_DEVICE int sequence(int place) const {
-    if (!offsets) return place / of_one();
-    return last_beginning_before(place, batch, [this](int sequence) { return first(sequence); });
+  // The sequence that a block belongs to. Blocks before the first sequence (rows before the first offset) are
+  // given to it, too: see has_rows.
+  FLASH_CUTE_HOST_DEVICE int sequence(int block_of_head) const {
+    if (!offsets) return block_of_head / of_one();
+    return last_beginning_before(block_of_head, batch, [this](int sequence) { return first(sequence); });
   }
 };
 
-// Does a block that begins at row `begin` of its sequence have any of its `count` rows? Not so a place before
-// those of the first sequence, where begin is negative, nor one of the room behind a last short block.
+// Does a block that begins at row `begin` of its sequence have any of the sequence's `count` rows? It has
+// none before the first sequence, where begin is negative, and in the room behind a short last block.
 FLASH_CUTE_HOST_DEVICE bool has_rows(int begin, int count) { return 0 <= begin && begin < count; }
 
 }  // namespace flash_cute

@@ -1,4 +1,4 @@
-// 16 bytes of a row of dO and of O, multiplied and added up.
+// The dot product of 16 bytes of two rows, from which delta = rowsum(dO O) is added up.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// Rows that see nothing, which come first: their gradient is 0.
+// Fully masked queries, which are the first of their sequence: their rows of dQ are 0.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@ namespace flash_cute {
 
 using namespace cute;
 
-// The first `count` rows of an accumulator become 0, whatever they hold: where a key is not finite, their
-// weights of 0 have made NaN of it.
+// Sets the first `count` rows of an accumulator to 0, whatever they hold: dS = 0 times a key that is not
+// finite has made them NaN.
 template <class Accumulator, class Coords>
 CUTE_DEVICE void zero_fully_masked_rows(Accumulator& acc, Coords const& accumulator_coords, int count) {
   auto values = row_col_view(acc);

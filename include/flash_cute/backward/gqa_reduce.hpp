@@ -1,5 +1,5 @@
-// dK and dV of keys whose query heads were shared out among several tiles: sums that these add to, as
-// registers lie, and the kernel that makes rows of them.
+// Reduction of dK and dV where the query heads of a KV head are split among several tiles (GQA splits): the
+// tiles add to float32 sums in the workspace, and a kernel converts the sums to rows of dK and dV.
 #pragma once
 
 #include "flash_cute/attention/store_rows.hpp"
@@ -13,6 +13,7 @@ namespace flash_cute {
 
 enum class KvGradient { dk, dv };
 
+// dK is the derivative by K of S * softmax_scale; dV has no factor.
 template <class Accumulator>
 CUTE_DEVICE void scale_gradient(BackwardParams const& params, KvGradient which, Accumulator& acc) {
   float const scale = which == KvGradient::dk ? params.softmax_scale : 1.f;
@@ -20,25 +21,28 @@ CUTE_DEVICE void scale_gradient(BackwardParams const& params, KvGradient which, 
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
 }
 
+// The sums in the workspace. Each holds dK or dV of one N block in the order of the accumulator: element i of
+// all threads side by side.
 template <class Traits>
 struct GqaSums {
-  static constexpr int kThreads = Traits::kKeyThreads;  // that have a block's keys
+  static constexpr int kThreads = Traits::kKeyThreads;  // the threads that share an accumulator
   static constexpr int kFloats = Traits::kBlockN * Traits::kHeadDim;
 
-  CUTE_DEVICE static BatchBlocks places(BackwardParams const& params) {
+  CUTE_DEVICE static BatchBlocks blocks(BackwardParams const& params) {
     return {params.lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, Traits::kTileN};
   }
 
-  // The sum that a part of a group adds to, of a block of its keys.
-  CUTE_DEVICE static int sum_index(BackwardParams const& params, int part, int place) {
-    return part / params.workspace.gqa.splits_of_sum * places(params).count() + place;
+  // The sum that a split adds an N block to. `split` counts the splits of all KV heads; splits_of_sum
+  // neighbouring ones share a sum.
+  CUTE_DEVICE static int sum_index(BackwardParams const& params, int split, int block_of_head) {
+    return split / params.workspace.gqa.splits_of_sum * blocks(params).count() + block_of_head;
   }
   CUTE_DEVICE static int sum_index(BackwardParams const& params, KvTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
-    return sum_index(params, tile.head_kv, places(params).first(b) + tile.n_begin / Traits::kTileN);
+    return sum_index(params, tile.head_kv, blocks(params).first(b) + tile.n_begin / Traits::kTileN);
   }
 
-  // rank: of a thread block among those that share a tile's keys. thread: one of kThreads.
+  // This thread's first float of a sum. rank: of the thread block in its cluster. thread: one of kThreads.
   CUTE_DEVICE static float* of(BackwardParams const& params, KvGradient which, int index, int rank,
                                int thread) {
     return params.workspace.gqa.sums + int64_t(which) * params.workspace.gqa.floats_of_dk +
@@ -52,31 +56,32 @@ struct GqaSums {
   }
 };
 
-// A thread block for dK or dV of a block of keys of a head.
+// Adds up the sums of all splits of a KV head and writes rows of dK or dV, with one thread block for each of
+// them, N block and head. Without the second launch bound ptxas takes few registers and spills.
 template <class Traits, class Mask>
-__global__ void __launch_bounds__(Traits::kKeyThreads, 1)  // else ptxas takes few registers, and spills
+__global__ void __launch_bounds__(Traits::kKeyThreads, 1)
     backward_gqa_reduce(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
   wait_for_grid_before();
-  using Parts = GqaSums<Traits>;
-  BatchBlocks const keys = Parts::places(params);
+  using Sums = GqaSums<Traits>;
+  BatchBlocks const keys = Sums::blocks(params);
   int const rank = blockIdx.x % Traits::kCluster, rest = blockIdx.x / Traits::kCluster;
   auto const which = KvGradient(rest % 2);
-  auto const [head, place] = keys.of_block(rest / 2);
-  int const b = keys.sequence(place);
+  auto const [head, of_head] = keys.of_block(rest / 2);
+  int const b = keys.sequence(of_head);
   Sequence const s = sequence_for<Traits::Instance::family>(params, mask, b);
-  int const begin = (place - keys.first(b)) * Traits::kTileN + rank * Traits::kBlockN;
+  int const begin = (of_head - keys.first(b)) * Traits::kTileN + rank * Traits::kBlockN;
   if (!has_rows(begin, s.mask.seqlen_k)) return;
 
   using TileKV = typename Traits::TileKV;
-  typename Traits::MmaKeys const mma;
+  typename Traits::MmaDkv const mma;
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
   clear(sum);
 #pragma unroll 1
-  for (int part = 0; part < params.gqa_splits; part += params.workspace.gqa.splits_of_sum) {
-    int const index = Parts::sum_index(params, head * params.gqa_splits + part, place);
-    float const* const floats = Parts::of(params, which, index, rank, threadIdx.x);
+  for (int split = 0; split < params.gqa_splits; split += params.workspace.gqa.splits_of_sum) {
+    int const index = Sums::sum_index(params, head * params.gqa_splits + split, of_head);
+    float const* const floats = Sums::of(params, which, index, rank, threadIdx.x);
     CUTE_UNROLL
-    for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Parts::kThreads];
+    for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Sums::kThreads];
   }
   Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
   scale_gradient(params, which, sum);

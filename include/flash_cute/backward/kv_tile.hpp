@@ -1,4 +1,5 @@
-// A block of keys, which a thread block of the backward keeps, and the queries that pass by it.
+// The tile of the backward: a block of keys (N block) that a thread block keeps while it walks over the
+// blocks of queries (M blocks) that see it.
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
@@ -6,36 +7,39 @@
 
 namespace flash_cute {
 
-// Which block of queries a block of keys begins with: the first or the last that sees it, or the one of its
-// own number.
+// The M block that a KV tile begins with: the first or the last that sees it, or the one whose rows have the
+// numbers of the tile's keys.
 enum class QueryStart : unsigned char { first, last, own };
 
-// A block of keys of one head, and the blocks of queries of its sequence.
+// A block of keys of one KV head of a sequence.
 struct KvTile {
   Sequence sequence;
-  int pair, batch, head_kv, n_begin;  // pair: of a sequence and a head of K and V, among all
-  int first_block, places;            // of the sequence's blocks of queries, and of all (see BatchBlocks)
-  bool descending = false;            // do the blocks of keys behind it come before it in the launch order?
+  int pair;                     // the number of the (sequence, KV head) pair among all pairs
+  int batch, head_kv, n_begin;  // batch is 0 where sequences are packed
+  int first_block;              // the number of the sequence's first M block in a head (see BatchBlocks)
+  int q_blocks_of_head;         // how many M blocks a head has in the whole batch
+  bool descending = false;      // do later N blocks of the sequence come before this one in the launch order?
   QueryStart start = QueryStart::first;
 
-  // Of a block of its queries among those of all heads.
-  FLASH_CUTE_HOST_DEVICE int64_t place(int head, int block) const {
-    return int64_t(head) * places + first_block + block;
+  // The number of the sequence's M block `block` among the M blocks of all heads: the index of its LSE, delta
+  // and dQ accumulator in the workspace.
+  FLASH_CUTE_HOST_DEVICE int64_t block_index(int head, int block) const {
+    return int64_t(head) * q_blocks_of_head + first_block + block;
   }
 };
 static_assert(sizeof(KvTile) % 8 != 0, "ptxas would read the mask as vectors in each step: 1 to 2% (d64)");
 
-// In the Ampere family where halves of a thread block split the work: kept in shared memory, so that this
-// takes no register.
+// The tile of the Ampere family's split mainloop. It is kept in shared memory, so that first_row takes no
+// register.
 struct SplitKvTile : KvTile {
-  int first_row;  // that sees a key
+  int first_row;  // the first query that sees a key
 
   SplitKvTile() = default;
   FLASH_CUTE_HOST_DEVICE SplitKvTile(KvTile const& tile)
       : KvTile(tile), first_row(tile.sequence.mask.fully_masked_rows()) {}
 };
 
-// The mask seen from the keys, which are rows here; those past the end see nobody.
+// The mask of S^T, whose rows are keys. Keys past the end of the sequence are seen by no query.
 struct TransposedMask {
   WindowMask transposed;
 
@@ -45,9 +49,9 @@ struct TransposedMask {
   }
 };
 
-// The sequence as a family's kernels see it. The Hopper family's tensor maps clip at ends only, so its
-// queries are those that see a key: the fully_masked ones before them are no part of it, and without any it
-// has no keys either.
+// The sequence as a family's kernels see it. Tensor maps clip rows at the end of a sequence only, so for the
+// Hopper family fully masked queries, which come first, are cut off the sequence; if that leaves no query,
+// the sequence has no keys either.
 template <Family family, class Params, class Mask>
 FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, Mask const& mask, int b) {
   Sequence s = sequence(params.shape, params.lengths, mask, b);

@@ -1,4 +1,5 @@
-// Which block of keys comes at which place of the launch order, and the steps over the queries that see it.
+// The tile scheduler of the backward: the launch order of KV tiles, the walk of a tile over M blocks, and the
+// order in which the Hopper family converts dQ.
 #pragma once
 
 #include "flash_cute/backward/kv_tile.hpp"
@@ -6,20 +7,21 @@
 
 namespace flash_cute {
 
-// In the Ampere family blocks of keys of sequences that differ in length go head by head, in each sequence by
-// sequence, as varlen_prepare has them.
+// The Ampere family's order for sequences that differ in length: head by head, and within a head sequence by
+// sequence, with the block numbers that varlen_prepare computed.
 FLASH_CUTE_HOST_DEVICE TileCoord varlen_kv_tile(BackwardParams const& params, int block_n, int index) {
   int const* const first = params.workspace.varlen.kv_block_offsets;
-  int const batch = params.shape.batch, places = first[batch], head_kv = index / places;
-  int const place = index - head_kv * places;
-  int const b = last_beginning_before(place, batch, [&](int sequence) { return first[sequence]; });
-  return {.m_begin = (place - first[b]) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
+  int const batch = params.shape.batch, blocks_of_head = first[batch], head_kv = index / blocks_of_head;
+  int const block_of_head = index - head_kv * blocks_of_head;
+  int const b = last_beginning_before(block_of_head, batch, [&](int sequence) { return first[sequence]; });
+  return {.m_begin = (block_of_head - first[b]) * block_n, .head = 0, .head_kv = head_kv, .batch = b};
 }
 
-// On Hopper: blocks of keys of sequences that differ in length go sequence by sequence, in each head by head.
+// The Hopper family's scheduler. KV tiles of sequences that differ in length go sequence by sequence, and
+// within a sequence head by head.
 template <class Mask>
 struct KvTileScheduler {
-  TileOrder uniform;  // where sequences have equally many blocks of keys
+  TileOrder uniform;  // the order where all sequences have the same number of N blocks
   int tiles;
   int block_m, block_n;
   QueryStart start;
@@ -50,27 +52,28 @@ struct KvTileScheduler {
       tile.n_begin = found.m_begin;
       tile.descending = uniform.descending;
     }
-    // Blocks of keys that add in turns begin with the queries that they have in common under a causal mask:
-    // so each is a step behind the one before it, from the other end two.
+    // Tiles whose additions to dQ are ordered begin with the queries that they have in common under a causal
+    // mask. So each tile is one step behind the tile before it; from the other end it would be two.
     bool const from_other_end = start == QueryStart::last && tile.descending;
     tile.start = from_other_end ? QueryStart::first : start;
     tile.sequence = sequence_for<Family::sm90>(params, mask, b);
     tile.pair = b * shape.heads_kv + tile.head_kv;
     tile.batch = offsets_q ? 0 : b;
     tile.first_block = queries.first(b);
-    tile.places = queries.count();
+    tile.q_blocks_of_head = queries.count();
     return tile;
   }
 };
 
-// In the Ampere family. There may be fewer tiles than thread blocks.
+// The Ampere family's scheduler, with one tile for each thread block. There may be fewer tiles than thread
+// blocks; the others get kNoTile.
 template <class Mask>
 struct KvTileSchedulerSm80 {
-  TileOrder uniform;  // where sequences have equally many blocks of keys
+  TileOrder uniform;  // the order where all sequences have the same number of N blocks
   Mask mask;
 
-  // The block sizes are arguments, as compilers should know them.
-  FLASH_CUTE_HOST_DEVICE TileCoord place(BackwardParams const& params, int block_n, int index) const {
+  // The block sizes are arguments so that they are constants in the kernel.
+  FLASH_CUTE_HOST_DEVICE TileCoord coord(BackwardParams const& params, int block_n, int index) const {
     ProblemShape const& shape = params.shape;
     BackwardWorkspace const& workspace = params.workspace;
     if (workspace.varlen.kv_block_offsets) {
@@ -88,18 +91,18 @@ struct KvTileSchedulerSm80 {
     ProblemShape const& shape = params.shape;
     int const* const offsets_q = params.lengths.cu_seqlens_q;
     BatchBlocks const queries{offsets_q, shape.seqlen_q, shape.batch, block_m};
-    TileCoord const found = place(params, block_n, index);
+    TileCoord const found = coord(params, block_n, index);
     return {.sequence = sequence_for<Family::sm80>(params, mask, found.batch),
             .pair = found.batch * shape.heads_kv + found.head_kv,
             .batch = offsets_q ? 0 : found.batch,
             .head_kv = found.head_kv,
             .n_begin = found.m_begin,
             .first_block = queries.first(found.batch),
-            .places = queries.count()};
+            .q_blocks_of_head = queries.count()};
   }
 };
 
-// Of a sequence, those that have a key.
+// How many N blocks of a sequence have a key.
 template <Family family, class Params, class Mask>
 FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, Mask const& mask, int b, int block_n) {
   return ceil_div(sequence_for<family>(params, mask, b).mask.seqlen_k, block_n);
@@ -110,22 +113,23 @@ struct QuerySequence {
   int index, first_block, begin, used;
 };
 
-// The sequence that a block of queries has a place in, and where its own rows are.
+// The sequence of an M block, given by its number in a head.
 template <class Mask>
 FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, Mask const& mask,
-                                                 BatchBlocks const& queries, int place) {
-  int const b = queries.sequence(place);
+                                                 BatchBlocks const& queries, int block_of_head) {
+  int const b = queries.sequence(block_of_head);
   Sequence const s = sequence_for<Family::sm90>(params, mask, b);
   return {.index = b, .first_block = queries.first(b), .begin = s.queries.begin, .used = s.used};
 }
 
+// The batch entry of tensors that holds the sequence.
 FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, QuerySequence const& s) {
   return params.lengths.cu_seqlens_q ? 0 : s.index;
 }
 
-// Which block of queries comes at which place of the order in which they are made rows of dQ: all of a pair
-// of a sequence and a head of K and V, in the order in which KvTileScheduler comes to these pairs. Places
-// that a packed sequence does not need come behind those of all its heads.
+// The order in which the Hopper family's main kernel converts M blocks of dQ: all blocks of one (sequence, KV
+// head) pair after those of the pair before it, in the order in which KvTileScheduler comes to the pairs.
+// Block numbers that a packed sequence does not use come behind the blocks of all its heads.
 template <class Mask>
 struct DqConvertOrder {
   BackwardParams const& params;
@@ -134,8 +138,10 @@ struct DqConvertOrder {
 
   struct Block {
     QuerySequence sequence;
-    int pair, head, place, begin;  // place: in its head
-    bool exists;                   // has it rows?
+    int pair, head;
+    int block_of_head;  // the number of the M block in its head
+    int begin;          // its first row in the sequence
+    bool exists;        // does it have rows?
   };
 
   FLASH_CUTE_HOST_DEVICE int count() const { return params.shape.heads_q * queries.count(); }
@@ -146,10 +152,10 @@ struct DqConvertOrder {
     int const first = block.sequence.first_block, of_sequence = index - first * heads_q;
     int const of_head_kv = of_sequence / heads, blocks = blocks_of(block.sequence),
               head_kv = of_head_kv / blocks;
-    block.place = first + of_head_kv - head_kv * blocks;
+    block.block_of_head = first + of_head_kv - head_kv * blocks;
     block.pair = block.sequence.index * heads_kv + head_kv;
     block.head = head_kv * heads + of_sequence - of_head_kv * heads;
-    block.begin = (block.place - block.sequence.first_block) * queries.block;
+    block.begin = (block.block_of_head - block.sequence.first_block) * queries.block;
     block.exists = of_sequence >= 0 && head_kv < heads_kv && has_rows(block.begin, block.sequence.used);
     return block;
   }
@@ -160,12 +166,13 @@ struct DqConvertOrder {
   }
 };
 
-// The blocks of queries that see a block of keys, once around from `start` on, of one head after the other of
-// those that share it.
+// The walk of a KV tile over the M blocks that see it, for one query head after the other of those that share
+// the KV head. In each head it begins at block `start` and wraps around at the end of the range.
 struct QBlockIterator {
   BlockRange visited;
   bool backwards;
-  int start, head, block, left;
+  int start, head, block;
+  int left;  // how many steps are left, the current one included
 
   FLASH_CUTE_HOST_DEVICE QBlockIterator(KvTile const& tile, int heads, int block_m, int block_n)
       : visited(tile.sequence.mask.visited_rows(tile.n_begin, block_n, block_m)),

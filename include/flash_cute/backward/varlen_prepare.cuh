@@ -1,4 +1,5 @@
-// Numbers the blocks of keys of sequences that differ in length.
+// Preparation of varlen batches on the device: sanitised offsets, and the number of each sequence's first N
+// block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,14 +13,14 @@ namespace flash_cute {
 template <int kThreads>
 using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 
-// By a thread block: offsets of packed rows become the largest so far, from 0 to the total. Those that make
-// sense stay as they are; of others sequences have an order and do not overlap all the same.
+// Copies offsets of packed rows, clamped to [0, total] and to a running maximum, with one thread block. Valid
+// offsets stay as they are; with invalid ones sequences are in order and do not overlap all the same.
 template <int kThreads>
 __device__ void order_offsets(int const* offsets, int count, int total, int* ordered) {
   __shared__ typename BlockScan<kThreads>::TempStorage storage;
   auto maximum = [](int a, int b) { return larger(a, b); };
-  int most = 0;   // so far
-#pragma unroll 1  // else ptxas keeps a stack frame (head dim 64, sm_80)
+  int most = 0;   // the running maximum
+#pragma unroll 1  // without this ptxas keeps a stack frame (head dim 64, sm_80)
   for (int first = 0; first < count; first += kThreads) {
     int const i = first + int(threadIdx.x);
     int offset = i < count ? larger(most, smaller(offsets[i], total)) : most, most_of_all = 0;
@@ -30,16 +31,16 @@ __device__ void order_offsets(int const* offsets, int count, int total, int* ord
   }
 }
 
-// What of a call sequence_for asks.
+// The part of BackwardParams that sequence_for reads.
 struct OrderedSequences {
   ProblemShape shape;
 
   LengthParams lengths;
 };
 
-// By the first thread block: the places of blocks of keys, those of one sequence behind those of the other,
-// and whether all sequences have as many as expected. Of packed ones the offsets are put in order first: so
-// additions have an order, and a sequence's have an end, whatever the offsets hold.
+// Numbers N blocks, those of one sequence behind those of the sequence before it, and finds out whether all
+// sequences have the expected number. The first thread block of the grid does it. Offsets of packed sequences
+// are sanitised first, so that the main kernel's waits end, whatever the offsets hold.
 template <Family family, int kThreads, class Mask>
 __device__ void varlen_prepare(BackwardParams const& params, Mask const& mask) {
   BackwardWorkspace const& workspace = params.workspace;
@@ -57,8 +58,8 @@ __device__ void varlen_prepare(BackwardParams const& params, Mask const& mask) {
   }
 
   __shared__ typename BlockScan<kThreads>::TempStorage storage;
-  constexpr int kAtOnce = 4;  // of a thread, as what is known of a sequence takes a while to come
-  int places = 0;
+  constexpr int kAtOnce = 4;  // sequences of a thread, so that loads of their lengths overlap
+  int blocks = 0;             // of the sequences so far
   bool is_uniform = true;
   for (int first = 0; first <= batch; first += kThreads * kAtOnce) {
     int const b = first + threadIdx.x * kAtOnce;
@@ -72,9 +73,9 @@ __device__ void varlen_prepare(BackwardParams const& params, Mask const& mask) {
     BlockScan<kThreads>(storage).ExclusiveSum(before, before, of_all);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (b + i <= batch) workspace.varlen.kv_block_offsets[b + i] = places + before[i];
+      if (b + i <= batch) workspace.varlen.kv_block_offsets[b + i] = blocks + before[i];
     }
-    places += of_all;
+    blocks += of_all;
   }
   is_uniform = __syncthreads_and(is_uniform);
   if (threadIdx.x == 0) *workspace.varlen.is_uniform = is_uniform;

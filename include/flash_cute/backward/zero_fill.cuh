@@ -1,21 +1,30 @@
-// Gradients of rows that no other kernel writes are 0: in batches of unequal lengths queries that do not
-// count, keys that do not or that no query can reach, and what lies before and behind packed sequences; on
-// Hopper queries that see nothing.
+// Zeros that the backward needs: gradients of rows that no other kernel writes, and counters in the
+// workspace. Rows without another writer are, in varlen batches, queries and keys that are not used, keys
+// that no query can reach, and rows before and behind packed sequences; on Hopper also fully masked queries.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/varlen_prepare.cuh"
-#include "flash_cute/backward/zero_fill_workspace.hpp"
 #include "flash_cute/core/dependent_launch.hpp"
 
 namespace flash_cute {
 
-// By one thread block; these rows of an entry, of all heads.
+// Zeroes the part of the workspace that must be 0 before the main kernel. All threads of the grid share it.
+__device__ inline void zero_fill_workspace(BackwardWorkspace const& workspace) {
+  auto* const zeros = static_cast<uint4*>(workspace.zero_fill.begin);
+  int64_t const threads = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < workspace.zero_fill.chunks;
+       i += threads) {
+    zeros[i] = {};
+  }
+}
+
+// Zeroes rows of a batch entry for all heads, with one thread block.
 __device__ inline void zero_fill_gradient(TensorView const& view, int heads, int head_dim, int entry,
                                           Rows const& rows) {
-  if (!view.data) return;    // nobody asked for it
-  constexpr int kChunk = 8;  // elements of 16 bytes
+  if (!view.data) return;    // this gradient was not asked for
+  constexpr int kChunk = 8;  // elements in 16 bytes
   int const chunks = head_dim / kChunk;
   int64_t const count = int64_t(larger(0, rows.end - rows.begin)) * heads * chunks;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -26,28 +35,28 @@ __device__ inline void zero_fill_gradient(TensorView const& view, int heads, int
   }
 }
 
-// Calls clear(entry, rows) for part `part` of `parts` of what surrounds the rows that are written:
-// written(sequence) of those that places.owned(sequence) has.
+// Calls clear(entry, rows) for this thread block's part, `part` of `parts`, of the rows of all sequences that
+// are not in written(sequence), and of the rows before and behind packed sequences.
 template <class Written, class Clear>
-__device__ void zero_fill_around(BatchBlocks const& places, int part, int parts, Written&& written,
+__device__ void zero_fill_around(BatchBlocks const& sequences, int part, int parts, Written&& written,
                                  Clear&& clear) {
-  int const shares = larger(1, parts / larger(1, places.batch));
+  int const shares = larger(1, parts / larger(1, sequences.batch));
   auto clear_share = [&](int entry, Rows const& rows, int share, int of) {
     int const size = ceil_div(larger(0, rows.end - rows.begin), of), begin = rows.begin + share * size;
     clear(entry, Rows{begin, smaller(rows.end, begin + size)});
   };
-  for (int64_t i = part; i < int64_t(places.batch) * shares; i += parts) {
-    int const b = int(i / shares), share = int(i % shares), entry = places.offsets ? 0 : b;
-    Rows const owned = places.owned(b), inner = written(b);
+  for (int64_t i = part; i < int64_t(sequences.batch) * shares; i += parts) {
+    int const b = int(i / shares), share = int(i % shares), entry = sequences.offsets ? 0 : b;
+    Rows const owned = sequences.owned(b), inner = written(b);
     clear_share(entry, {owned.begin, inner.begin}, share, shares);
     clear_share(entry, {inner.end, owned.end}, share, shares);
   }
-  if (!places.offsets) return;
-  clear_share(0, {0, smaller(places.offsets[0], places.rows)}, part, parts);
-  clear_share(0, {larger(0, places.offsets[places.batch]), places.rows}, part, parts);
+  if (!sequences.offsets) return;
+  clear_share(0, {0, smaller(sequences.offsets[0], sequences.rows)}, part, parts);
+  clear_share(0, {larger(0, sequences.offsets[sequences.batch]), sequences.rows}, part, parts);
 }
 
-// Part `part` of `parts`, each by a thread block.
+// Zeroes part `part` of `parts` of all gradients' rows that no other kernel writes, with one thread block.
 template <Family family, class Mask>
 __device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& mask, int part, int parts) {
   ProblemShape const& shape = params.shape;
@@ -78,7 +87,7 @@ template <Family family, int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads)
     backward_zero_fill(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
   wait_for_grid_before();
-  if constexpr (family == Family::sm90) {  // else backward_preprocess_sm80 does
+  if constexpr (family == Family::sm90) {  // for sm80 backward_preprocess_sm80 does it
     varlen_prepare<family, kThreads>(params, mask);
   }
   zero_fill_unwritten<family>(params, mask, blockIdx.x, gridDim.x);

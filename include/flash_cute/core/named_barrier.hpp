@@ -5,15 +5,16 @@
 
 namespace flash_cute {
 
+constexpr int kWarpgroupThreads = 128;
 constexpr int kMaxWarpgroups = 3;  // that compute
 
 // The first of a row of barriers, one for each computing warpgroup. 0 is __syncthreads'; there are 16.
 enum class BarrierId : int {
   turn = 1,                           // WarpSchedulerBarrier; in Hopper's backward, to begin a tile
   warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
-  // Of the Ampere family's split backward: P, dS, and V, dO and delta are there; and one of each half.
-  weights = warpgroup + kMaxWarpgroups,
-  gradients,
+  // The Ampere family's split backward: P is there, dS is there, loads have arrived; and one for each half.
+  p = warpgroup + kMaxWarpgroups,
+  ds,
   loaded,
   half,
   end = half + 2,

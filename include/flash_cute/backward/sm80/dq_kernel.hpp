@@ -1,26 +1,25 @@
-// dQ alone, by the Ampere family: one thread block per block of queries, over the blocks of keys that it
-// sees. Its sums have one order, so it serves where gradients must repeat bit by bit; and where no other is
-// asked for.
+// The dQ kernel of the Ampere family: one thread block for each M block, over the N blocks that it sees. It
+// adds in a fixed order, so it serves deterministic mode; it also serves calls that ask for dQ only.
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
-#include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/store_rows.hpp"
-#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/fully_masked.hpp"
+#include "flash_cute/backward/scores.hpp"
+#include "flash_cute/backward/sm80/operands.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
-#include "flash_cute/core/sm80/copy_async.hpp"
-#include "flash_cute/core/sm80/gemm.hpp"
 #include "flash_cute/core/sm80/tensor_core.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 
 namespace flash_cute {
 
+// Traits of the dQ kernel.
 template <class Instance_>
-struct QueryTraitsSm80 {
+struct BackwardDqTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
   static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim).queries;
@@ -43,11 +42,11 @@ struct QueryTraitsSm80 {
   };
 };
 
-// block_rows: queries of a block as the workspace counts them.
+// stats_block_m: the block size by which LSE and delta are numbered in the workspace.
 template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_dq_kernel_sm80(__grid_constant__ BackwardParams const params,
-                            __grid_constant__ Mask const limits, int const block_rows) {
+                            __grid_constant__ Mask const limits, int const stats_block_m) {
   using Element = typename Traits::Element;
   using TensorCore = typename Traits::TensorCore;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   int const thread = threadIdx.x;
   ProblemShape const& shape = params.shape;
   BatchBlocks const tiles{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-  BatchBlocks const places{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_rows};
+  BatchBlocks const stats_blocks{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, stats_block_m};
   auto const [head, of_head] = tiles.of_block(blockIdx.x);
   int const b = tiles.sequence(of_head);
   Sequence const s = sequence(params.shape, params.lengths, limits, b);
@@ -79,10 +78,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Tensor sKt = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKVt{});   // (D, N, STAGE)
   auto load = [&](auto tile_shape, TensorView const& view, int of_head, int first, int begin,
                   TileInterior const& interior, auto&& target) {
-    auto const loader = typename TensorCore::template TiledLoad<Traits::kThreads>{}.get_slice(thread);
-    Tensor source = local_tensor<Element>(view, b, of_head, int64_t(first) + begin, tile_shape);
-    copy_async(typename TensorCore::LoadAtom{}, loader.partition_S(source), loader.partition_D(target),
-               loader.partition_S(make_identity_tensor(tile_shape)), interior);
+    load_tile<Element, false>(typename TensorCore::template TiledLoad<Traits::kThreads>{},
+                              typename TensorCore::LoadAtom{}, thread, view, b, of_head,
+                              int64_t(first) + begin, tile_shape, interior, target);
   };
   auto load_keys = [&](int block) {
     int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
@@ -104,13 +102,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto const coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(coords))::value;
   float lse[kRows], delta[kRows];
-  int64_t const stored = (int64_t(head) * places.count() + places.first(b)) * block_rows + m_begin;
+  int64_t const offset =
+      (int64_t(head) * stats_blocks.count() + stats_blocks.first(b)) * stats_block_m + m_begin;
   CUTE_UNROLL
   for (int i = 0; i < kRows; ++i) {
     int const row = get<0>(coords(i, 0));
-    bool const counts = m_begin + row < s.used;
-    lse[i] = counts ? params.workspace.lse_delta.lse[stored + row] : INFINITY;
-    delta[i] = counts ? params.workspace.lse_delta.delta[stored + row] : 0.f;
+    bool const is_valid = m_begin + row < s.used;
+    lse[i] = is_valid ? params.workspace.lse_delta.lse[offset + row] : INFINITY;
+    delta[i] = is_valid ? params.workspace.lse_delta.delta[offset + row] : 0.f;
   }
 
   if (!visited.empty()) load_keys(visited.end - 1);
@@ -123,40 +122,28 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       if (block > visited.begin) load_keys(block - 1);
       cp_async_fence();
     }
-    // acc += A B^T
     auto product = [&](auto const& sA, auto const& sB, auto& acc) {
-      Tensor rA = thread_mma.partition_fragment_A(sA);
-      Tensor rB = thread_mma.partition_fragment_B(sB);
-      Tensor rA_copy = copy_a.get_slice(thread).retile_D(rA);
-      Tensor rB_copy = copy_b.get_slice(thread).retile_D(rB);
-      Tensor tA = copy_a.get_slice(thread).partition_S(sA);
-      Tensor tB = copy_b.get_slice(thread).partition_S(sB);
-      gemm_from_shared(
-          mma, acc, rA, rB, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); },
-          [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); });
+      multiply_shared(thread, mma, copy_a, sA, copy_b, sB, acc);
     };
+    // (1) S = Q K^T
     Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
     product(sQ, sK(_, _, stage), acc_s);
     if (!unmasked.contains(block)) {
       apply_mask<ComparedKeys>(mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
     }
-    Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
-    auto scores = row_col_view(acc_s), gradients = row_col_view(acc_ds);
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) =
-            fast_exp2(fmaf(scores(row, col), params.softmax_scale * float(M_LOG2E), -lse[row]));
-        gradients(row, col) = delta[row];
-      }
-    }
+    // (3) P = exp2(S c - LSE)
+    compute_p<QueryAxis::rows>(acc_s, params.softmax_scale * float(M_LOG2E),
+                               [&](int row) { return lse[row]; });
+    // (2) dP = dO V^T, less delta
+    Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // dP, then dS
+    fill_with_delta<QueryAxis::rows>(acc_ds, [&](int row) { return delta[row]; });
     product(sdO, sV(_, _, stage), acc_ds);
-    CUTE_UNROLL
-    for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
+    // (5) dS = P (dP - delta)
+    compute_ds(acc_ds, acc_s);
     Tensor rdS = convert<Element>(acc_ds);
 
+    // (6) dQ += dS K
     Tensor rB = thread_mma.partition_fragment_B(plain_like(sKt(_, _, 0)));
     Tensor rB_copy = copy_bt.get_slice(thread).retile_D(rB);
     Tensor tB = copy_bt.get_slice(thread).partition_S(sKt);

@@ -1,4 +1,4 @@
-// The Ampere family's backward kernel: one thread block per block of keys and head of K and V.
+// The main kernel of the Ampere family's backward: one thread block for each N block and KV head.
 #pragma once
 
 #include "flash_cute/attention/store_rows.hpp"
@@ -10,12 +10,12 @@
 
 namespace flash_cute {
 
-// By whole warps, of what is the same in all threads: ptxas, which is told so, then needs no register of each
-// thread. Of a tile what the loop uses.
+// Tells ptxas that a value is the same in all threads of a warp, so that it can keep it in a uniform
+// register. Whole warps call this. Of a tile it covers the fields that the main loop uses.
 CUTE_DEVICE int uniform(int value) { return __reduce_max_sync(0xffffffffu, value); }
 CUTE_DEVICE KvTile uniform(KvTile tile) {
   for (int* value : {&tile.sequence.queries.begin, &tile.sequence.mask.seqlen_q, &tile.sequence.mask.seqlen_k,
-                     &tile.batch, &tile.head_kv, &tile.n_begin, &tile.first_block, &tile.places}) {
+                     &tile.batch, &tile.head_kv, &tile.n_begin, &tile.first_block, &tile.q_blocks_of_head}) {
     *value = uniform(*value);
   }
   return tile;
@@ -43,17 +43,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) return;
 
   using TileKV = typename Traits::TileKV;
-  typename Traits::MmaKeys const mma;
-  // Of a half, where two split the work: the first has dV, the second dK.
+  typename Traits::MmaDkv const mma;
+  // The thread's index among those that share its accumulator. Where the work is split, the first half has dV
+  // and the second dK.
   auto own = [](int thread_of_block) {
     return Traits::kSplitsWork ? thread_of_block % Traits::kKeyThreads : thread_of_block;
   };
   auto store = [&](typename Traits::Tile const& tile, KvGradient which, TensorView const& view, auto& acc,
                    auto const& coords) {
     if (params.workspace.gqa.sums) {
-      using Parts = GqaSums<Traits>;
-      return Parts::add(Parts::of(params, which, Parts::sum_index(params, tile), 0, own(read_thread_index())),
-                        acc);
+      using Sums = GqaSums<Traits>;
+      return Sums::add(Sums::of(params, which, Sums::sum_index(params, tile), 0, own(read_thread_index())),
+                       acc);
     }
     scale_gradient(params, which, acc);
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     clear(acc_dk);
     clear(acc_dv);
     BackwardMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc_dk, acc_dv);
-    Tensor const places = coords();
-    typename Traits::Tile const& asked_anew = of_block.get();  // rather than kept for the loop
-    store(asked_anew, KvGradient::dk, params.dk, acc_dk, places);
-    store(asked_anew, KvGradient::dv, params.dv, acc_dv, places);
+    Tensor const coords_dkv = coords();
+    typename Traits::Tile const& tile_again = of_block.get();  // takes no registers during the main loop
+    store(tile_again, KvGradient::dk, params.dk, acc_dk, coords_dkv);
+    store(tile_again, KvGradient::dv, params.dv, acc_dv, coords_dkv);
   }
 }
 

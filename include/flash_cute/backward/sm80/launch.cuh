@@ -1,4 +1,4 @@
-// Launches the Ampere family's backward.
+// Launches the kernels of the Ampere family's backward.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace flash_cute {
 
-// Calls visitor(traits, its sums of dQ) for the kernel of blocks of keys that a plan names.
+// Calls visitor(traits, DqSums constant) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
   constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
@@ -32,15 +32,16 @@ auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
 template <class Instance>
 void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask const& mask,
                                    BackwardPlan const& plan, cudaStream_t stream) {
-  using Query = QueryTraitsSm80<Instance>;
+  using DqTraits = BackwardDqTraitsSm80<Instance>;
   DeviceInfo const& device = params.device;
   int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  // What no kernel writes is cleared last, as LSE and delta may have lain in dQ: by the first blocks of the
-  // kernel for rows of dQ, if it has enough.
-  int const enough = 2 * device.multiprocessors;
+  // Gradients of rows that no kernel writes are zeroed last, as LSE and delta may lie in dQ before: by the
+  // first thread blocks of postprocess if it has enough of them, else by a kernel of its own.
+  int const zero_fill_blocks = 2 * device.multiprocessors;
   BackwardParams const ordered = params.with_ordered_offsets();
-  bool const clears_beside = params.lengths.given && plan.dq.is_accumulated() && queries >= enough;
+  bool const postprocess_zero_fills =
+      params.lengths.given && plan.dq.is_accumulated() && queries >= zero_fill_blocks;
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads, WindowMask>>(
         device, plan.preprocess_blocks, kRowThreads, 0, stream, params, mask);
@@ -56,17 +57,18 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
     }
     if (plan.dq.is_accumulated()) {
       launch_kernel<backward_postprocess_sm80<Traits, WindowMask>>(
-          device, queries, Traits::kThreads, 0, stream, ordered, mask, clears_beside ? enough : 0);
+          device, queries, Traits::kThreads, 0, stream, ordered, mask,
+          postprocess_zero_fills ? zero_fill_blocks : 0);
     }
   });
   if (plan.dq.method == DqMethod::alone) {
-    launch_kernel<backward_dq_kernel_sm80<Query, WindowMask>>(
-        device, plan.q_tiles * params.shape.heads_q, Query::kThreads, sizeof(typename Query::SharedStorage),
-        stream, ordered, mask, plan.tile.block_m);
+    launch_kernel<backward_dq_kernel_sm80<DqTraits, WindowMask>>(
+        device, plan.q_tiles * params.shape.heads_q, DqTraits::kThreads,
+        sizeof(typename DqTraits::SharedStorage), stream, ordered, mask, plan.tile.block_m);
   }
-  if (params.lengths.given && !clears_beside) {
-    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads, WindowMask>>(device, enough, kRowThreads, 0,
-                                                                             stream, ordered, mask);
+  if (params.lengths.given && !postprocess_zero_fills) {
+    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads, WindowMask>>(
+        device, zero_fill_blocks, kRowThreads, 0, stream, ordered, mask);
   }
 }
 
@@ -75,8 +77,8 @@ KernelAttributes BackwardLaunch<Instance>::attributes(BackwardPlan const& plan) 
   auto read = []<class Traits>(Traits, auto* kernel) {
     return read_attributes(kernel, Traits::kThreads, sizeof(typename Traits::SharedStorage));
   };
-  using Query = QueryTraitsSm80<Instance>;
-  if (!plan.runs_kv) return read(Query{}, backward_dq_kernel_sm80<Query, WindowMask>);
+  using DqTraits = BackwardDqTraitsSm80<Instance>;
+  if (!plan.runs_kv) return read(DqTraits{}, backward_dq_kernel_sm80<DqTraits, WindowMask>);
   return visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits traits, auto dq_sums) {
     return read(traits, backward_kernel_sm80<Traits, dq_sums(), WindowMask>);
   });

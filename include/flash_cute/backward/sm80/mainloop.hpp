@@ -1,11 +1,11 @@
-// The Ampere family's backward maths: dK and dV of one block of keys, and its part of dQ, over the blocks of
-// queries that see it.
+// The main loop of the Ampere family's backward: dK and dV of one KV tile, and the tile's part of dQ, over
+// the M blocks that see the tile.
 #pragma once
 
-#include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
+#include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm80/operands.hpp"
 #include "flash_cute/backward/sm80/traits.hpp"
 #include "flash_cute/core/accumulator.hpp"
@@ -21,54 +21,49 @@ struct BackwardMainloopSm80 {
   static constexpr int kStages = Traits::kStages;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
 
-  // P^T and dS^T have keys as rows, so that dV += P^T dO and dK += dS^T Q take them as they are; dS goes
-  // through shared memory to dQ += dS K, whose rows are queries. A step has two barriers: Q and dO are there
-  // and the step before is over; dS is there. acc_dk and acc_dv: (MMA, MMA_N, MMA_D).
+  // The accumulators of S and dP have keys as rows, so P and dS are left operands of dV += P dO and dK += dS
+  // Q as they lie in registers. dS goes through shared memory to dQ = dS K, whose rows are queries. A step
+  // has two barriers: the first says that Q and dO have arrived and that the step before is over, the second
+  // that dS is in shared memory. acc_dk, acc_dv: (MMA, MMA_N, MMA_D).
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KvTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
-    if constexpr (Traits::kSparesRegisters) {  // addresses then take fewer registers
+    if constexpr (Traits::kSparesRegisters) {  // with this, addresses take fewer registers
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
     WindowMask const& mask = tile.sequence.mask;
     TransposedMask const transposed_mask{mask.transposed()};
     BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
-    BlockRange const unmasked = tile.n_begin + kBlockN <= mask.seqlen_k
-                                    ? mask.unmasked_rows(tile.n_begin, kBlockN, kBlockM)
-                                    : BlockRange{0, 0};
+    BlockRange const unmasked = unmasked_q_blocks<Traits>(tile);
     if (visited.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv,
               steps = heads * (visited.end - visited.begin);
-    bool const sums_dq =
+    bool const accumulates_dq =
         dq_sums == DqSums::asked ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
-    Tensor sKt = columns_of_keys<Traits>(shared.k);                                           // (D, N, PART)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});             // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});           // (D, M, STAGE)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQ{});         // (M, D, STAGE)
     Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutQt{});       // (D, M, STAGE)
     Tensor sP = make_tensor(make_smem_ptr(shared.p), typename Traits::LayoutS{})(_, _, 0);    // (N, M)
     Tensor sdS = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutS{})(_, _, 0);  // (N, M)
-    Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
 
     KvTileLoader<Traits> const loader{params, tile, shared, thread};
 
-    // Shared memory to registers.
-    typename Traits::MmaKeys const mma;
-    typename Traits::MmaQueries const mma_dq;
+    // Copies from shared memory to registers.
+    typename Traits::MmaDkv const mma;
     auto const thread_mma = mma.get_slice(thread);
     typename Traits::FragmentAtom const atom;
     typename Traits::FragmentAtomTransposed const transposed_atom;
     auto const copy_a = make_tiled_copy_A(atom, mma);
     auto const copy_b = make_tiled_copy_B(atom, mma);
     auto const copy_bt = make_tiled_copy_B(transposed_atom, mma);
-    auto const copy_dst = make_tiled_copy_A(transposed_atom, mma_dq);
-    auto const copy_kt = make_tiled_copy_B(transposed_atom, mma_dq);
     Tensor cS = thread_mma.partition_C(make_identity_tensor(TileS{}));
 
-    // acc += X B^T, with X = P or dS from registers where this warp has all its columns, else from sX.
+    // acc += X B^T with X = P or dS, from registers where this warp has all columns of its rows, else from
+    // sX.
     auto product_of_scores = [&](auto const& rX, auto const& sX, auto const& sB, auto& acc) {
       if constexpr (Traits::kSharesScores) {
         multiply_shared(thread, mma, copy_a, sX, copy_bt, sB, acc);
@@ -82,7 +77,7 @@ struct BackwardMainloopSm80 {
 
     loader.load_keys(params.k, shared.k);
     loader.load_keys(params.v, shared.v);
-    // Of this step, and of the next one to be loaded.
+    // The head and M block of this step, and of the next one to load.
     int head = tile.head_kv * heads, block = visited.begin, stage = 0;
     int const end_head = head + heads;
     int next_head = head, next_block = block;
@@ -100,55 +95,83 @@ struct BackwardMainloopSm80 {
       __syncthreads();
       if constexpr (kStages == 2) load_next(stage ^ 1);
 
+      // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
       if (!unmasked.contains(block)) {
-        if constexpr (Traits::kSparesRegisters) {  // places and limits are found here, not kept for the loop
-          TransposedMask const from_block{transposed_mask.transposed.from_key(block * kBlockM)};
-          auto const own_mma = mma.get_slice(read_thread_index());
-          apply_mask<ComparedKeys>(from_block, PlainRows{}, tile.n_begin, 0,
-                                   own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
-        } else {
-          apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
-        }
+        mask_scores(tile.n_begin, transposed_mask, block, mma, cS, acc_s);
       }
-      auto const of_stage = [&](float const* of_queries) { return of_queries + stage * kBlockM; };
-      compute_p(acc_s, cS, of_stage(shared.lse), params.softmax_scale * float(M_LOG2E));
+      // (3) P = exp2(S c - LSE)
+      compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),
+                                    of_query<QueryAxis::columns>(shared.lse + stage * kBlockM, cS));
       Tensor rP = convert<Element>(acc_s);
       if constexpr (Traits::kSharesScores) store_scores(rP, sP);
 
-      Tensor acc_ds = partition_fragment_C(mma, TileS{});  // dP - rowsum(dO O), then dS
-      fill_columns(acc_ds, cS, of_stage(shared.delta));
+      // (2) dP = V dO^T, less delta
+      Tensor acc_ds = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
+      fill_with_delta<QueryAxis::columns>(acc_ds,
+                                          of_query<QueryAxis::columns>(shared.delta + stage * kBlockM, cS));
       multiply_shared(thread, mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_s(i);
+      // (5) dS = P (dP - delta)
+      compute_ds(acc_ds, acc_s);
       Tensor rdS = convert<Element>(acc_ds);
       if constexpr (Traits::kSharesScores) {
         store_scores(rdS, sdS);
         __syncthreads();
       }
+      // (4) dV += P dO
       product_of_scores(rP, sP, sdOt(_, _, stage), acc_dv);
-      if (sums_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
+      if (accumulates_dq && !Traits::kSharesScores) store_scores(rdS, sdS);
+      // (7) dK += dS Q
       product_of_scores(rdS, sdS, sQt(_, _, stage), acc_dk);
-      if (kStages == 1 || (sums_dq && !Traits::kSharesScores)) __syncthreads();
+      if (kStages == 1 || (accumulates_dq && !Traits::kSharesScores)) __syncthreads();
       if constexpr (kStages == 1) load_next(0);
-      if (sums_dq) {
-        float* sums = params.workspace.dq.accum + tile.place(head, block) * (kBlockM * kHeadDim) + thread;
-        CUTE_UNROLL
-        for (int part = 0; part < Traits::kDqParts; ++part) {
-          Tensor acc_dq = partition_fragment_C(mma_dq, typename Traits::TileDq{});  // (MMA, MMA_M, MMA_D)
-          clear(acc_dq);
-          multiply_shared(thread, mma_dq, copy_dst, sdSt, copy_kt, sKt(_, _, part), acc_dq);
-          CUTE_UNROLL
-          for (int i = 0; i < size(acc_dq); ++i) atomicAdd(sums + i * Traits::kThreads, acc_dq(i));
-          sums += size(acc_dq) * Traits::kThreads;
-        }
+      // (6) dQ = dS K
+      if (accumulates_dq) {
+        accumulate_dq(
+            params.workspace.dq.accum + tile.block_index(head, block) * (kBlockM * kHeadDim) + thread, shared,
+            thread);
       }
       if (++block == visited.end) {
         block = visited.begin;
         ++head;
       }
+    }
+  }
+
+ private:
+  // Applies the mask to S of an M block. With kSparesRegisters coordinates and limits are computed here, not
+  // before the main loop.
+  template <class Mma, class Coords, class Scores>
+  CUTE_DEVICE static void mask_scores(int n_begin, TransposedMask const& transposed_mask, int block,
+                                      Mma const& mma, Coords const& cS, Scores& acc_s) {
+    if constexpr (Traits::kSparesRegisters) {
+      TransposedMask const from_block{transposed_mask.transposed.from_key(block * kBlockM)};
+      auto const own_mma = mma.get_slice(read_thread_index());
+      apply_mask<ComparedKeys>(from_block, PlainRows{}, n_begin, 0,
+                               own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
+    } else {
+      apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, n_begin, block * kBlockM, cS, acc_s);
+    }
+  }
+
+  // dQ = dS K of a step, added to the accumulator in the workspace.
+  CUTE_DEVICE static void accumulate_dq(float* dq_accum, SharedStorage& shared, int thread) {
+    Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
+    Tensor sKt = columns_of_keys<Traits>(shared.k);  // (D, N, PART)
+    typename Traits::MmaDq const mma;
+    typename Traits::FragmentAtomTransposed const atom;
+    auto const copy_dst = make_tiled_copy_A(atom, mma);
+    auto const copy_kt = make_tiled_copy_B(atom, mma);
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kDqParts; ++part) {
+      Tensor acc_dq = partition_fragment_C(mma, typename Traits::TileDq{});  // (MMA, MMA_M, MMA_D)
+      clear(acc_dq);
+      multiply_shared(thread, mma, copy_dst, sdSt, copy_kt, sKt(_, _, part), acc_dq);
+      CUTE_UNROLL
+      for (int i = 0; i < size(acc_dq); ++i) atomicAdd(dq_accum + i * Traits::kThreads, acc_dq(i));
+      dq_accum += size(acc_dq) * Traits::kThreads;
     }
   }
 };

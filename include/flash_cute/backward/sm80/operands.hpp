@@ -1,14 +1,12 @@
-// How the Ampere family's backward brings tiles to shared memory, multiplies what lies there, and makes
-// weights of scores.
+// Operands of the Ampere family's backward: loads of tiles into shared memory by cp.async, and products of
+// operands that lie there.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
-#include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/core/sm80/copy_async.hpp"
 #include "flash_cute/core/sm80/gemm.hpp"
 
@@ -16,41 +14,49 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Issues the loads of the tile of this shape that begins at row `first` of a head. forgets_place: the
-// thread's row and column are unknown to the compiler at each call, which else keeps their sums with where
-// the entry begins, 64 bits of each view, in registers for the loop around.
-template <class Element, bool forgets_place, class TiledLoad, class Atom, class TileShape, class Target>
+// M blocks whose queries all see all keys of a tile.
+template <class Traits>
+CUTE_DEVICE BlockRange unmasked_q_blocks(KvTile const& tile) {
+  WindowMask const& mask = tile.sequence.mask;
+  if (tile.n_begin + Traits::kBlockN > mask.seqlen_k) return {0, 0};
+  return mask.unmasked_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM);
+}
+
+// Issues the loads of the tile of this shape that begins at row `first` of a head. hides_coord: hide the
+// thread's row and column from the compiler at each call. Otherwise it adds them to the address of the batch
+// entry and keeps the sums, 64 bits for each view, in registers throughout the loop around the call.
+template <class Element, bool hides_coord, class TiledLoad, class Atom, class TileShape, class Target>
 CUTE_DEVICE void load_tile(TiledLoad const& tiled_load, Atom const& atom, int thread, TensorView const& view,
                            int entry, int head, int64_t first, TileShape tile_shape,
                            TileInterior const& interior, Target&& target) {
   auto const loader = tiled_load.get_slice(thread);
   Tensor source = local_tensor<Element>(view, entry, head, first, tile_shape);
   Tensor own = loader.partition_S(source);
-  Tensor places = loader.partition_S(make_identity_tensor(tile_shape));
-  if constexpr (forgets_place) {
-    int row = get<0>(places(0)), column = get<1>(places(0));
+  Tensor coords = loader.partition_S(make_identity_tensor(tile_shape));
+  if constexpr (hides_coord) {
+    int row = get<0>(coords(0)), column = get<1>(coords(0));
     asm volatile("" : "+r"(column));
     asm volatile("" : "+r"(row));
     int64_t const offset = uint32_t(row) * view.row_stride + uint32_t(column);
     copy_async(atom, make_tensor(source.data() + offset, own.layout()), loader.partition_D(target),
-               make_tensor(make_inttuple_iter(make_arithmetic_tuple(row, column)), places.layout()),
+               make_tensor(make_inttuple_iter(make_arithmetic_tuple(row, column)), coords.layout()),
                interior);
   } else {
-    copy_async(atom, own, loader.partition_D(target), places, interior);
+    copy_async(atom, own, loader.partition_D(target), coords, interior);
   }
 }
 
-// What a block of keys loads from global memory to shared memory, by kKeyThreads threads. Of queries
-// the rows that see nothing are not read: what they hold would reach dK and dV as 0 x NaN.
+// The loads of a KV tile from global to shared memory, by kKeyThreads threads. Fully masked queries are not
+// read, as what they hold would reach dK and dV as 0 x NaN.
 template <class Traits>
 struct KvTileLoader {
   BackwardParams const& params;
   typename Traits::Tile const& tile;
   typename Traits::SharedStorage& shared;
-  int thread;                                                   // of those that load
-  int kept_first_row = tile.sequence.mask.fully_masked_rows();  // unless the tile has it
+  int thread;                                                   // of kKeyThreads
+  int kept_first_row = tile.sequence.mask.fully_masked_rows();  // not used where the tile holds it
 
-  // K or V.
+  // Loads K or V.
   CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
     load(typename Traits::TileKV{}, view, tile.head_kv / params.gqa_splits,
          int64_t(tile.sequence.k_begin) + tile.n_begin,
@@ -58,7 +64,7 @@ struct KvTileLoader {
          make_tensor(make_smem_ptr(target), typename Traits::LayoutKV{})(_, _, 0));
   }
 
-  // Q, dO, LSE and delta of a block of queries.
+  // Loads Q, dO, LSE and delta of an M block.
   CUTE_DEVICE void load_queries(int head, int block, int stage) const {
     constexpr int kBlockM = Traits::kBlockM;
     int const begin = block * kBlockM, seqlen_q = tile.sequence.mask.seqlen_q;
@@ -74,14 +80,14 @@ struct KvTileLoader {
     };
     load_rows(params.q, interior, shared.q);
     load_rows(params.dout, interior_dout, shared.dout);
-    constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // of 16 bytes
+    constexpr int kChunk = 4, kChunks = kBlockM / kChunk;  // floats of 16 bytes
     if (thread < 2 * kChunks) {
       int const chunk = thread % kChunks * kChunk;
       float const* const source =
           thread < kChunks ? params.workspace.lse_delta.lse : params.workspace.lse_delta.delta;
       float* const target = thread < kChunks ? shared.lse : shared.delta;
       SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
-          *reinterpret_cast<uint128_t const*>(source + tile.place(head, block) * kBlockM + chunk),
+          *reinterpret_cast<uint128_t const*>(source + tile.block_index(head, block) * kBlockM + chunk),
           *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
     }
   }
@@ -96,7 +102,8 @@ struct KvTileLoader {
   }
 };
 
-// acc += A B^T with B from shared memory, and A as it is in registers or brought there by load_a(k).
+// acc += A B^T with B from shared memory and A from registers, where load_a(k) has brought it if it is not
+// there.
 template <class Mma, class FragmentA, class LoadA, class CopyB, class SharedB, class Acc,
           class Beside = Nothing>
 CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const& rA, LoadA load_a,
@@ -108,7 +115,7 @@ CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const&
       mma, acc, rA, rB, load_a, [&](int n, int k) { copy(copy_b, tB(_, n, k), rB_copy(_, n, k)); }, beside);
 }
 
-// acc += A B^T, both from shared memory.
+// acc += A B^T with both operands from shared memory.
 template <class Mma, class CopyA, class SharedA, class CopyB, class SharedB, class Acc,
           class Beside = Nothing>
 CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a, SharedA const& sA,
@@ -120,40 +127,13 @@ CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a
       thread, mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc, beside);
 }
 
-// K as the right operand of dQ, in the parts that dQ is computed by: (D, N, PART).
+// K as the right operand of dQ = dS K, cut into the kDqParts column ranges that dQ is computed in:
+// (D, N, PART).
 template <class Traits>
 CUTE_DEVICE auto columns_of_keys(typename Traits::Element* keys) {
   Tensor all = make_tensor(make_smem_ptr(keys), typename Traits::LayoutKVt{})(_, _, 0);
   return local_tile(all, Shape<Int<Traits::kHeadDim / Traits::kDqParts>, Int<Traits::kBlockN>>{},
                     make_coord(_, 0));
-}
-
-// Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
-template <class Scores, class Coords>
-CUTE_DEVICE void compute_p(Scores& acc_s, Coords const& cS, float const* lse_of_queries, float scale) {
-  auto scores = row_col_view(acc_s);
-  auto const coords = row_col_view(cS);
-  CUTE_UNROLL
-  for (int col = 0; col < size<1>(scores); ++col) {
-    float const lse = lse_of_queries[get<1>(coords(0, col))];
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(scores); ++row) {
-      scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
-    }
-  }
-}
-
-// Each element becomes the value of its column.
-template <class Accumulator, class Coords>
-CUTE_DEVICE void fill_columns(Accumulator& acc, Coords const& cS, float const* of_columns) {
-  auto elements = row_col_view(acc);
-  auto const coords = row_col_view(cS);
-  CUTE_UNROLL
-  for (int col = 0; col < size<1>(elements); ++col) {
-    float const value = of_columns[get<1>(coords(0, col))];
-    CUTE_UNROLL
-    for (int row = 0; row < size<0>(elements); ++row) elements(row, col) = value;
-  }
 }
 
 }  // namespace flash_cute

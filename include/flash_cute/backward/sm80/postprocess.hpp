@@ -1,4 +1,4 @@
-// The kernel after the Ampere family's backward: sums of dQ become rows of dQ.
+// The postprocess kernel of the Ampere family's backward: it scales the dQ accumulator and writes rows of dQ.
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
@@ -10,11 +10,12 @@
 
 namespace flash_cute {
 
-// clearing: so many blocks first clear what no kernel writes, each its part.
+// One thread block for each M block of a head. The first zero_fill_blocks of them first zero gradients of
+// rows that no other kernel writes.
 template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_postprocess_sm80(__grid_constant__ BackwardParams const params,
-                              __grid_constant__ Mask const mask, int clearing) {
+                              __grid_constant__ Mask const mask, int zero_fill_blocks) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;
@@ -24,35 +25,37 @@ __global__ void __launch_bounds__(Traits::kThreads)
       queries.of_block(blockIdx.x, shape.heads_q, params.dq.head_stride < params.dq.row_stride);
   int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params.shape, params.lengths, mask, b);
-  if (int(blockIdx.x) < clearing) zero_fill_unwritten<Family::sm80>(params, mask, blockIdx.x, clearing);
+  if (int(blockIdx.x) < zero_fill_blocks) {
+    zero_fill_unwritten<Family::sm80>(params, mask, blockIdx.x, zero_fill_blocks);
+  }
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
 
-  typename Traits::MmaQueries const mma;
+  typename Traits::MmaDq const mma;
   Tensor dq = partition_fragment_C(mma, TileQ{});  // (MMA, MMA_M, MMA_D)
   constexpr int kFloats = kBlockM * Traits::kHeadDim;
-  float const* const sums =
+  float const* const dq_accum =
       params.workspace.dq.accum + (int64_t(head) * queries.count() + of_head) * kFloats + thread;
   CUTE_UNROLL
-  for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * sums[i * Traits::kThreads];
+  for (int i = 0; i < size(dq); ++i) dq(i) = params.softmax_scale * dq_accum[i * Traits::kThreads];
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));
   zero_fully_masked_rows(dq, coords, s.mask.fully_masked_rows() - m_begin);
   Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
-  // Through shared memory, so that neighbouring threads write along a row. Its chunks of 16 bytes are
-  // permuted against bank conflicts.
+  // Rows go through shared memory, so that neighbouring threads write along a row. Chunks of 16 bytes are
+  // permuted there against bank conflicts.
   constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kHeadDim / kChunk;
   constexpr int kPermuted = kChunks % 8 == 0 ? 8 : 4;
   __shared__ __align__(16) Element memory[kBlockM * Traits::kHeadDim];
-  auto at = [](int row, int column) {
+  auto smem_at = [](int row, int column) {
     return memory + row * Traits::kHeadDim + (column ^ row % kPermuted * kChunk);
   };
   auto const values = row_col_view(dq);
-  auto const places = row_col_view(coords);
+  auto const row_col_coords = row_col_view(coords);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(values); ++i) {
     CUTE_UNROLL
     for (int j = 0; j < size<1>(values); j += 2) {
-      *reinterpret_cast<uint32_t*>(at(get<0>(places(i, j)), get<1>(places(i, j)))) =
+      *reinterpret_cast<uint32_t*>(smem_at(get<0>(row_col_coords(i, j)), get<1>(row_col_coords(i, j)))) =
           pack<Element>(values(i, j), values(i, j + 1));
     }
   }
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     int const row = i / kChunks, column = i % kChunks * kChunk;
     if (row >= s.used - m_begin || column >= shape.head_dim) continue;
     *reinterpret_cast<uint4*>(target.data().get() + row * params.dq.row_stride + column) =
-        *reinterpret_cast<uint4 const*>(at(row, column));
+        *reinterpret_cast<uint4 const*>(smem_at(row, column));
   }
 }
 

@@ -1,18 +1,17 @@
-// The kernel before the Ampere family's backward: what is known of each query alone, and sums that start at
-// 0.
+// The preprocess kernel of the Ampere family's backward: the LSE in base 2 and delta = dLSE - rowsum(dO O) of
+// each query, and zeros in the dQ accumulator.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
-#include "flash_cute/backward/varlen_prepare.cuh"
-#include "flash_cute/backward/zero_fill_workspace.hpp"
+#include "flash_cute/backward/zero_fill.cuh"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
 
-// One block of threads for each block of queries of a head. A row is read by as many neighbouring lanes as it
-// has chunks of 16 bytes.
+// One thread block for each M block of a head. A row is read by as many neighbouring lanes as it has chunks
+// of 16 bytes.
 template <class Instance, int kBlockM, int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads)
     backward_preprocess_sm80(__grid_constant__ BackwardParams const params,
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   int const b = queries.sequence(of_head);
   Sequence const s = sequence_for<Family::sm80>(params, mask, b);
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
-  int64_t const place = blockIdx.x;
+  int64_t const block_index = blockIdx.x;
   zero_fill_workspace(params.workspace);
   varlen_prepare<Family::sm80, kThreads>(params, mask);
   if (!has_rows(m_begin, s.used)) return;
@@ -42,28 +41,29 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = threadIdx.x / kLanes; i < kBlockM; i += kThreads / kLanes) {
     int const row = m_begin + i;
-    bool const sees = first_row <= row && row < s.used;
-    float sum = 0;
-    if (sees && params.dout.data && lane * kChunk < shape.head_dim) {
-      sum = dot_of_chunk<Element>(chunk(params.dout, row), chunk(params.out, row));
+    bool const is_valid = first_row <= row && row < s.used;
+    float dot = 0;  // of this lane's chunk, then of the row
+    if (is_valid && params.dout.data && lane * kChunk < shape.head_dim) {
+      dot = dot_of_chunk<Element>(chunk(params.dout, row), chunk(params.out, row));
     }
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      dot += __shfl_xor_sync(0xffffffffu, dot, distance);
     }
     if (lane != 0) continue;
-    int64_t const at = b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
-    float const lse = sees ? params.lse[at] : INFINITY;
-    // Scores of -inf alone, which the row sees, are NaN once they are divided by their sum.
-    params.workspace.lse_delta.lse[place * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
-    params.workspace.lse_delta.delta[place * kBlockM + i] =
-        sees ? (params.dlse ? params.dlse[at] : 0.f) - sum : 0.f;
+    int64_t const offset =
+        b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
+    float const lse = is_valid ? params.lse[offset] : INFINITY;
+    // A row that sees only scores of -inf has P = NaN, as their sum is 0.
+    params.workspace.lse_delta.lse[block_index * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
+    params.workspace.lse_delta.delta[block_index * kBlockM + i] =
+        is_valid ? (params.dlse ? params.dlse[offset] : 0.f) - dot : 0.f;
   }
   if (params.workspace.dq.accum) {
     constexpr int kFloats = kBlockM * Instance::head_dim;
-    auto* const sums = reinterpret_cast<uint4*>(params.workspace.dq.accum + place * kFloats);
+    auto* const dq_accum = reinterpret_cast<uint4*>(params.workspace.dq.accum + block_index * kFloats);
 #pragma unroll
-    for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) sums[i] = {};
+    for (int i = threadIdx.x; i < kFloats / 4; i += kThreads) dq_accum[i] = {};
   }
 }
 

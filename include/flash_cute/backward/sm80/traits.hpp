@@ -1,4 +1,4 @@
-// Types of the Ampere family's backward: products, shared-memory layouts, copies.
+// Traits of the Ampere family's backward: MMAs, shared-memory layouts and copies of a tile shape.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,7 +12,7 @@ namespace flash_cute {
 
 using namespace cute;
 
-// Which kernels for keys add their part of dQ to its sums; asked: those that are given them.
+// Does the main kernel add its part of dQ to an accumulator in the workspace? asked: if it is given one.
 enum class DqSums { none, all, asked };
 
 template <class Instance_, BackwardTile tile>
@@ -25,29 +25,27 @@ struct BackwardTraitsSm80 {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
-  // A tile's keys are one thread block's, and all of its threads have some of dV and dK, or one half of them
-  // of dV, the other of dK (see GqaSums).
+  // kKeyThreads share an accumulator of dK or dV (see GqaSums): all threads, or where the work is split one
+  // half of them has dV and the other dK. A KV tile belongs to one thread block.
   static constexpr bool kSplitsWork = kTile.splits_work();
   static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using Tile = std::conditional_t<kSplitsWork, SplitKvTile, KvTile>;
 
-  // S and dP are computed with keys as rows. A warp that has all queries of its keys multiplies P and dS from
-  // its registers; where several share them, they do so through shared memory.
+  // The accumulators of S and dP have keys as rows. A warp that has all columns of its rows takes P and dS as
+  // operands from registers; where warps share rows, P and dS go through shared memory.
   using TensorCore = TensorCoreSm80<Element, kHeadDim>;
   static constexpr bool kSharesScores = kTile.warps_across > 1;
   using MmaScores = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
   static constexpr int kWarpsKeys = kSplitsWork ? kTile.split_warps_keys : kTile.warps_keys;
-  using MmaKeys = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
-  static constexpr int kWarpsQueries = kTile.warps_queries;
-  static_assert(kTile.warps() % kWarpsQueries == 0);
-  using MmaQueries = typename TensorCore::template TiledMma<kWarpsQueries, kTile.warps() / kWarpsQueries>;
-  // dQ is computed by parts of its columns, whole panels: more than 32 floats of a thread would leave no
-  // registers for operands to be loaded ahead.
-  static constexpr bool kFewSums = kBlockM * kHeadDim <= 32 * kThreads;
-  static constexpr int kDqParts = kFewSums || kHeadDim % 64 != 0 ? 1
-                                  : kHeadDim % 128 == 0          ? 2
-                                                                 : kHeadDim / 64;
+  using MmaDkv = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
+  static constexpr int kWarpsDq = kTile.warps_queries;
+  static_assert(kTile.warps() % kWarpsDq == 0);
+  using MmaDq = typename TensorCore::template TiledMma<kWarpsDq, kTile.warps() / kWarpsDq>;
+  // dQ is computed in kDqParts column ranges of whole panels, as more than 32 accumulator floats of a thread
+  // would leave no registers to load operands ahead.
+  static constexpr bool kDqFits = kBlockM * kHeadDim <= 32 * kThreads;
+  static constexpr int kDqParts = kDqFits || kHeadDim % 64 != 0 ? 1 : kHeadDim % 128 == 0 ? 2 : kHeadDim / 64;
   using TileDq = Shape<Int<kBlockM>, Int<kHeadDim / kDqParts>>;
 
   template <class Layout, int rows, int columns, int stages>
@@ -70,16 +68,16 @@ struct BackwardTraitsSm80 {
     alignas(128) Element dout[cosize_v<LayoutQ>];
     alignas(128) Element ds[cosize_v<LayoutS>];
     alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 0];
-    alignas(128) float weights[kSplitsWork ? kBlockN * kBlockM : 0];  // P, from one half to the other
+    alignas(128) float p_exchange[kSplitsWork ? kBlockN * kBlockM : 0];  // P in float32 (put_p)
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
   };
   static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
-  // Two blocks of head dim 128 leave no room for it.
+  // Two thread blocks of head dim 128 leave no shared memory for the tile.
   static constexpr bool kTileInSharedMemory = kHeadDim != 128;
   static_assert(sizeof(Tile) <= kTileBytes);
-  // The loop wants more registers than there are, and spills none by forms that spare them, which go together
-  // (docs/experiments/backward_sm80.md).
+  // The main loop needs more registers than there are, and avoids spills by several forms that save registers
+  // and are switched on together (docs/backward_sm80.md).
   static constexpr bool kSparesRegisters = kHeadDim == 128 || (kHeadDim == 64 && kSharesScores);
 
   using LoadAtom = typename TensorCore::LoadAtom;

@@ -1,5 +1,5 @@
-// The Hopper family's backward maths, by one warpgroup: dK and dV of its 64 keys of every tile, and its half
-// of the tile's part of dQ.
+// A consumer warpgroup of the Hopper family's backward for head dims 64, 96 and 128: dK and dV of its 64 keys
+// of each tile, and its half of the tile's part of dQ.
 #pragma once
 
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
@@ -21,13 +21,13 @@ struct BackwardConsumerSm90 {
   BackwardConsumerWarpgroup<Traits> const& own;
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
-  DqAccumulator<Traits> sums = own.dq_accumulator();
-  DqConverter<Traits> rows{own};
+  DqAccumulator<Traits> dq_accum = own.dq_accumulator();
+  DqConverter<Traits> dq_converter{own};
 
-  // S = K Q^T and dP = V dO^T have keys as rows. P and dS are operands of dV += P dO and dK += dS Q from
-  // registers; dS goes through shared memory to dQ = dS K, whose rows are queries. That product comes one
-  // step late: dS of the other warpgroup is there by then, so the two drift apart, and one has exponentials
-  // while the other has products.
+  // The accumulators of S and dP have keys as rows. P and dS are operands of dV and dK from registers; dS
+  // goes through shared memory to dQ = dS K, whose rows are queries. The product for dQ comes one step late,
+  // when dS of the other warpgroup has been stored. So the warpgroups can drift apart, and one computes
+  // exponentials while the other has products in flight.
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
     QBlockIterator steps = own.steps_of(tile);
@@ -41,9 +41,9 @@ struct BackwardConsumerSm90 {
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});       // (D, M, STAGE)
     Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
     typename Traits::MmaScores mma_s;
-    typename Traits::MmaKeys mma_k;
-    auto const slice_s = mma_s.get_slice(own.warpgroup * 128);
-    auto const slice_k = mma_k.get_slice(own.warpgroup * 128);
+    typename Traits::MmaDkv mma_k;
+    auto const slice_s = mma_s.get_slice(own.warpgroup * kWarpgroupThreads);
+    auto const slice_k = mma_k.get_slice(own.warpgroup * kWarpgroupThreads);
     Tensor tSrK = slice_s.partition_fragment_A(sK);     // (MMA, MMA_N, MMA_D)
     Tensor tSrV = slice_s.partition_fragment_A(sV);     // (MMA, MMA_N, MMA_D)
     Tensor tSrQ = slice_s.partition_fragment_B(sQ);     // (MMA, MMA_M, MMA_D, STAGE)
@@ -57,61 +57,61 @@ struct BackwardConsumerSm90 {
     clear(acc_dk);
     clear(acc_dv);
 
-    RegisterSlices<Traits> held_k, held_v;
+    RegisterSlices<Traits> k_slices, v_slices;
     float first_lse = 0;
     auto wait_q = [&] {
       shared.ring_q.wait(at);
-      // Sooner than the others, which wait behind S.
-      if constexpr (!kLseDeltaMma) first_lse = own.first_of(cS, shared.of_queries.lse + at.stage * kBlockM);
+      // The first LSE is loaded before S is issued, as the loads of the others wait behind S.
+      if constexpr (!kLseDeltaMma) first_lse = own.first_lse(cS, at.stage);
     };
-    auto const issue_scores = [&] {
-      if constexpr (kLseDeltaMma) {
-        return Traits::Terms::issuer(shared.of_queries, own.warpgroup);
-      } else {
-        return [](auto, int, auto& mma, auto const& a, auto const& b, auto& acc) {
-          issue_product(GMMA::ScaleOut::Zero, mma, a, b, acc);
-        };
-      }
-    }();
-    // Only in a tile's first step: else the two may have exponentials at the same time up to its end, and the
-    // tensor cores nothing. Neither comes twice before the other has: dQ takes dS of both. H200: up to +1%
-    // (128, 16k full), +1 to +2% (64, from 1k on).
-    NamedBarrier const turn_of_second{BarrierId::turn, 1};
-    auto let_second_begin = [&] {
-      if (own.warpgroup == 0) turn_of_second.arrive(2 * 128);
+    auto const issue_scores = score_issuer();
+    // In a tile's first step the second warpgroup begins its exponentials when the first one has issued dV.
+    // Otherwise both may compute exponentials at the same time throughout the tile, and the tensor cores
+    // idle. Later steps stay in this order, as dQ of a step needs dS of both. H200: up to +1% (128, 16k
+    // full), +1 to +2% (64, from 1k on).
+    NamedBarrier const first_exponentials{BarrierId::turn, 1};
+    auto release_second_warpgroup = [&] {
+      if (own.warpgroup == 0) first_exponentials.arrive(2 * kWarpgroupThreads);
     };
     auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+      // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
-      issue_scores(Lse{}, at.stage, mma_s, held_k.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage), acc_s);
+      issue_scores(Lse{}, at.stage, mma_s, k_slices.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage), acc_s);
+      // (2) dP = V dO^T
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at);
-      issue_scores(Delta{}, at.stage, mma_s, held_v.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage), acc_ds);
+      issue_scores(Delta{}, at.stage, mma_s, v_slices.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage),
+                   acc_ds);
       if constexpr (kFirst) {
-        if (own.warpgroup == 1) turn_of_second.sync(2 * 128);
+        if (own.warpgroup == 1) first_exponentials.sync(2 * kWarpgroupThreads);
       }
       wait_products<1>(acc_s);
       if (!unmasked.contains(steps.block)) {
         apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
                             steps.block * kBlockM, cS, acc_s);
       }
+      // (3) P = exp2(S c - LSE)
       own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);
+      // (4) dV += P dO
       auto issue_dv = [&] {
         Tensor rP = convert<Element>(acc_s);
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.stage), acc_dv);
-        if constexpr (kFirst) let_second_begin();
+        if constexpr (kFirst) release_second_warpgroup();
       };
-      // dV beside dS takes registers, which there are where no thread has numbers of queries.
+      // dV in flight beside dS takes registers, which are free where no thread holds LSE and delta.
       if constexpr (kLseDeltaMma) issue_dv();
       wait_products<(kLseDeltaMma ? 1 : 0)>(acc_ds);
+      // (5) dS = P (dP - delta)
       own.compute_ds(acc_ds, acc_s, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
       if constexpr (!kLseDeltaMma) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
       store_ds(rdS, at.stage);
+      // (7) dK += dS Q
       auto finish = [&](auto&& finish_dq) {
         issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.stage), acc_dk);
         cutlass::arch::fence_view_async_shared();
-        own.announce(full);
+        own.arrive(full);
         auto const now = at;
         at.advance();
         steps.advance();
@@ -125,39 +125,60 @@ struct BackwardConsumerSm90 {
       if constexpr (kFirst) {
         finish([] {});
       } else {
-        auto const before = at.before();  // the step whose dQ comes now
-        Tensor acc_dq = sums.issue(before);
+        // (6) dQ = dS K of the step before
+        auto const before = at.before();
+        Tensor acc_dq = dq_accum.issue(before);
         finish([&] {
           wait_products<1>(acc_dq);
-          sums.release(before);
-          sums.put(acc_dq, before);
+          dq_accum.release(before);
+          dq_accum.put(acc_dq, before);
         });
       }
     };
     shared.ring_v.wait(at_keys);
-    held_v.load(sV, own.key_thread());
+    v_slices.load(sV, own.key_thread());
     shared.ring_k.wait(at_keys);
-    held_k.load(sK, own.key_thread());
+    k_slices.load(sK, own.key_thread());
     wait_q();
     step(std::true_type{});
     own.wait_stored();
-    rows.finish();
+    dq_converter.finish();
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
+    finish_tile(tile, acc_dk, acc_dv);
+  }
+
+ private:
+  // (6) dQ = dS K of the last step; then dK and dV are stored.
+  template <class Accumulator>
+  CUTE_DEVICE void finish_tile(KvTile const& tile, Accumulator const& acc_dk, Accumulator const& acc_dv) {
+    auto& shared = own.shared;
     auto const before = at.before();
-    Tensor acc_dq = sums.issue(before);
+    Tensor acc_dq = dq_accum.issue(before);
     own.release(shared.ring_v, at_keys);
     wait_products<0>(acc_dq);
-    sums.release(before);
+    dq_accum.release(before);
     own.release(shared.ring_k, at_keys);
-    sums.put(acc_dq, before);
+    dq_accum.put(acc_dq, before);
     at_keys.advance();
-    rows.start_ready();  // while sums are added
+    dq_converter.start_ready();  // while dQ is added
     if (!own.params.dk.data) return;
-    sums.wait_read();
-    rows.finish();
+    dq_accum.wait_read();
+    dq_converter.finish();
     own.store(KvGradient::dv, tile, acc_dv);
     own.store(KvGradient::dk, tile, acc_dk);
-    rows.start_ready();  // while dK leaves
+    dq_converter.start_ready();  // while dK is stored
+  }
+
+  // Returns issue(Lse{} or Delta{}, stage, mma, a, b, acc), which puts acc = A B^T in flight, with the term
+  // of each column's query where it comes by a product.
+  CUTE_DEVICE auto score_issuer() const {
+    if constexpr (kLseDeltaMma) {
+      return Traits::LseDeltaProduct::issuer(own.shared.lse_delta, own.warpgroup);
+    } else {
+      return [](auto, int, auto& mma, auto const& a, auto const& b, auto& acc) {
+        issue_product(GMMA::ScaleOut::Zero, mma, a, b, acc);
+      };
+    }
   }
 };
 

@@ -1,4 +1,5 @@
-// What is known of each query alone, its LSE and its delta.
+// What the preprocess kernel computes for each query: the LSE in base 2 and (negative) delta = dLSE -
+// rowsum(dO O), as floats or as BF16 terms for LseDeltaMma.
 #pragma once
 
 #include "flash_cute/backward/dot.hpp"
@@ -6,24 +7,24 @@
 
 namespace flash_cute {
 
-// Of a row that sees something. Scores of -inf alone are NaN once they are divided by their sum.
+// An LSE of -inf is NaN: it means that a query sees only scores of -inf, whose P is NaN.
 CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
 
-// What a block of queries of a sequence brings along, and where what is found of it goes. Rows count from its
-// first one, of which LSE and delta have this place in the workspace.
+// The LSE and dLSE of an M block's rows, and where LSE and delta go. Rows count from the block's first one,
+// whose LSE and delta are at `offset` in the workspace.
 template <class Traits>
 struct LseDeltaBlock {
   BackwardParams const& params;
-  int64_t place, given;
+  int64_t offset, lse_offset;  // in the workspace; in params.lse and dlse
   int count;
   uint16_t* terms = nullptr;
 
   CUTE_DEVICE LseDeltaBlock(BackwardParams const& params_, QuerySequence const& s, int head, int begin,
-                            int64_t place_)
-      : params(params_), place(place_), count(s.used - begin) {
+                            int64_t offset_)
+      : params(params_), offset(offset_), count(s.used - begin) {
     int const entry = entry_of(params, s);
     int64_t const row = s.begin + begin;
-    given = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
+    lse_offset = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
     if constexpr (Traits::kLseDeltaMma) {
       TensorView const& rows = params.workspace.lse_delta.terms;
       terms = static_cast<uint16_t*>(rows.data) + entry * rows.batch_stride + head * rows.head_stride +
@@ -31,29 +32,29 @@ struct LseDeltaBlock {
     }
   }
 
-  CUTE_DEVICE float lse(int row) const { return counts(row) ? params.lse[given + row] : INFINITY; }
-  CUTE_DEVICE float gradient_of_lse(int row) const {
-    return params.dlse && counts(row) ? params.dlse[given + row] : 0.f;
+  CUTE_DEVICE float lse(int row) const { return is_valid(row) ? params.lse[lse_offset + row] : INFINITY; }
+  CUTE_DEVICE float dlse(int row) const {
+    return params.dlse && is_valid(row) ? params.dlse[lse_offset + row] : 0.f;
   }
   CUTE_DEVICE void store_lse(int row, float lse) const {
     if constexpr (Traits::kLseDeltaMma) {
-      if (has_terms(row)) terms_of(row)[0] = term_of_lse(lse, counts(row), params.softmax_scale);
+      if (has_terms(row)) terms_of(row)[0] = terms_of_lse(lse, is_valid(row), params.softmax_scale);
     } else {
-      params.workspace.lse_delta.lse[place + row] = lse_in_base_2(lse);
+      params.workspace.lse_delta.lse[offset + row] = lse_in_base_2(lse);
     }
   }
   CUTE_DEVICE void store_delta(int row, float delta) const {
     if constexpr (Traits::kLseDeltaMma) {
-      if (has_terms(row)) terms_of(row)[1] = parts_in_bf16(delta);
+      if (has_terms(row)) terms_of(row)[1] = terms_in_bf16(delta);
     } else {
-      params.workspace.lse_delta.delta[place + row] = delta;
+      params.workspace.lse_delta.delta[offset + row] = delta;
     }
   }
 
  private:
-  CUTE_DEVICE bool counts(int row) const { return row < count; }
+  CUTE_DEVICE bool is_valid(int row) const { return row < count; }
   CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.lse_delta.log2_terms_of_row; }
-  // Others would lie past the sequence's end, where loads find zeros.
+  // Rows without terms are those whose terms would lie past the sequence's end, where loads give zeros.
   CUTE_DEVICE bool has_terms(int row) const { return row_of_terms(row) < count; }
   CUTE_DEVICE uint2* terms_of(int row) const {
     int64_t const first = row_of_terms(row) * params.workspace.lse_delta.terms.row_stride;
@@ -62,7 +63,7 @@ struct LseDeltaBlock {
   }
 };
 
-// Rows of O and dO, on their way through shared memory.
+// O and dO of an M block in shared memory, and rowsum(dO O).
 template <class Traits>
 struct DeltaOperands {
   static constexpr int kRows = Traits::kBlockM;
@@ -71,23 +72,24 @@ struct DeltaOperands {
   static constexpr int kArrivals = 2;
   BackwardParams const& params;
   BackwardMaps const& maps;
-  Element* out;  // and dO behind it
-  Barrier& come;
+  Element* out;  // dO lies behind it
+  Barrier& full;
 
-  // By one thread. begin: the first row in the sequence.
+  // Issues the loads, in one thread. begin: the block's first row in the sequence.
   CUTE_DEVICE void load(QuerySequence const& s, int head, int begin) const {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
-      TmaCoord const place =
+      TmaCoord const coord =
           TmaCoord::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
-      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, come, target, kRows, 0, head,
-                                                           place.shift + begin, place.plane, place.bound);
+      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, full, target, kRows, 0, head,
+                                                           coord.shift + begin, coord.plane, coord.bound);
     };
     load_rows(maps.out, out, maps.entry_rows.out);
     load_rows(maps.dout, dout(), maps.entry_rows.dout);
   }
 
-  // The sum of dO O of a row. Swizzled, eight neighbouring rows have a column in all banks.
-  CUTE_DEVICE float multiply(int row) const {
+  // rowsum(dO O) of a row, by one thread. As rows are swizzled, eight neighbouring threads read different
+  // banks.
+  CUTE_DEVICE float dot(int row) const {
     constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kPanel / kChunk;
     int const first = row / (8 / kChunks) % kChunks;
     float sum = 0;

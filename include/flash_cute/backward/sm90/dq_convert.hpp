@@ -1,5 +1,6 @@
-// Rows of dQ, made of sums as soon as they are complete: a thread fetches them, and the warpgroups that
-// compute convert them at the ends of their tiles, where they would wait otherwise.
+// Conversion of complete dQ accumulators to rows of dQ within the main kernel: a thread of the producer
+// warpgroup fetches them to shared memory, and the consumers convert them at the ends of their tiles, where
+// they would wait otherwise.
 #pragma once
 
 #include "flash_cute/backward/sm90/warpgroup.hpp"
@@ -7,12 +8,12 @@
 
 namespace flash_cute {
 
-// The thread that fetches. A tile is finished when each warpgroup's additions have arrived, and the sums of a
-// pair (see DqConvertOrder) are complete when all its tiles are. It takes a block of queries when there is
-// room for one, whoever added to it.
+// The thread that fetches. The accumulators of a (sequence, KV head) pair are complete when every warpgroup
+// has made all its additions for every tile of the pair. M blocks are taken dynamically by all thread blocks,
+// in the order of DqConvertOrder; a thread block takes one when its shared memory for it is free.
 template <class Traits, class Mask>
 struct DqConvertLoader {
-  static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kFloats;
+  static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kDqWarpgroupFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;
@@ -22,43 +23,43 @@ struct DqConvertLoader {
     BackwardWorkspace const& workspace = params.workspace;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    DqConvertOrder<Mask> const rows{params, mask, queries};
-    int waited_for = -1;  // this pair
-    // Calls fetch(where its rows are, its sums) for a block, once it is complete.
+    DqConvertOrder<Mask> const order{params, mask, queries};
+    int complete_pair = -1;
+    // Waits until an M block's accumulator is complete and calls fetch(the coordinates of its rows, it).
     auto visit = [&](int index, auto&& fetch) {
-      typename DqConvertOrder<Mask>::Block const block = rows(index);
+      typename DqConvertOrder<Mask>::Block const block = order(index);
       if (!block.exists) return;
       QuerySequence const& s = block.sequence;
-      if (block.pair != waited_for) {
+      if (block.pair != complete_pair) {
         int const tiles = kv_blocks<Family::sm90>(params, mask, s.index, Traits::kTileN);
         wait_for(workspace.dq.tiles_finished + block.pair, tiles * Traits::kConsumers);
         fence_async_global();
-        waited_for = block.pair;
+        complete_pair = block.pair;
       }
       auto const coord_dq =
           TmaCoord::of(params.lengths.given, entry_of(params, s), maps.entry_rows.dq, s.begin, s.used);
-      int64_t const place = int64_t(block.head) * queries.count() + block.place;
+      int64_t const block_index = int64_t(block.head) * queries.count() + block.block_of_head;
       fetch({false, block.head, coord_dq.shift + block.begin, coord_dq.plane, coord_dq.bound},
-            workspace.dq.accum + place * Traits::kBlockFloats);
+            workspace.dq.accum + block_index * Traits::kDqBlockFloats);
     };
     PipelineState<1> at{};
-    auto load = [&](DqConvertBlock const& block, float const* sums) {
-      for (auto& ring : shared.ring_sums) ring.acquire(at);
-      shared.finished = block;
+    auto load = [&](DqConvertBlock const& block, float const* dq_accum) {
+      for (auto& ring : shared.ring_dq_accum) ring.acquire(at);
+      shared.convert_block = block;
       for (int part = 0; part < Traits::kConsumers; ++part) {
-        auto& arrived = shared.ring_sums[part].full[0];
+        auto& arrived = shared.ring_dq_accum[part].full[0];
         auto load_floats = [&](int to, int from, int floats) {
-          bulk_load(shared.sums + to, sums + from, floats * sizeof(float), arrived);
+          bulk_load(shared.dq_accum + to, dq_accum + from, floats * sizeof(float), arrived);
         };
         int const begin = part * kFloats;
-        if (!block.through && Traits::kLastComesLater && part == Traits::kConsumers - 1) {
-          constexpr int kSooner = kFloats - Traits::kWarpFloats;
-          load_floats(begin, begin, kSooner);
+        if (!block.is_end && Traits::kLastWarpLoadsLater && part == Traits::kConsumers - 1) {
+          constexpr int kFirstWarps = kFloats - Traits::kDqWarpFloats;
+          load_floats(begin, begin, kFirstWarps);
           auto next = at;
           next.advance();
-          shared.ring_sums[0].acquire(next);  // the first warp's have left
-          load_floats(0, begin + kSooner, Traits::kWarpFloats);
-        } else if (!block.through) {
+          shared.ring_dq_accum[0].acquire(next);  // until the first warp's rows have been stored
+          load_floats(0, begin + kFirstWarps, Traits::kDqWarpFloats);
+        } else if (!block.is_end) {
           load_floats(begin, begin, Traits::floats_of(part));
         }
         arrived.arrive();
@@ -66,8 +67,8 @@ struct DqConvertLoader {
       at.advance();
     };
     int index;
-    while ((index = atomicAdd(workspace.dq.blocks_taken, 1)) < rows.count()) visit(index, load);
-    load({.through = true}, nullptr);
+    while ((index = atomicAdd(workspace.dq.blocks_taken, 1)) < order.count()) visit(index, load);
+    load({.is_end = true}, nullptr);
   }
 
  private:
@@ -76,70 +77,75 @@ struct DqConvertLoader {
   }
 };
 
-// The computing side, by each warp alone: its rows and columns of a warpgroup's part leave through the memory
-// in which their sums came.
+// The consumer's side, which each warp does by itself: it reads its part of an accumulator from shared
+// memory, and stores its rows and columns of dQ by TMA through the same memory.
 template <class Traits>
 struct DqConverter {
-  static constexpr int kColumns = Traits::kColumnsQ;
-  // The phase of what comes next, whether something leaves, and whether nothing more will come. One register:
-  // three spill.
-  enum { kPhase = 1, kLeaving = 2, kNoMore = 4 };
+  static constexpr int kColumns = Traits::kDqMmaColumns;
+  // Flags in one register, as three registers spill: the phase of the next block to arrive, whether a store
+  // of rows is in flight, and whether the last block has been converted.
+  enum { kPhase = 1, kStoring = 2, kEnd = 4 };
   BackwardConsumerWarpgroup<Traits> const& own;
-  int state = own.params.workspace.dq.tiles_finished ? 0 : kNoMore;
+  int state = own.params.workspace.dq.tiles_finished ? 0 : kEnd;
 
-  // Begins with what has come, if something has.
+  // Converts a block if one has arrived.
   CUTE_DEVICE void start_ready() {
-    if (!(state & kNoMore) && __any_sync(0xffffffffu, ring().full[0].test_wait(state & kPhase))) start();
+    if (!(state & kEnd) && __any_sync(0xffffffffu, ring().full[0].test_wait(state & kPhase))) start();
   }
-  // Lets what has been begun leave shared memory, which other stores by TMA are waited for with.
+  // Waits for the store that is in flight, and with it for all other TMA stores of this thread, and releases
+  // the memory.
   CUTE_DEVICE void finish() {
-    if (!(state & kLeaving)) return;
+    if (!(state & kStoring)) return;
     if (read_lane_index() == 0) {
       cute::tma_store_wait<0>();
       ring().empty[0].arrive();
     }
-    state ^= kLeaving | kPhase;
+    state ^= kStoring | kPhase;
   }
+  // Converts all blocks that are left.
   CUTE_DEVICE void finish_all() {
     finish();
-    while (!(state & kNoMore)) {
+    while (!(state & kEnd)) {
       start();
       finish();
     }
   }
 
  private:
-  CUTE_DEVICE auto& ring() const { return own.shared.ring_sums[own.warpgroup]; }
+  CUTE_DEVICE auto& ring() const { return own.shared.ring_dq_accum[own.warpgroup]; }
 
   CUTE_DEVICE void start() {
     ring().full[0].wait(state & kPhase);
-    DqConvertBlock const& queries = own.shared.finished;
-    state |= queries.through ? kNoMore : kLeaving;
-    if (!(state & kNoMore)) convert(queries);
+    DqConvertBlock const& queries = own.shared.convert_block;
+    state |= queries.is_end ? kEnd : kStoring;
+    if (!(state & kEnd)) convert(queries);
   }
 
   CUTE_DEVICE void convert(DqConvertBlock const& queries) {
-    int const thread = read_thread_index();  // anew: no address is kept in registers for the loop over steps
+    // The index is read here, so that no address is kept in registers through the main loop.
+    int const thread = read_thread_index();
     int const lane = thread % 32, warp = thread / 32 - 4;
     constexpr int kWarps = 4 * Traits::kConsumers;
-    // Not by a condition, beside which ptxas spills hundreds of bytes.
-    int const back = Traits::kLastComesLater ? (warp + 1) / kWarps * (kWarps - 1) * Traits::kWarpPart : 0;
-    float* const sums = own.shared.sums + warp / 4 * Traits::kFloats + warp % 4 * Traits::kWarpPart - back;
-    Tensor dq = partition_fragment_C(typename Traits::MmaQueries{}, typename Traits::TileQ{});
-    static_assert(32 * decltype(size(dq))::value == Traits::kWarpFloats);
+    // Arithmetic, as with a condition ptxas spills hundreds of bytes.
+    int const back =
+        Traits::kLastWarpLoadsLater ? (warp + 1) / kWarps * (kWarps - 1) * Traits::kDqHalfFloats : 0;
+    float* const dq_accum =
+        own.shared.dq_accum + warp / 4 * Traits::kDqWarpgroupFloats + warp % 4 * Traits::kDqHalfFloats - back;
+    Tensor dq = partition_fragment_C(typename Traits::MmaDq{}, typename Traits::TileDq{});
+    static_assert(32 * decltype(size(dq))::value == Traits::kDqWarpFloats);
     CUTE_UNROLL
     for (int i = 0; i < size(dq) / 4; ++i) {
-      float4 const four = reinterpret_cast<float4 const*>(sums)[Traits::place_of_four(i) + lane];
+      float4 const four = reinterpret_cast<float4 const*>(dq_accum)[Traits::float4_offset(i) + lane];
       dq(4 * i) = four.x;
       dq(4 * i + 1) = four.y;
       dq(4 * i + 2) = four.z;
       dq(4 * i + 3) = four.w;
     }
     __syncwarp();
-    auto* const rows = reinterpret_cast<typename Traits::Element*>(sums);
-    own.template stage<typename Traits::LayoutWarpQ>(rows, lane, own.params.softmax_scale, dq, 0);
+    auto* const rows = reinterpret_cast<typename Traits::Element*>(dq_accum);
+    own.template stage<typename Traits::LayoutWarpDq>(rows, lane, own.params.softmax_scale, dq, 0);
     if (lane == 0) {
-      constexpr bool kByRows = Traits::kRowsQ > 1;
+      constexpr bool kByRows = Traits::kDqRowBlocks > 1;
       store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
           own.maps.dq, rows, kByRows ? 0 : warp / 4 * kColumns, queries.head,
           queries.row + (kByRows ? warp : warp % 4) * Traits::kWarpRows, queries.plane, queries.bound);

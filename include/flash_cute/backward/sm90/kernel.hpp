@@ -1,6 +1,6 @@
-// The Hopper family's backward kernel: in a thread block one warp loads, two warpgroups compute, a warp for
-// each of them adds its part of dQ to the sums, and one fetches complete sums, of which they make rows; or,
-// in a cluster of two, which share a tile's keys, exchanges dS with the other block.
+// The main kernel of the Hopper family's backward. A thread block has a producer warpgroup, whose warps have
+// one role each, and two consumer warpgroups; at head dims 192 and 256 a cluster of two thread blocks shares
+// a tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -13,6 +13,11 @@
 
 namespace flash_cute {
 
+// The roles of the producer warpgroup's warps, of which one thread each is active: load tiles, add a consumer
+// warpgroup's part of dQ to the accumulator in the workspace, and fetch complete accumulators for the
+// consumers to convert or, in a cluster, exchange dS with the peer.
+enum class ProducerWarp { load, dq_accumulate_0, dq_accumulate_1, dq_convert, ds_exchange = dq_convert };
+
 template <class Traits, class Mask>
 __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params,
@@ -23,25 +28,26 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   int const warpgroup = cutlass::canonical_warp_group_idx();
 
   if constexpr (Traits::kLseDeltaMma) {
-    if (threadIdx.x < 16) Traits::Terms::set_ones(shared.of_queries, threadIdx.x);
+    if (threadIdx.x < 16) Traits::LseDeltaProduct::set_ones(shared.lse_delta, threadIdx.x);
   }
   if (threadIdx.x == 0) {
-    // In a cluster both have the same keys, so kWarpsDS are those of one.
+    // Warps of all consumers, and of those that compute dS: in a cluster only one warpgroup does.
     constexpr int kWarps = 4 * Traits::kConsumers, kWarpsDS = 4 * Traits::kKeyGroups;
     shared.ring_k.init(kWarps);
     shared.ring_v.init(kWarpsDS);
     shared.ring_q.init(kWarps * Traits::kCluster);
     shared.ring_dout.init(kWarps * Traits::kCluster);
-    // In a cluster, where dQ takes the memory of dS, those who add it give it back, of both blocks.
+    // In a cluster, where the second warpgroup's part of dQ takes the memory of dS, the threads of both
+    // thread blocks that add it to the workspace release the stage.
     shared.ring_ds.init(Traits::kInCluster ? Traits::kCluster : kWarps, kWarpsDS);
     shared.ring_p.init(kWarpsDS, kWarpsDS);
     shared.ring_tiles.init(kWarps + Traits::kConsumers + Traits::kInCluster);
     shared.ring_peer_k.init(kWarpsDS);
-    shared.ring_index.init(1);
+    shared.ring_tile_index.init(1);
     for (auto& read : shared.ds_read) read.init(kWarps + 1);
     for (auto& arrived : shared.peer_ds) arrived.init(1);
     for (auto& ring : shared.ring_dq) ring.init(1, 4);
-    for (auto& ring : shared.ring_sums) ring.init(4);
+    for (auto& ring : shared.ring_dq_accum) ring.init(4);
     cutlass::arch::fence_barrier_init();
   }
   if constexpr (Traits::kInCluster) {
@@ -49,16 +55,16 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   } else {
     __syncthreads();
   }
-  cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
+  cudaGridDependencySynchronize();  // nothing above reads what earlier kernels write
 
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    int const warp = cutlass::canonical_warp_idx_sync();
+    auto const role = ProducerWarp(cutlass::canonical_warp_idx_sync());
     if (elect_one_sync()) {
-      if (warp == 0) {
+      if (role == ProducerWarp::load) {
         BackwardProducerSm90<Traits, Mask>{shared, params, order, maps}.run();
-      } else if (warp <= Traits::kConsumers) {
-        DqAccumulateWriter<Traits>{shared, params, warp - 1}.run();
+      } else if (role <= ProducerWarp::dq_accumulate_1) {
+        DqAccumulateWriter<Traits>{shared, params, int(role) - int(ProducerWarp::dq_accumulate_0)}.run();
       } else if constexpr (Traits::kInCluster) {
         DsExchange<Traits>{shared, params, maps}.run();
       } else if (params.workspace.dq.tiles_finished) {
@@ -67,7 +73,8 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    BackwardConsumerWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1, int(threadIdx.x) % 128};
+    BackwardConsumerWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1,
+                                                int(threadIdx.x) % kWarpgroupThreads};
     if constexpr (!Traits::kInCluster) {
       own.run(BackwardConsumerSm90<Traits>{own});
     } else if (warpgroup == 1) {
@@ -76,7 +83,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
       own.run(BackwardDkConsumer2Cta<Traits>{own});
     }
   }
-  if constexpr (Traits::kInCluster) sync_cluster();  // nobody sends to a block that has ended
+  if constexpr (Traits::kInCluster) sync_cluster();  // the peer may still access this block's shared memory
 }
 
 }  // namespace flash_cute

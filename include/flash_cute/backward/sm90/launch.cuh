@@ -1,4 +1,4 @@
-// Launches the Hopper family's backward.
+// Launches the kernels of the Hopper family's backward, and encodes their tensor maps.
 #pragma once
 
 #include "flash_cute/backward/launch.hpp"
@@ -9,6 +9,7 @@
 
 namespace flash_cute {
 
+// The tensor maps of a launch.
 template <class Traits>
 BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
   using Element = typename Traits::Element;
@@ -32,16 +33,16 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
         {columns, uint64_t(heads), uint64_t(rows - first_row), uint64_t(shape.batch), 1},
         {view.head_stride, view.row_stride, view.batch_stride, 0}, box);
   };
-  auto boxes_of_queries = [&](TensorView const& view, TmaBox const& box) {
+  auto encode_queries = [&](TensorView const& view, TmaBox const& box) {
     return encode(view, shape.heads_q, shape.seqlen_q, mask.fully_masked_rows(), box);
   };
   auto queries = [&](TensorView const& view, int box_rows) {
-    return boxes_of_queries(view, {Traits::kPanel, 1, box_rows});
+    return encode_queries(view, {Traits::kPanel, 1, box_rows});
   };
   auto keys = [&](TensorView const& view, int box_rows) {
     return encode(view, params.heads_of_keys(), shape.seqlen_k, 0, {Traits::kPanel, 1, box_rows});
   };
-  // What is not there is never loaded or stored, but a map has to point somewhere.
+  // Tensors that were not given are never accessed, but a map must have an address.
   TensorView const &dout = params.dout.data ? params.dout : params.q,
                    &dq = params.dq.data ? params.dq : params.q, &dk = params.dk.data ? params.dk : params.k,
                    &dv = params.dv.data ? params.dv : params.v, &terms = params.workspace.lse_delta.terms;
@@ -58,13 +59,13 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
   if constexpr (Traits::kLseDeltaMma) {
     int const side_by_side = 1 << params.workspace.lse_delta.log2_terms_of_row;
-    maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
-                                          Traits::kBlockM / side_by_side, /*swizzled=*/false});
+    maps.terms = encode_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
+                                        Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
   return maps;
 }
 
-// Calls visitor(traits) for the kernel that a plan names.
+// Calls visitor(traits) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
   constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
@@ -81,11 +82,11 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
   DeviceInfo const& device = params.device;
   int const queries = plan.q_blocks * params.shape.heads_q;
   constexpr int kRowThreads = 256;
-  constexpr bool kStartsEarly = true;
+  constexpr bool kStartsEarly = true;  // by programmatic dependent launch
   LengthParams const& lengths = params.lengths;
   bool const is_packed = lengths.cu_seqlens_q;
-  // Of packed sequences the preprocess does this; where there may be much to clear, as of padded ones, its
-  // small thread blocks would take longer (head dim 256, uniform lengths: 2 to 3% of all).
+  // For packed sequences preprocess zeroes gradients. Padded batches may have much to zero, for which its
+  // small thread blocks take longer than a kernel of its own (head dim 256, uniform lengths: 2 to 3% of all).
   if (has_unwritten(params, mask) && !is_packed) {
     launch_kernel<backward_zero_fill<Family::sm90, kRowThreads, WindowMask>, kStartsEarly>(
         device, 2 * device.multiprocessors, kRowThreads, 0, stream, params, mask);
@@ -93,8 +94,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params, mask);
     auto preprocess = [&]<bool kZeroFills>(std::bool_constant<kZeroFills>) {
-      bool const all_count = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
-      int const zero_fill_blocks = kZeroFills ? (all_count ? 1 : 4) * device.multiprocessors : 0;
+      bool const all_rows_used = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
+      int const zero_fill_blocks = kZeroFills ? (all_rows_used ? 1 : 4) * device.multiprocessors : 0;
       launch_kernel<backward_preprocess_sm90<Traits, kZeroFills, WindowMask>, kStartsEarly>(
           device, zero_fill_blocks + plan.preprocess_blocks, Traits::kBlockM,
           sizeof(PreprocessStorage<Traits>), stream, params, mask, maps, zero_fill_blocks);
@@ -108,7 +109,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
         maps);
     if (plan.dq.is_accumulated() && !plan.dq.is_converted) {
       launch_kernel<backward_postprocess_sm90<Traits, WindowMask>, kStartsEarly>(
-          device, queries, Traits::kConsumers * 128, 0, stream, ordered, mask);
+          device, queries, Traits::kConsumers * kWarpgroupThreads, 0, stream, ordered, mask);
     }
     if constexpr (Traits::kSplitsGroups) {
       if (plan.gqa_reduce_blocks() > 0) {

@@ -1,5 +1,5 @@
-// What a query adds to its column of S and of dP, -LSE / scale and delta, by products with ones beside those
-// of S and dP. So P = 2^(S scale log2(e)) and dS = P dP, and no thread asks for what its queries have.
+// LSE and delta by an extra MMA: products with ones add -LSE / scale to each query's column of S, and the
+// (negative) delta to its column of dP. So P = exp2(S c) and dS = P dP, and no thread loads LSE or delta.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -11,33 +11,35 @@ namespace flash_cute {
 
 using namespace cute;
 
-// A number as the sum of three of BF16, and a 0.
-CUTE_DEVICE uint2 parts_in_bf16(float x) {
-  auto part = [&] {
+// A float as three BF16 terms that add up to it, and a 0.
+CUTE_DEVICE uint2 terms_in_bf16(float x) {
+  auto next_term = [&] {
     cutlass::bfloat16_t const rounded(x);
     x -= float(rounded);
     return uint32_t(rounded.raw());
   };
-  uint32_t const first = part(), second = part(), third = part();
+  uint32_t const first = next_term(), second = next_term(), third = next_term();
   return {first | second << 16, third};
 }
 
-// Scores are multiplied by no less than this, so that LSE / scale is finite. What difference that makes to
-// them is less than 2^-20 where products of q and k are less than 2^80.
+// The scale has a lower bound, so that LSE / scale is finite. This changes scaled scores by less than 2^-20
+// where products of q and k are less than 2^80.
 CUTE_DEVICE float scale_of_scores(float softmax_scale) { return fmaxf(softmax_scale, 0x1p-100f); }
 
-// Of a query with this LSE, +inf if it does not count. Scores of -inf alone, whose LSE is -inf, are NaN once
-// they are divided by their sum; so are those among which +inf is.
-CUTE_DEVICE uint2 term_of_lse(float lse, bool counts, float softmax_scale) {
-  if (!counts) return parts_in_bf16(-0x1p126f);
-  return parts_in_bf16(lse == -INFINITY ? NAN : -lse / scale_of_scores(softmax_scale));
+// The terms of -LSE / scale. A query that is not valid gets a large LSE, so that its P is 0. An LSE of -inf
+// means that all scores are -inf, whose P is NaN; the same holds for an LSE of +inf.
+CUTE_DEVICE uint2 terms_of_lse(float lse, bool is_valid, float softmax_scale) {
+  if (!is_valid) return terms_in_bf16(-0x1p126f);
+  return terms_in_bf16(lse == -INFINITY ? NAN : -lse / scale_of_scores(softmax_scale));
 }
 
+// Which term an MMA adds.
 struct Lse {};
 struct Delta {};
 
-// Both terms of each query of a stage, and the ones: each is half of a row of an operand whose other half is
-// the same, so they count twice. BF16, as products of one shape follow each other in order without a fence.
+// The operands in shared memory: terms of LSE and delta of each query of a stage, and ones. A row of an
+// operand has 16 elements, but both of its halves are the same 8 in memory, so each product counts twice and
+// the ones are halves. The type is BF16 for every element type.
 template <int kKeys, int kQueries, int kStages, class KeyLayout>
 struct LseDeltaMma {
   using Number = cutlass::bfloat16_t;
@@ -52,20 +54,21 @@ struct LseDeltaMma {
     alignas(128) uint4 ones[2][8];
   };
 
-  // By 16 threads, before a barrier of the block.
+  // Writes the ones, by 16 threads and before a barrier of the thread block.
   CUTE_DEVICE static void set_ones(Storage& storage, int thread) {
-    constexpr uint32_t kHalf = 0x3f00, kHalves = kHalf | kHalf << 16;
+    constexpr uint32_t kHalf = 0x3f00, kDqHalves = kHalf | kHalf << 16;
     storage.ones[thread / 8][thread % 8] =
-        thread < 8 ? make_uint4(kHalves, kHalf, 0, 0) : make_uint4(0, 0, kHalves, kHalf);
+        thread < 8 ? make_uint4(kDqHalves, kHalf, 0, 0) : make_uint4(0, 0, kDqHalves, kHalf);
     cutlass::arch::fence_view_async_shared();
   }
 
-  // What puts acc = A B^T + Lse or Delta of each of a stage's queries, its columns, in flight.
+  // Returns issue(Lse{} or Delta{}, stage, mma, a, b, acc), which puts acc = A B^T + the term of each
+  // column's query in flight.
   CUTE_DEVICE static auto issuer(Storage& storage, int warpgroup) {
     auto operand = [](uint4* memory, auto layout) {
       return make_tensor(make_smem_ptr(reinterpret_cast<Number*>(memory)), layout);
     };
-    auto const slice = Mma{}.get_slice(warpgroup * 128);
+    auto const slice = Mma{}.get_slice(warpgroup * kWarpgroupThreads);
     Tensor of_lse = slice.partition_fragment_A(operand(storage.ones[0], LayoutOnes{}));
     Tensor of_delta = slice.partition_fragment_A(operand(storage.ones[1], LayoutOnes{}));
     Tensor terms = slice.partition_fragment_B(operand(storage.terms[0], LayoutTerms{}));
@@ -74,8 +77,8 @@ struct LseDeltaMma {
       warpgroup_fence_operand(acc);
       warpgroup_arrive();
       multiply_slices(GMMA::ScaleOut::Zero, mma, a, b, acc);
-      // Last, so that A B^T is what it is in the forward, and little is lost of a difference of large
-      // numbers.
+      // The terms come last, so that A B^T is rounded as in the forward, and the difference of large numbers
+      // loses little. A product of the same shape needs no fence to follow in order (PTX ISA, wgmma.fence).
       multiply_slices(GMMA::ScaleOut::One, mma_terms, std::is_same_v<Term, Lse> ? of_lse : of_delta,
                       terms(_, _, _, stage), acc);
       warpgroup_commit_batch();

@@ -1,31 +1,29 @@
-// The kernel before the Hopper family's backward: LSE and delta of each query. It clears what has to be 0,
-// too, and numbers blocks of keys of unequal lengths.
+// The preprocess kernel of the Hopper family's backward: the LSE in base 2 and delta of each query, zeros in
+// the workspace, and for packed sequences what backward_zero_fill does.
 #pragma once
 
 #include "flash_cute/backward/sm90/delta.hpp"
 #include "flash_cute/backward/zero_fill.cuh"
-#include "flash_cute/backward/zero_fill_workspace.hpp"
 
 namespace flash_cute {
 
 template <class Traits>
 struct PreprocessStorage {
   alignas(1024) typename Traits::Element rows[2 * Traits::kStageElements];
-  cutlass::arch::ClusterTransactionBarrier come;
+  cutlass::arch::ClusterTransactionBarrier full;
 };
 
-// A thread block for each block of queries of a head, and a thread for each of its rows; if kZeroFills,
-// before them zero_fill_blocks others that do what backward_zero_fill does elsewhere: one launch less (512:
-// 0.5 to 2%).
+// One thread block for each M block of a head, and a thread for each of its rows. With kZeroFills the first
+// zero_fill_blocks thread blocks do the work of backward_zero_fill, which saves a launch (512: 0.5 to 2%).
 template <class Traits, bool kZeroFills, class Mask>
 __global__ void __launch_bounds__(Traits::kBlockM)
     backward_preprocess_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask,
                              __grid_constant__ BackwardMaps const maps, int zero_fill_blocks) {
   constexpr int kBlockM = Traits::kBlockM;
-  cudaGridDependencySynchronize();  // launched early
+  cudaGridDependencySynchronize();
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<PreprocessStorage<Traits>*>(memory);
-  DeltaOperands<Traits> const rows{params, maps, shared.rows, shared.come};
+  DeltaOperands<Traits> const operands{params, maps, shared.rows, shared.full};
   ProblemShape const& shape = params.shape;
   BackwardWorkspace const& workspace = params.workspace;
   BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
@@ -42,24 +40,24 @@ __global__ void __launch_bounds__(Traits::kBlockM)
       queries.of_block(index, shape.heads_q, params.out.head_stride < params.out.row_stride);
   QuerySequence const s = sequence_at(params, mask, queries, of_head);
   int const begin = (of_head - s.first_block) * kBlockM;
-  int64_t const place = int64_t(head) * queries.count() + of_head;
+  int64_t const block_index = int64_t(head) * queries.count() + of_head;
   bool const exists = has_rows(begin, s.used), has_dout = params.dout.data;
   if (threadIdx.x == 0) {
-    shared.come.init(rows.kArrivals);
+    shared.full.init(operands.kArrivals);
     cutlass::arch::fence_barrier_init();
-    if (exists && has_dout) rows.load(s, head, begin);
+    if (exists && has_dout) operands.load(s, head, begin);
   }
   __syncthreads();
 
   zero_fill_workspace(workspace);
   if (!exists) return;
 
-  LseDeltaBlock<Traits> const found(params, s, head, begin, place * kBlockM);
+  LseDeltaBlock<Traits> const stats(params, s, head, begin, block_index * kBlockM);
   int const row = threadIdx.x;
-  float const lse = found.lse(row), of_lse = found.gradient_of_lse(row);
-  if (has_dout) shared.come.wait(0);
-  found.store_lse(row, lse);
-  found.store_delta(row, of_lse - (has_dout ? rows.multiply(row) : 0.f));
+  float const lse = stats.lse(row), dlse = stats.dlse(row);
+  if (has_dout) shared.full.wait(0);
+  stats.store_lse(row, lse);
+  stats.store_delta(row, dlse - (has_dout ? operands.dot(row) : 0.f));
 }
 
 }  // namespace flash_cute

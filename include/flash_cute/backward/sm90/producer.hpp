@@ -1,5 +1,5 @@
-// The Hopper family's loading thread of the backward: K and V once a tile, Q and dO block by block, as far
-// ahead as there are free stages.
+// The producer of the Hopper family's backward, one thread: it gets tiles from the dynamic scheduler,
+// publishes them to the other roles, and loads K and V of each tile and Q and dO of each step by TMA.
 #pragma once
 
 #include "flash_cute/backward/gqa_reduce.hpp"
@@ -25,44 +25,46 @@ struct BackwardProducerSm90 {
   PipelineState<1> at_index{};
 
   CUTE_DEVICE void run() {
-    // Claimed in the launch order, so that whoever waits for sums that come before waits for tiles under way;
-    // and once the one before is loaded, as others could begin what waits here (3% of 16k causal).
-    for (int index = claim(); index < order.count(params); index = claim()) {
+    // Tiles are taken in the launch order. So ordered additions to dQ, which wait for those of earlier tiles,
+    // wait for tiles that are running. The next tile is taken when this one is loaded, as an earlier taken
+    // tile would wait here while another thread block could begin it (3% of 16k causal).
+    for (int index = next_index(); index < order.count(params); index = next_index()) {
       KvTile const tile = order(params, index);
       if (!has_rows(tile.n_begin, tile.sequence.mask.seqlen_k)) continue;
-      announce(tile);
+      publish(tile);
       load(tile);
     }
-    announce({.n_begin = kNoTile});
+    publish({.n_begin = kNoTile});
   }
 
  private:
-  // In a cluster the first block claims for both.
-  CUTE_DEVICE int claim() {
+  // In a cluster the thread block of rank 0 takes a tile and sends its index to the peer.
+  CUTE_DEVICE int next_index() {
     if constexpr (!Traits::kInCluster) return atomicAdd(params.workspace.tile_counter, 1);
-    auto& arrived = shared.ring_index.full[0];
+    auto& arrived = shared.ring_tile_index.full[0];
     int index;
     if (read_cluster_rank() == 0) {
       index = atomicAdd(params.workspace.tile_counter, 1);
-      shared.ring_index.acquire(at_index);
-      send_to_peer(shared.index, index, arrived);
+      shared.ring_tile_index.acquire(at_index);
+      send_to_peer(shared.tile_index, index, arrived);
     } else {
       arrived.arrive_and_expect_tx(sizeof(int));
       arrived.wait(at_index.phase);
-      index = *static_cast<int volatile*>(&shared.index);
-      if (index >= 0) arrive_at_peer(shared.ring_index.empty[0]);  // always: once it has been read
+      index = *static_cast<int volatile*>(&shared.tile_index);
+      // The condition always holds; it orders the arrival behind the read.
+      if (index >= 0) arrive_at_peer(shared.ring_tile_index.empty[0]);
     }
     at_index.advance();
     return index;
   }
 
-  CUTE_DEVICE void announce(KvTile const& tile) {
-    auto& announced = shared.ring_tiles.acquire(at_tiles);
+  CUTE_DEVICE void publish(KvTile const& tile) {
+    auto& full = shared.ring_tiles.acquire(at_tiles);
     shared.tiles[at_tiles.stage] = tile;
     if constexpr (Traits::kSplitsGroups) {
       shared.sum_indices[at_tiles.stage] = GqaSums<Traits>::sum_index(params, tile);
     }
-    announced.arrive();
+    full.arrive();
     at_tiles.advance();
   }
 
@@ -73,52 +75,52 @@ struct BackwardProducerSm90 {
     bool const varlen = params.lengths.given;
     auto const& rows = maps.entry_rows;
     auto load_rows = [&]<int kRows>(Int<kRows>, CUtensorMap const& map, auto& arrived, auto* target, int head,
-                                    int row, TmaCoord const& place) {
+                                    int row, TmaCoord const& coord) {
       load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, 0, head,
-                                                           place.shift + row, place.plane, place.bound);
+                                                           coord.shift + row, coord.plane, coord.bound);
     };
     int const first_key = first_own_key<Traits>(tile);
     auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
       load_rows(Int<kBlockN>{}, map, arrived, target, head_of_keys<Traits>(params, tile), first_key,
                 TmaCoord::of_keys(varlen, tile, entry_rows));
     };
-    // Q comes with what its rows have of their own.
     TmaCoord const coord_q = TmaCoord::of_queries(varlen, tile, rows.q);
     TmaCoord coord_dout = TmaCoord::of_queries(varlen, tile, rows.dout);
-    if (!params.dout.data) coord_dout.shift = VarlenCoord::kBound;  // past the end: it arrives as zeros
-    auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* target, TmaCoord const& place) {
+    if (!params.dout.data) coord_dout.shift = VarlenCoord::kBound;  // past the end, so zeros arrive
+    auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* target, TmaCoord const& coord) {
       int const row = steps.block * kBlockM;
       if constexpr (Traits::kInCluster) {
         load_panels_of_both<Traits::kHeadDim, Traits::kPanel, kBlockM>(
-            map, arrived, target, steps.head, place.shift + row, place.plane, place.bound);
+            map, arrived, target, steps.head, coord.shift + row, coord.plane, coord.bound);
       } else {
-        load_rows(Int<kBlockM>{}, map, arrived, target, steps.head, row, place);
+        load_rows(Int<kBlockM>{}, map, arrived, target, steps.head, row, coord);
       }
     };
-    auto load_terms = [&](auto& arrived, uint4* target) {
-      TmaCoord const place = TmaCoord::of_queries(varlen, tile, rows.terms);
+    auto load_lse_delta = [&](auto& arrived, uint4* target) {
+      TmaCoord const coord = TmaCoord::of_queries(varlen, tile, rows.terms);
       arrived.expect_transaction(kBlockM * kTermBytes);
       cute::SM90_TMA_LOAD::copy(&maps.terms, reinterpret_cast<uint64_t*>(&arrived),
                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), target, 0,
-                                steps.head, place.shift + steps.block * kBlockM, place.plane, place.bound);
+                                steps.head, coord.shift + steps.block * kBlockM, coord.plane, coord.bound);
     };
     auto load_floats = [&](auto& arrived, float const* of_rows, float* target) {
       constexpr int kBytes = kBlockM * sizeof(float);
-      int64_t const block = tile.place(steps.head, steps.block);
+      int64_t const block_index = tile.block_index(steps.head, steps.block);
       arrived.expect_transaction(kBytes);
-      cute::SM90_BULK_COPY_G2S::copy(of_rows + block * kBlockM, reinterpret_cast<uint64_t*>(&arrived), target,
-                                     kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(of_rows + block_index * kBlockM, reinterpret_cast<uint64_t*>(&arrived),
+                                     target, kBytes);
     };
 
-    // Q and dO of the first step before V and K, whose memory the tile before leaves last, in this order; in
-    // a cluster dV leaves through V's, which is given back when this tile has begun: a round later.
+    // The first step's Q and dO are loaded before V and K, as the tile before releases V and K last, in this
+    // order. In a cluster dV is stored through V's memory, and V is released when the consumers have begun
+    // the next tile: one phase later than K.
     for (bool first = true; steps.left > 0; steps.advance(), first = false) {
       auto& arrived = shared.ring_q.acquire(at);
       if constexpr (Traits::kLseDeltaMma) {
-        load_terms(arrived, shared.of_queries.terms[at.stage]);
+        load_lse_delta(arrived, shared.lse_delta.terms[at.stage]);
       } else {
-        load_floats(arrived, params.workspace.lse_delta.lse, shared.of_queries.lse + at.stage * kBlockM);
-        load_floats(arrived, params.workspace.lse_delta.delta, shared.of_queries.delta + at.stage * kBlockM);
+        load_floats(arrived, params.workspace.lse_delta.lse, shared.lse_delta.lse + at.stage * kBlockM);
+        load_floats(arrived, params.workspace.lse_delta.delta, shared.lse_delta.delta + at.stage * kBlockM);
       }
       load_queries(maps.q, arrived, shared.q + at.stage * Traits::kStageElements, coord_q);
       at.advance();

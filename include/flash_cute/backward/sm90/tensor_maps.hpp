@@ -1,4 +1,4 @@
-// Where TMA finds the operands of the Hopper family's backward, and where it leaves dK and dV.
+// Tensor maps of the Hopper family's backward, and the coordinates of a sequence's rows in them.
 #pragma once
 
 #include <cuda.h>
@@ -8,18 +8,18 @@
 
 namespace flash_cute {
 
-// Each has five dimensions: columns, heads and rows, and two that say which rows (TmaCoord). Rows from one
-// batch entry to the next are 0 where packed.
+// Each map has five dimensions: columns, heads, rows, and two that TmaCoord explains. entry_rows is the
+// number of rows from one batch entry to the next, 0 where sequences are packed.
 struct BackwardMaps {
   CUtensorMap q, k, v, out, dout, dq, dk, dv;
-  CUtensorMap terms{};  // see BackwardWorkspace
+  CUtensorMap terms{};  // LSE and delta as BF16 terms, see LseDeltaMma
   struct {
     int q, k, v, out, dout, dq, dk, dv, terms;
   } entry_rows;
 };
 
-// What is added to a row, and the coordinates behind it: (0, entry, 0) where sequences are alike, else as
-// VarlenCoord has it.
+// The coordinates of a sequence: `shift` is added to a row of the sequence, `plane` and `bound` are the last
+// two coordinates. They are (0, entry, 0) for uniform batches, and for varlen what VarlenCoord explains.
 struct TmaCoord {
   int shift, plane, bound;
 

@@ -1,4 +1,5 @@
-// A thread block's tiles: how its roles come to them, and which of their keys are its own.
+// The ring of tiles: the producer publishes each tile in shared memory, and the other roles walk over them.
+// Also which keys and which KV head of a tile a thread block works on.
 #pragma once
 
 #include "flash_cute/backward/sm90/traits.hpp"
@@ -6,19 +7,19 @@
 
 namespace flash_cute {
 
-// The first key of this thread block, which in a cluster has one half of a tile's.
+// The first key of this thread block, which in a cluster has one half of the tile's keys.
 template <class Traits>
 CUTE_DEVICE int first_own_key(KvTile const& tile) {
   return tile.n_begin + (Traits::kInCluster ? read_cluster_rank() * Traits::kBlockN : 0);
 }
 
-// Of K and V. What counts as one elsewhere may be a part of its query heads.
+// The head of K and V. Elsewhere head_kv counts the splits of a KV head's query heads as heads of their own.
 template <class Traits>
 CUTE_DEVICE int head_of_keys(BackwardParams const& params, KvTile const& tile) {
   return Traits::kSplitsGroups ? tile.head_kv / params.gqa_splits : tile.head_kv;
 }
 
-// By one thread: the tiles that the loading thread announces, one after the other.
+// Calls visit(tile) for each tile that the producer publishes, in one thread.
 template <class SharedStorage, class Visit>
 CUTE_DEVICE void for_each_tile(SharedStorage& shared, Visit&& visit) {
   PipelineState<2> at{};

@@ -1,4 +1,4 @@
-// Types of the Hopper family's backward: products, shared-memory layouts, who has how many registers.
+// Traits of the Hopper family's backward: MMAs, shared-memory layouts, and the registers of each warpgroup.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,20 +7,22 @@
 #include "flash_cute/backward/sm90/lse_delta_mma.hpp"
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
+#include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/sm90/pipeline.hpp"
 
 namespace flash_cute {
 
 using namespace cute;
 
-// Where a block of queries whose sums are complete has its rows of dQ: see TmaCoord. Or there is no more.
+// The coordinates of rows of dQ (see TmaCoord) whose accumulator has been fetched to shared memory, or the
+// end of all such blocks.
 struct DqConvertBlock {
-  bool through;
+  bool is_end;
   int head, row, plane, bound;
 };
 
-// splits_groups: may a tile have a part of the query heads that share its keys (see GqaSums)? A kernel of
-// its own, as the other one's loop loses 1 to 2% beside what that needs (head dims 64 and 128, H200).
+// splits_groups: may a tile have only some of the query heads that share its keys (see GqaSums)? This is a
+// kernel of its own, as the code for it costs the main loop 1 to 2% (head dims 64 and 128, H200).
 template <class Instance_, BackwardTile tile, bool splits_groups = false>
 struct BackwardTraitsSm90 {
   static constexpr bool kSplitsGroups = splits_groups;
@@ -30,23 +32,25 @@ struct BackwardTraitsSm90 {
   static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0,
                 "this head dim has no row in backward/tiles.hpp");
-  // Keys of a tile, and of a thread block, which has all of them or, in a cluster, half.
+  // kTileN keys of a tile, of which a thread block has kBlockN: all, or half in a cluster.
   static constexpr int kCluster = kTile.cluster, kTileN = kTile.block_n, kBlockN = kTileN / kCluster;
   static constexpr bool kInCluster = kCluster > 1;
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages;
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
   static constexpr int kHeadDim = Instance::head_dim;
 
-  // A warpgroup that loads, and two that compute. setmaxnreg shares the registers out.
+  // One producer warpgroup and two consumer warpgroups, among which setmaxnreg distributes the registers.
   static constexpr int kConsumers = kTile.warps() / 4;
   static_assert(kConsumers * kCluster == sum_parts(kTile) && (kBlockM == 64 || kBlockM == 128));
-  // Each has its own keys; or, in a cluster, both the same, one S, P and dV, the other dP, dS and dK.
+  // Each consumer warpgroup has its own 64 keys. In a cluster both have the same 64: one computes S, P and
+  // dV, the other dP, dS and dK. kKeyThreads share an accumulator of dK or dV.
   static_assert(kInCluster == (kTile.warps_across > 1));
   static constexpr int kKeyGroups = kInCluster ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
-  static constexpr int kThreads = (1 + kConsumers) * 128, kKeyThreads = kKeyGroups * 128;
-  // The loop of head dim 64 wants 240 (232: 3% slower at 16k). With 40 threads that load or add spill at 192,
-  // and at 256 where groups are split.
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+  static constexpr int kKeyThreads = kKeyGroups * kWarpgroupThreads;
+  // The main loop of head dim 64 needs 240 registers (232: 3% slower at 16k). Producer warps with 40 spill at
+  // 192, and at 256 where groups are split.
   static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
   static constexpr int kProducerRegisters = kHeadDim == 64                                     ? 24
                                             : kHeadDim == 192 || (kInCluster && kSplitsGroups) ? 56
@@ -54,52 +58,54 @@ struct BackwardTraitsSm90 {
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;
   static_assert(kConsumerRegisters % 8 == 0);
 
-  // S and dP have keys as rows, so P and dS are left operands of dV and dK as they lie in registers.
+  // The accumulators of S and dP have keys as rows, so P and dS are left operands of dV and dK as they lie in
+  // registers.
   using KeyLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using MmaScores = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kBlockM>, Int<kHeadDim>>>(),
       KeyLayout{}));
-  using MmaKeys = decltype(make_tiled_mma(
+  using MmaDkv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       KeyLayout{}));
   static_assert(size<1>(typename MmaScores::AtomShape_MNK{}) == kBlockM &&
-                    size<1>(typename MmaKeys::AtomShape_MNK{}) == kHeadDim,
-                "CuTe makes do with narrow products where it has none of this width");
-  // Of a tile's part of dQ each thread block of a cluster has half of the columns, made of all of the tile's
-  // keys; of what a block has, each warpgroup computes 64 queries, or half of the columns (of 96 64 and 32).
-  // They come in panels of 32 or 64, so at head dim 96 more are computed than there are.
-  static constexpr int kSumColumns = ceil_div(kHeadDim, 64) * 64, kOwnColumns = kSumColumns / kCluster;
-  static constexpr int kRowsQ = kBlockM / 64;
+                    size<1>(typename MmaDkv::AtomShape_MNK{}) == kHeadDim,
+                "CuTe falls back to narrower MMAs where it has none of this width");
+  // dQ of a step is (kBlockM, kDqColumns). Each thread block of a cluster computes kCtaDqColumns of the
+  // columns, from all of the tile's keys. Each warpgroup computes 64 rows or half of the thread block's
+  // columns (64 and 32 of 96). Columns come in panels of 32 or 64, so head dim 96 computes 128.
+  static constexpr int kDqColumns = ceil_div(kHeadDim, 64) * 64, kCtaDqColumns = kDqColumns / kCluster;
+  static constexpr int kDqRowBlocks = kBlockM / 64;
   static constexpr int columns_of(int warpgroup) {
-    int const even = kOwnColumns * kRowsQ / kConsumers;
+    int const even = kCtaDqColumns * kDqRowBlocks / kConsumers;
     if (!kInCluster || even % 32 == 0) return even;
-    return warpgroup == 0 ? 64 : kOwnColumns - 64;  // of 96
+    return warpgroup == 0 ? 64 : kCtaDqColumns - 64;  // 32 of 96
   }
-  static constexpr int kColumnsQ = columns_of(0);
-  using TileQ = Shape<Int<kBlockM>, Int<kSumColumns>>;
+  static constexpr int kDqMmaColumns = columns_of(0);
+  using TileDq = Shape<Int<kBlockM>, Int<kDqColumns>>;
   template <int columns, class Warpgroups = Layout<Shape<_1, _1, _1>>>
-  using MmaSums = decltype(make_tiled_mma(
+  using MmaDqColumns = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<columns>, Int<kBlockN>>, GMMA::Major::MN,
                            GMMA::Major::MN>(),
       Warpgroups{}));
-  using MmaQueries = MmaSums<kColumnsQ, Layout<Shape<Int<kRowsQ>, Int<kConsumers / kRowsQ>, _1>>>;
-  static_assert(size<1>(typename MmaQueries::AtomShape_MNK{}) == kColumnsQ);
+  using MmaDq =
+      MmaDqColumns<kDqMmaColumns, Layout<Shape<Int<kDqRowBlocks>, Int<kConsumers / kDqRowBlocks>, _1>>>;
+  static_assert(size<1>(typename MmaDq::AtomShape_MNK{}) == kDqMmaColumns);
 
-  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each is read both ways: its rows are
-  // rows of an operand of S and dP, and its columns those of one of dV, dK and dQ.
+  // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles. Each tile is read both ways: as a
+  // K-major operand of S or dP and as an MN-major operand of dV, dK or dQ.
   static constexpr int kPanel = kHeadDim == 64 || kHeadDim % 128 == 0 ? 64 : 32;
   template <class Wide, class Narrow>
   using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
   using RowAtom = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
   using ColumnAtom = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
   using LayoutKV = decltype(tile_to_shape(RowAtom{}, TileKV{}));
-  // With room for columns that are summed up although nobody loads them.
+  // Has room for the columns beyond the head dim that dQ reads and no load writes.
   using LayoutKt =
-      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kSumColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
-  // Columns of K side by side, a panel after the other: in a cluster those of a warpgroup's part of dQ.
+      decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kDqColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
+  // The columns of K for a warpgroup's part of dQ in a cluster, one panel after the other.
   template <int columns>
   using LayoutColumns =
       decltype(tile_to_shape(ColumnAtom{}, Shape<Int<columns>, Int<kBlockN>>{}, Step<_2, _1>{}));
@@ -109,7 +115,7 @@ struct BackwardTraitsSm90 {
   using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesDO>>{}));
   using LayoutDOt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStagesDO>>{},
                                            Step<_2, _1, _3>{}));
-  // Of dS, stages in a cluster by turns of this block's and of the other's.
+  // In a cluster, stages of dS alternate between this thread block's dS and its peer's.
   static constexpr int kDsStages = kStages * kCluster, kDsStageElements = kBlockM * kBlockN;
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kBlockM>, Int<kBlockN>, Int<kDsStages>>{}));
@@ -117,55 +123,63 @@ struct BackwardTraitsSm90 {
       decltype(composition(LayoutDS{}, Layout<Shape<Int<kBlockN>, Int<kBlockM>, Int<kDsStages>>,
                                               Stride<Int<kBlockM>, _1, Int<kDsStageElements>>>{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  // Sums of dQ leave warp by warp, and so do dK and dV, 16 rows each, through memory as large (see
-  // output_smem).
-  static constexpr int kWarpFloats = kBlockM * kOwnColumns / (4 * kConsumers), kWarpRows = 16;
-  static constexpr int kFloats = 4 * kWarpFloats;  // of a warpgroup; of sums in a cluster floats_of
-  // Of a block of queries in the workspace: at head dim 96 the last warpgroup's part is half as long, and in
-  // a cluster each has its columns of both blocks one behind the other.
-  static constexpr int kBlockFloats = kBlockM * kHeadDim, kLeftOver = kBlockM * kSumColumns - kBlockFloats;
+  // Each warp stages its part of dQ in shared memory by itself, and later its 16 rows of dK and dV in the
+  // same number of bytes (see output_smem).
+  static constexpr int kDqWarpFloats = kBlockM * kCtaDqColumns / (4 * kConsumers), kWarpRows = 16;
+  static constexpr int kDqWarpgroupFloats = 4 * kDqWarpFloats;  // of a warpgroup where it is not in a cluster
+  // The dQ accumulator of an M block in the workspace has one part for each warpgroup. At head dim 96 the
+  // last warpgroup's part is half as long, as the other half would be columns beyond the head dim; in a
+  // cluster a warpgroup's part has the columns of rank 0, then those of rank 1.
+  static constexpr int kDqBlockFloats = kBlockM * kHeadDim,
+                       kDqExcessFloats = kBlockM * kDqColumns - kDqBlockFloats;
+  // How many floats of an M block a warpgroup of one thread block adds to, and where they begin.
   static constexpr int floats_of(int warpgroup) {
     if (kInCluster) return kBlockM * columns_of(warpgroup);
-    return warpgroup == kConsumers - 1 ? kFloats - kLeftOver : kFloats;
+    return warpgroup == kConsumers - 1 ? kDqWarpgroupFloats - kDqExcessFloats : kDqWarpgroupFloats;
   }
-  FLASH_CUTE_HOST_DEVICE static constexpr int place_of_part(int warpgroup, int rank) {
-    if (!kInCluster) return warpgroup * kFloats;
+  FLASH_CUTE_HOST_DEVICE static constexpr int dq_offset(int warpgroup, int rank) {
+    if (!kInCluster) return warpgroup * kDqWarpgroupFloats;
     return warpgroup * kCluster * floats_of(0) + rank * floats_of(warpgroup);
   }
-  // Sums lie in the order of registers: a warp's fours of neighbours one after the other, those of a lane 32
-  // apart. At head dim 96 what is summed up of all warps comes first.
-  static constexpr int kHalves = kLeftOver > 0 ? 2 : 1, kWarpPart = kWarpFloats / kHalves;
-  static_assert(kLeftOver == 0 || (kHalves * kLeftOver == kFloats && kRowsQ == 1));
-  static constexpr int place_of_four(int i) {
-    constexpr int kFours = kWarpPart / 4 / 32;
-    return kHalves == 1 ? i * 32 : i / kFours * kWarpPart + i % kFours * 32;
+  // A warp's part of dQ lies in the order of its accumulator, in pieces of four floats: the i-th piece of all
+  // lanes side by side. float4_offset(i) is where the i-th pieces begin, in float4. At head dim 96 the first
+  // halves of all warps come before the second halves, which are beyond the head dim in the last warpgroup.
+  static constexpr int kDqHalves = kDqExcessFloats > 0 ? 2 : 1, kDqHalfFloats = kDqWarpFloats / kDqHalves;
+  static_assert(kDqExcessFloats == 0 ||
+                (kDqHalves * kDqExcessFloats == kDqWarpgroupFloats && kDqRowBlocks == 1));
+  static constexpr int float4_offset(int i) {
+    constexpr int kFours = kDqHalfFloats / 4 / 32;
+    return kDqHalves == 1 ? i * 32 : i / kFours * kDqHalfFloats + i % kFours * 32;
   }
   static constexpr int kStoreColumns = kHeadDim / kCluster;
-  using LayoutWarp = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
-  using LayoutWarpQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kColumnsQ>>{}));
-  static_assert(kWarpFloats * sizeof(float) >= cosize_v<LayoutWarp> * sizeof(Element) &&
-                kWarpFloats * sizeof(float) % 1024 == 0);
-  static constexpr int kPiecesP = kInCluster ? kBlockN * kBlockM / 4 : 0;  // of four floats
-  static constexpr int kStageElements = kBlockM * kHeadDim;                // of Q and dO
-  // In a cluster memory is short. The second warpgroup's part of dQ lies where the dS did that it is made of.
-  // At 256 P lies where the other one's part will, which comes once P has been taken (192: 2 to 3% slower).
-  static constexpr bool kSharesP = kHeadDim == 256;
-  static constexpr int kPSlots = kSharesP ? 0 : kPiecesP;
-  static constexpr int kDqFloats = kInCluster ? floats_of(0) : kConsumers * kFloats;
-  static constexpr int kPeerKElements = kInCluster ? kBlockN * kOwnColumns : 0;
+  using LayoutWarpDkv = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
+  using LayoutWarpDq = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kDqMmaColumns>>{}));
+  static_assert(kDqWarpFloats * sizeof(float) >= cosize_v<LayoutWarpDkv> * sizeof(Element) &&
+                kDqWarpFloats * sizeof(float) % 1024 == 0);
+  static constexpr int kPChunks = kInCluster ? kBlockN * kBlockM / 4 : 0;  // P in float32, 16 bytes each
+  static constexpr int kStageElements = kBlockM * kHeadDim;                // of a stage of Q or dO
+  // In a cluster shared memory is short. The second warpgroup's part of dQ takes the memory of the dS that it
+  // was computed from. At head dim 256 P takes the memory of the first warpgroup's part of dQ, which is
+  // written when P has been read (the same at 192: 2 to 3% slower).
+  static constexpr bool kPSharesDq = kHeadDim == 256;
+  static constexpr int kPSmemChunks = kPSharesDq ? 0 : kPChunks;
+  static constexpr int kDqSmemFloats = kInCluster ? floats_of(0) : kConsumers * kDqWarpgroupFloats;
+  static constexpr int kPeerKElements = kInCluster ? kBlockN * kCtaDqColumns : 0;
   static_assert(!kInCluster ||
-                (kPiecesP * sizeof(uint4) <= kDqFloats * sizeof(float) &&
+                (kPChunks * sizeof(uint4) <= kDqSmemFloats * sizeof(float) &&
                  kCluster * kDsStageElements * sizeof(Element) >= floats_of(1) * sizeof(float)));
 
-  static constexpr bool kConvertsDq = kTile.has_room_for_sums();  // of dQ, else a kernel behind does
-  // Of a block of queries. At head dim 64 there is no room for those of the last warp, which come to where
-  // those of the first were.
-  static constexpr int kSums = kBlockM * kSumColumns;
-  static constexpr bool kLseDeltaMma = kTile.lse_delta_mma, kLastComesLater = kLseDeltaMma && kHeadDim == 64;
-  static constexpr int kSumFloats = kConvertsDq ? kSums - (kLastComesLater ? kWarpFloats : 0) : 0;
+  static constexpr bool kConvertsDq = kTile.has_room_for_sums();  // else the postprocess kernel converts dQ
+  // The fetched dQ accumulator of an M block. At head dim 64 there is no room for the last warp's part, which
+  // is loaded to where the first warp's part was.
+  static constexpr bool kLseDeltaMma = kTile.lse_delta_mma,
+                        kLastWarpLoadsLater = kLseDeltaMma && kHeadDim == 64;
+  static constexpr int kDqAccumSmemFloats =
+      kConvertsDq ? kBlockM * kDqColumns - (kLastWarpLoadsLater ? kDqWarpFloats : 0) : 0;
 
-  using Terms = LseDeltaMma<kBlockN, kBlockM, kStages, KeyLayout>;
-  struct Stats {
+  using LseDeltaProduct = LseDeltaMma<kBlockN, kBlockM, kStages, KeyLayout>;
+  // LSE and delta of each stage, where no MMA adds them.
+  struct LseDeltaRows {
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
   };
@@ -177,24 +191,25 @@ struct BackwardTraitsSm90 {
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];
     alignas(1024) Element peer_k[kPeerKElements];
-    alignas(1024) float dq[kDqFloats];
-    alignas(128) uint4 p[kPSlots];
-    std::conditional_t<kLseDeltaMma, typename Terms::Storage, Stats> of_queries;
+    alignas(1024) float dq[kDqSmemFloats];
+    alignas(128) uint4 p[kPSmemChunks];
+    std::conditional_t<kLseDeltaMma, typename LseDeltaProduct::Storage, LseDeltaRows> lse_delta;
     TmaRing<1> ring_k, ring_v, ring_p;
     TmaRing<kStages> ring_q, ring_ds;
     TmaRing<kStagesDO> ring_dout;
-    TmaRing<1> ring_dq[kConsumers], ring_sums[kConsumers];
+    TmaRing<1> ring_dq[kConsumers], ring_dq_accum[kConsumers];
     TmaRing<2> ring_tiles;
     KvTile tiles[2];
-    int sum_indices[2];  // of tiles that have a part of a group: see GqaSums
-    DqConvertBlock finished;
-    // Of a cluster, in which dS and the index of a tile come from the other block.
-    TmaRing<1> ring_peer_k, ring_index;
+    int sum_indices[2];  // of tiles with GQA splits: see GqaSums
+    DqConvertBlock convert_block;
+    // For a cluster, in which dS and the index of the next tile come from the peer.
+    TmaRing<1> ring_peer_k, ring_tile_index;
     cutlass::arch::ClusterTransactionBarrier peer_ds[kStages];
-    cutlass::arch::ClusterBarrier ds_read[kStages];  // by both warpgroups, and by the other block
-    int index;
-    // Last, as compute-sanitizer takes terms and ones for twice as many bytes and more (see LseDeltaMma).
-    alignas(kConvertsDq ? 1024 : 128) float sums[kSumFloats];
+    cutlass::arch::ClusterBarrier ds_read[kStages];  // both warpgroups and the peer have read dS
+    int tile_index;
+    // This is the last member because compute-sanitizer takes accesses to the operands of LseDeltaMma for
+    // larger than they are and would report the end of shared memory.
+    alignas(kConvertsDq ? 1024 : 128) float dq_accum[kDqAccumSmemFloats];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -1,11 +1,11 @@
-// What the Hopper family's computing warpgroups of the backward have in common: the walk over tiles, P and dS
-// element by element, and how dK and dV leave.
+// What all consumer warpgroups of the Hopper family's backward have in common: the loop over tiles, P and dS,
+// and the store of dK and dV.
 #pragma once
 
-#include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
+#include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
 #include "flash_cute/backward/sm90/tensor_maps.hpp"
 #include "flash_cute/backward/sm90/tile_ring.hpp"
@@ -22,11 +22,13 @@ struct BackwardConsumerWarpgroup {
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;
-  int warpgroup;  // among the consumers
-  int thread;     // of the warpgroup
+  int warpgroup;  // index of this one among the consumers
+  int thread;     // index in the warpgroup
 
-  // The thread's number among those that share the keys of a tile, and its warp's.
-  CUTE_DEVICE int key_thread() const { return (Traits::kInCluster ? 0 : 128 * warpgroup) + thread; }
+  // The index of the thread among the kKeyThreads that share an accumulator of dK or dV, and of its warp.
+  CUTE_DEVICE int key_thread() const {
+    return (Traits::kInCluster ? 0 : kWarpgroupThreads * warpgroup) + thread;
+  }
   CUTE_DEVICE int key_warp() const { return key_thread() / 32; }
   CUTE_DEVICE float scale_log2() const {
     float const scale = params.softmax_scale;
@@ -38,6 +40,7 @@ struct BackwardConsumerWarpgroup {
     return {shared, params.workspace.dq.accum != nullptr, warpgroup, thread};
   }
 
+  // Calls consumer.compute(tile) for each tile.
   template <class Consumer>
   CUTE_DEVICE void run(Consumer consumer) const {
     PipelineState<2> at{};
@@ -51,14 +54,15 @@ struct BackwardConsumerWarpgroup {
       at.advance();
     }
     wait_stored();
-    if constexpr (Traits::kConvertsDq) consumer.rows.finish_all();
+    if constexpr (Traits::kConvertsDq) consumer.dq_converter.finish_all();
   }
 
-  // dK and dV have been read where sums of dQ come next. Asked for when the next tile has begun.
+  // Waits until the TMA stores of dK and dV have read the shared memory where parts of dQ are staged next.
+  // This is called when the next tile has begun.
   CUTE_DEVICE void wait_stored() const {
     if (thread % 32 == 0) cute::tma_store_wait<0>();
-    if constexpr (Traits::kHalves > 1) {
-      sync_warpgroup(warpgroup);  // a warp's sums come where other warps' rows were
+    if constexpr (Traits::kDqHalves > 1) {
+      sync_warpgroup(warpgroup);  // a warp stages dQ where other warps' rows were
     } else {
       __syncwarp();
     }
@@ -68,19 +72,20 @@ struct BackwardConsumerWarpgroup {
     return QBlockIterator(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, Traits::kTileN);
   }
 
-  // Blocks of queries that see all of this warpgroup's keys.
+  // M blocks whose queries all see all of this warpgroup's keys.
   CUTE_DEVICE BlockRange unmasked(KvTile const& tile) const {
     WindowMask const& mask = tile.sequence.mask;
     int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
     return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
   }
 
-  // One arrival a warp: its own products have read the stage, or its lanes filled it.
+  // Releases a stage that this warp's products have read, with one arrival for each warp.
   template <class Ring, class Position>
   CUTE_DEVICE static void release(Ring& ring, Position const& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
   }
-  // Of Q or dO, which in a cluster come for both blocks at once (head dim 256, from 1k on: up to 2%).
+  // Releases a stage of Q or dO, in a cluster for both thread blocks, as multicast loads fill both (head dim
+  // 256, from 1k on: up to 2%).
   template <class Ring, class Position>
   CUTE_DEVICE static void release_queries(Ring& ring, Position const& at) {
     release(ring, at);
@@ -88,61 +93,45 @@ struct BackwardConsumerWarpgroup {
       if (threadIdx.x % 32 == 0) arrive_at_peer(ring.empty[at.stage]);
     }
   }
-  CUTE_DEVICE static void announce(auto& full) {
+  // Says that the lanes of this warp have filled a stage.
+  CUTE_DEVICE static void arrive(auto& full) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) full.arrive();
   }
 
+  // The LSE of this thread's first column in a stage.
   template <class Coords>
-  CUTE_DEVICE static float first_of(Coords const& cS, float const* of_queries) {
-    return of_queries[get<1>(cS(0))];
+  CUTE_DEVICE float first_lse(Coords const& cS, int stage) const {
+    return (shared.lse_delta.lse + stage * kBlockM)[get<1>(cS(0))];
   }
 
-  // Scores become weights: 2^(score * scale - LSE of its query), whose column it is.
-  // first_lse: of the first column, see first_of.
+  // S becomes P. first_lse: the LSE of this thread's first column, which has been loaded before S was waited
+  // for.
   template <class Scores, class Coords>
-  CUTE_DEVICE void compute_p(Scores& acc_s, Coords const& cS, int stage, float first_lse, float scale) const {
+  CUTE_DEVICE void compute_p(Scores& acc_s, Coords const& cS, int stage, float first_lse,
+                             float scale_log2) const {
     if constexpr (Traits::kLseDeltaMma) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc_s); ++i) acc_s(i) = fast_exp2(acc_s(i) * scale);
+      flash_cute::compute_p(acc_s, scale_log2);
     } else {
-      float const* const lse_of_queries = shared.of_queries.lse + stage * kBlockM;
-      auto scores = row_col_view(acc_s);
-      auto const coords = row_col_view(cS);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(scores); ++col) {
-        float const lse = col == 0 ? first_lse : lse_of_queries[get<1>(coords(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < size<0>(scores); ++row) {
-          scores(row, col) = fast_exp2(fmaf(scores(row, col), scale, -lse));
-        }
-      }
+      auto const lse = of_query<QueryAxis::columns>(shared.lse_delta.lse + stage * kBlockM, cS);
+      flash_cute::compute_p<QueryAxis::columns>(acc_s, scale_log2,
+                                                [&](int col) { return col == 0 ? first_lse : lse(col); });
     }
   }
 
-  // dS = P (dP + dLSE - D), the last two those of its query, whose column it is.
-  template <class Gradients, class Weights, class Coords>
-  CUTE_DEVICE void compute_ds(Gradients& acc_ds, Weights const& acc_p, Coords const& cS, int stage) const {
+  // dP becomes dS.
+  template <class Gradients, class Probabilities, class Coords>
+  CUTE_DEVICE void compute_ds(Gradients& acc_ds, Probabilities const& acc_p, Coords const& cS,
+                              int stage) const {
     if constexpr (Traits::kLseDeltaMma) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc_ds); ++i) acc_ds(i) *= acc_p(i);
+      flash_cute::compute_ds(acc_ds, acc_p);
     } else {
-      float const* const delta_of_queries = shared.of_queries.delta + stage * kBlockM;
-      auto gradients = row_col_view(acc_ds);
-      auto const weights = row_col_view(acc_p);
-      auto const coords = row_col_view(cS);
-      CUTE_UNROLL
-      for (int col = 0; col < size<1>(gradients); ++col) {
-        float const delta = delta_of_queries[get<1>(coords(0, col))];
-        CUTE_UNROLL
-        for (int row = 0; row < size<0>(gradients); ++row) {
-          gradients(row, col) = weights(row, col) * (gradients(row, col) + delta);
-        }
-      }
+      flash_cute::compute_ds<QueryAxis::columns>(
+          acc_ds, acc_p, of_query<QueryAxis::columns>(shared.lse_delta.delta + stage * kBlockM, cS));
     }
   }
 
-  // A warp's 16 rows of an accumulator, from a column on, as TMA stores them.
+  // Writes a warp's 16 rows of an accumulator, from column `first` on, to shared memory as TMA stores them.
   template <class LayoutRows, class Accumulator>
   CUTE_DEVICE static void stage(Element* rows, int lane, float scale, Accumulator const& acc, int first) {
     Tensor sRows = make_tensor(make_smem_ptr(rows), LayoutRows{});
@@ -150,7 +139,7 @@ struct BackwardConsumerWarpgroup {
     auto word = [&](int row, int col) {
       return pack<Element>(scale * values(row, col), scale * values(row, col + 1));
     };
-    constexpr int kOwned = decltype(size<1>(sRows))::value / 4;  // of its columns, by a lane
+    constexpr int kOwned = decltype(size<1>(sRows))::value / 4;  // columns of a lane
     CUTE_UNROLL
     for (int i = 0; i < kOwned; i += 4) {  // 16 columns
       auto& target = sRows(lane % 16, 4 * i + lane / 16 * 8);
@@ -162,27 +151,28 @@ struct BackwardConsumerWarpgroup {
     __syncwarp();
   }
 
-  // Where this warp's rows of dK or dV leave through: where it hands over dQ, or in a cluster where the
-  // operands were that nobody needs any more.
+  // The shared memory for this warp's rows of dK or dV: where it stages dQ, or in a cluster the memory of an
+  // operand that the tile does not need any more.
   CUTE_DEVICE float* output_smem() const {
     if constexpr (!Traits::kInCluster) {
-      return shared.dq + (warpgroup * 4 + thread / 32) * Traits::kWarpFloats;
+      return shared.dq + (warpgroup * 4 + thread / 32) * Traits::kDqWarpFloats;
     } else {
       return reinterpret_cast<float*>(warpgroup == 0 ? shared.v : shared.peer_k) +
-             thread / 32 * Traits::kWarpFloats;
+             thread / 32 * Traits::kDqWarpFloats;
     }
   }
 
-  // By each warp alone: its 16 rows leave, as many columns at a time as fit, or all at once.
+  // Stores this warp's 16 rows of dK or dV, as many columns at a time as fit in shared memory, or all at
+  // once. With GQA splits the rows are added to sums instead.
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KvGradient which, KvTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kSplitsGroups) {
-      // Always; but where this is known to be so, the loop of head dim 128 has more spills.
+      // The second condition is always true, but without it the main loop of head dim 128 has more spills.
       if (Traits::kInCluster || params.workspace.gqa.sums) {
-        using Parts = GqaSums<Traits>;
+        using Sums = GqaSums<Traits>;
         int const index = shared.sum_indices[&tile - shared.tiles];
         int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
-        Parts::add(Parts::of(params, which, index, rank, key_thread()), acc);
+        Sums::add(Sums::of(params, which, index, rank, key_thread()), acc);
         return;
       }
     }
@@ -190,22 +180,23 @@ struct BackwardConsumerWarpgroup {
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
     float const scale = is_dk ? params.softmax_scale : 1.f;
-    // Read anew, so that no address is kept in registers for the whole loop before.
+    // The lane is read here, so that no address is kept in registers through the main loop.
     int const lane = read_lane_index();
     float* const memory = output_smem();
-    TmaCoord const place = TmaCoord::of_keys(params.lengths.given, tile, entry_rows);
+    TmaCoord const coord = TmaCoord::of_keys(params.lengths.given, tile, entry_rows);
     constexpr int kColumns = Traits::kStoreColumns, kParts = Traits::kHeadDim / kColumns;
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      auto* const rows = reinterpret_cast<Element*>(memory + (kAllFit ? part * Traits::kFloats : 0));
-      if (!kAllFit && lane == 0) cute::tma_store_wait<0>();  // what was there has left
+      auto* const rows =
+          reinterpret_cast<Element*>(memory + (kAllFit ? part * Traits::kDqWarpgroupFloats : 0));
+      if (!kAllFit && lane == 0) cute::tma_store_wait<0>();  // the store before has read the memory
       __syncwarp();
-      stage<typename Traits::LayoutWarp>(rows, lane, scale, acc, part * kColumns);
+      stage<typename Traits::LayoutWarpDkv>(rows, lane, scale, acc, part * kColumns);
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,
-            place.shift + first_own_key<Traits>(tile) + key_warp() * Traits::kWarpRows, place.plane,
-            place.bound);
+            coord.shift + first_own_key<Traits>(tile) + key_warp() * Traits::kWarpRows, coord.plane,
+            coord.bound);
       }
     }
   }
