@@ -7,17 +7,20 @@
 
 namespace flash_cute {
 
+enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
+enum class Variant { plain };
 enum class ElementType { fp16, bf16 };
 constexpr int kElementBytes = 2;  // of each of them
 constexpr int kTermBytes = 16;    // of a query: see BackwardWorkspace::terms
 
-// One compiled kernel. head_dim is a bucket: it serves every head dim up to its size.
-template <Family family_, ElementType element_, int head_dim_>
+// What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
+template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>
 struct Instance {
   static constexpr Family family = family_;
   static constexpr ElementType element = element_;
   static constexpr int head_dim = head_dim_;
+  static constexpr Variant variant = variant_;
 };
 
 struct ProblemShape {

@@ -119,19 +119,13 @@ struct VarlenTiles {
   }
 };
 
-// The names in instances.def, one list per axis.
-struct Instances {
-  std::vector<std::string> families, elements;
-  std::vector<int> head_dims;
-};
-
-Instances instances() {
-  Instances list;
-#define FLASH_CUTE_FAMILY(name) list.families.push_back(#name);
-#define FLASH_CUTE_ELEMENT(name) list.elements.push_back(#name);
-#define FLASH_CUTE_HEAD_DIM(size) list.head_dims.push_back(size);
+// The rows of instances.def: pass, family, head dim, variant.
+std::vector<std::tuple<Pass, Family, int, Variant>> instances() {
+  return {
+#define FLASH_CUTE_INSTANCE(pass, family, head_dim, variant, ...) \
+  {Pass::pass, Family::family, head_dim, Variant::variant},
 #include "flash_cute/instances.def"
-  return list;
+  };
 }
 
 }  // namespace
@@ -140,6 +134,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.attr("FEW_SEQUENCES") = kFewSequences;
   module.attr("MAP_BOUND") = VarlenCoord::kBound;
   module.attr("MAP_WRAP") = VarlenCoord::kWrap;
+  py::enum_<Pass>(module, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
+  py::enum_<Variant>(module, "Variant").value("plain", Variant::plain);
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
@@ -498,17 +494,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return std::pair(tiles.main, tiles.small);
   });
 
-  py::class_<Instances>(module, "Instances")
-      .def_readonly("families", &Instances::families)
-      .def_readonly("elements", &Instances::elements)
-      .def_readonly("head_dims", &Instances::head_dims);
   module.def("instances", &instances);
 
   // The compiled head dim that serves a problem; 0 if there is none.
-  module.def("bucket", [](Family family, ElementType element, int head_dim) {
+  module.def("bucket", [](Pass pass, Family family, ElementType element, int head_dim) {
     int bucket = 0;
-    bool const found =
-        visit_instance(family, element, head_dim, [&]<class Kernel>(Kernel) { bucket = Kernel::head_dim; });
+    auto keep = [&]<class Instance>(Instance) { bucket = Instance::head_dim; };
+    bool const found = pass == Pass::forward
+                           ? visit_instance<Pass::forward>(family, element, Variant::plain, head_dim, keep)
+                           : visit_instance<Pass::backward>(family, element, Variant::plain, head_dim, keep);
     return found ? bucket : 0;
   });
 }
