@@ -40,10 +40,10 @@ FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, 
 FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim);
 
 struct SoftmaxKernels {
-  decltype(&RowSoftmaxLaunch<RowElement::fp32>::plan) plan;
-  decltype(&RowSoftmaxLaunch<RowElement::fp32>::forward) forward, backward;
+  decltype(&RowSoftmaxLaunch<ElementType::fp32>::plan) plan;
+  decltype(&RowSoftmaxLaunch<ElementType::fp32>::forward) forward, backward;
 };
-FLASH_CUTE_API SoftmaxKernels softmax_kernels(RowElement element);
+FLASH_CUTE_API SoftmaxKernels softmax_kernels(ElementType element);
 
 // Every instance of this build. A forward is listed once for each tile that its launch chooses from, a
 // backward once and without a tile.

@@ -43,7 +43,13 @@ struct AttentionProblem {
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
 inline char const* name_of(Variant) { return "plain"; }
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
-inline char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
+inline char const* name_of(ElementType element) {
+  switch (element) {
+    case ElementType::fp16: return "fp16";
+    case ElementType::bf16: return "bf16";
+    default: return "fp32";
+  }
+}
 
 // Sums of sequence lengths and window limits, and tile counts, stay within int.
 constexpr int64_t kMaxLength = int64_t(1) << 28;

@@ -53,6 +53,15 @@ struct AttentionArguments {
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
 
+// The element type of operands, which validate has seen: of attention fp16 or bf16, of softmax any.
+inline ElementType element_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half: return ElementType::fp16;
+    case ScalarType::BFloat16: return ElementType::bf16;
+    default: return ElementType::fp32;
+  }
+}
+
 // Of the types that are accepted.
 inline int element_bytes(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Int ? 4 : kElementBytes;

@@ -47,14 +47,14 @@ BackwardKernel backward_kernel(Family family, ElementType element, int head_dim)
   return kernel;
 }
 
-SoftmaxKernels softmax_kernels(RowElement element) {
+SoftmaxKernels softmax_kernels(ElementType element) {
   auto of = []<class Launch>(Launch) {
     return SoftmaxKernels{Launch::plan, Launch::forward, Launch::backward};
   };
   switch (element) {
-    case RowElement::fp16: return of(RowSoftmaxLaunch<RowElement::fp16>{});
-    case RowElement::bf16: return of(RowSoftmaxLaunch<RowElement::bf16>{});
-    default: return of(RowSoftmaxLaunch<RowElement::fp32>{});
+    case ElementType::fp16: return of(RowSoftmaxLaunch<ElementType::fp16>{});
+    case ElementType::bf16: return of(RowSoftmaxLaunch<ElementType::bf16>{});
+    default: return of(RowSoftmaxLaunch<ElementType::fp32>{});
   }
 }
 

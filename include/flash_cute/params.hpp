@@ -10,9 +10,9 @@ namespace flash_cute {
 enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
 enum class Variant { plain };
-enum class ElementType { fp16, bf16 };
-constexpr int kElementBytes = 2;  // of each of them
-constexpr int kTermBytes = 16;    // of a query: see BackwardWorkspace::terms
+enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
+constexpr int kElementBytes = 2;              // of each of them
+constexpr int kTermBytes = 16;                // of a query: see BackwardWorkspace::terms
 
 // What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>

@@ -139,7 +139,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
-      .value("bf16", ElementType::bf16);
+      .value("bf16", ElementType::bf16)
+      .value("fp32", ElementType::fp32);
 
   py::class_<WindowMask>(module, "WindowMask")
       .def(py::init(&WindowMask::make))

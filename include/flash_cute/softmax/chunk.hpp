@@ -15,10 +15,10 @@ __device__ inline float max_or_nan(float a, float b) {
 }
 
 // Two 16-bit elements in one word, the first one in its lower half.
-template <RowElement>
+template <ElementType>
 struct Pair;
 template <>
-struct Pair<RowElement::bf16> {
+struct Pair<ElementType::bf16> {
   static constexpr uint32_t kMinusInfinity = 0xff80;
 
   __device__ static float2 to_floats(uint32_t word) {
@@ -35,7 +35,7 @@ struct Pair<RowElement::bf16> {
   }
 };
 template <>
-struct Pair<RowElement::fp16> {
+struct Pair<ElementType::fp16> {
   static constexpr uint32_t kMinusInfinity = 0xfc00;
 
   __device__ static float2 to_floats(uint32_t word) {
@@ -52,7 +52,7 @@ struct Pair<RowElement::fp16> {
   }
 };
 
-template <RowElement element>
+template <ElementType element>
 struct Chunk {
   using Storage = uint16_t;  // an element's bits
   static constexpr int kWidth = kChunkBytes / sizeof(Storage);
@@ -95,7 +95,7 @@ struct Chunk {
 };
 
 template <>
-struct Chunk<RowElement::fp32> {
+struct Chunk<ElementType::fp32> {
   using Storage = uint32_t;
   static constexpr int kWidth = 4;
   static constexpr Storage kMinusInfinity = 0xff800000;

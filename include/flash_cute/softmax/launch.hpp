@@ -9,7 +9,7 @@ namespace flash_cute {
 
 // CUDA's errors are thrown (core/check.hpp). Specialised per element type in a translation unit of its own,
 // which setup.py generates.
-template <RowElement element>
+template <ElementType element>
 struct RowSoftmaxLaunch {
   static RowSoftmaxPlan plan(RowSoftmaxParams const& params, bool backward);
   static void forward(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan, cudaStream_t stream);

@@ -6,11 +6,9 @@
 
 namespace flash_cute {
 
-enum class RowElement { fp16, bf16, fp32 };
-
 // What the backward reads beside gradients: of 16-bit types the scores, of which it computes probabilities
 // again, as those that the forward wrote are rounded; of fp32 these.
-constexpr bool keeps_scores(RowElement element) { return element != RowElement::fp32; }
+constexpr bool keeps_scores(ElementType element) { return element != ElementType::fp32; }
 
 // Scores are (batch, heads, rows, columns); columns lie one behind the other.
 struct ScoreShape {

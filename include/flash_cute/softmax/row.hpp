@@ -8,7 +8,7 @@
 namespace flash_cute {
 
 // See RowTile, and RowSoftmaxPlan::plain.
-template <RowElement element, bool kBackward, RowTile kShape, bool kPlain_>
+template <ElementType element, bool kBackward, RowTile kShape, bool kPlain_>
 struct RowTraits {
   static constexpr bool kPlain = kPlain_;
   using Chunk = flash_cute::Chunk<element>;
