@@ -57,9 +57,9 @@ constexpr int64_t kMaxLength = int64_t(1) << 28;
 constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
 
 // head_dim with the columns of 0 that make rows a multiple of it.
-inline int padded_head_dim(int64_t head_dim) {
-  constexpr int kElements = kRowAlignment / kElementBytes;
-  return int(ceil_div(head_dim, int64_t(kElements)) * kElements);
+inline int padded_head_dim(int64_t head_dim, int element_bytes) {
+  int64_t const elements = kRowAlignment / element_bytes;
+  return int(ceil_div(head_dim, elements) * elements);
 }
 
 }  // namespace flash_cute

@@ -62,9 +62,9 @@ inline ElementType element_of(ScalarType type) {
   }
 }
 
-// Of the types that are accepted.
+// Of the types that are accepted, lengths among them.
 inline int element_bytes(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::Int ? 4 : kElementBytes;
+  return type == ScalarType::Int ? sizeof(int) : element_bytes(element_of(type));
 }
 
 // What is checked of a tensor; one that is only traced has it, too.

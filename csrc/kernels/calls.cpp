@@ -45,7 +45,8 @@ template <class Params>
 Params make_params(AttentionProblem const& problem, LengthParams const& lengths, DeviceInfo const& device) {
   Params params{};
   params.shape = problem.shape;
-  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
+  params.element_bytes = element_bytes(problem.element);
+  params.shape.head_dim = padded_head_dim(problem.shape.head_dim, params.element_bytes);
   params.mask = problem.mask();
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;

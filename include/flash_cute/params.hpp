@@ -11,8 +11,9 @@ enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
 enum class Variant { plain };
 enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
-constexpr int kElementBytes = 2;              // of each of them
 constexpr int kTermBytes = 16;                // of a query: see BackwardWorkspace::terms
+
+constexpr int element_bytes(ElementType element) { return element == ElementType::fp32 ? 4 : 2; }
 
 // What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>
@@ -62,7 +63,8 @@ struct ForwardParams {
   float* lse;                // (batch, heads_q, seqlen_q), contiguous; packed: (heads_q, seqlen_q)
   int64_t lse_batch_stride;  // 0 where packed
   SoftmaxParams softmax;
-  WindowMask mask;  // of sequences that are all alike; else its limits hold for each
+  WindowMask mask;    // of sequences that are all alike; else its limits hold for each
+  int element_bytes;  // of q, k, v and out
   DeviceInfo device;
   LengthParams lengths;
 };
@@ -114,6 +116,7 @@ struct BackwardWorkspace {
 struct BackwardParams {
   ProblemShape shape;
   int gqa_splits = 1;                         // shape.heads_kv is as many times the heads that K and V have
+  int element_bytes;                          // of all operands but lse and dlse
   TensorView q, k, v, out, dout, dq, dk, dv;  // dout.data null: no gradient of out
   float const *lse, *dlse;                    // as ForwardParams::lse; dlse null: no gradient of lse
   int64_t lse_batch_stride;

@@ -38,6 +38,8 @@ namespace {
 
 std::pair<int, int> as_pair(BlockRange range) { return {range.begin, range.end}; }
 
+constexpr int kBytes = element_bytes(ElementType::bf16);
+
 using Sizes = std::tuple<int, int, int, int, int, int>;
 
 ProblemShape shape_of(Sizes sizes) {
@@ -76,6 +78,7 @@ struct VarlenBatch {
     auto pointer = [&](int index) { return lengths[index] ? lengths[index]->data() : nullptr; };
     params.shape = shape_of(sizes);
     params.mask = mask;
+    params.element_bytes = kBytes;
     params.lengths = {.cu_seqlens_q = pointer(0),
                       .cu_seqlens_k = pointer(1),
                       .seqused_q = pointer(2),
@@ -171,7 +174,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def(py::init([](Sizes sizes, WindowMask const& mask, int block_m, int groups, int packed,
                        int64_t l2_bytes, int wanted_tiles) {
         PackedRows const rows(block_m / groups, groups, packed);
-        return TileOrder::make(shape_of(sizes), mask, rows, l2_bytes, wanted_tiles);
+        return TileOrder::make(shape_of(sizes), mask, rows, l2_bytes / kBytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
@@ -277,7 +280,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("block_n", &BackwardTile::block_n)
       .def_readonly("cluster", &BackwardTile::cluster)
       .def_readonly("lse_delta_mma", &BackwardTile::lse_delta_mma)
-      .def("smem_bytes", &BackwardTile::smem_bytes);
+      .def("smem_bytes",
+           [](BackwardTile const& tile, int head_dim) { return tile.smem_bytes(head_dim, kBytes); });
   module.def("backward_tiles", [](Family family, int head_dim) {
     BackwardTiles const tiles = backward_tiles(family, head_dim);
     return std::vector(tiles.keys, tiles.keys + tiles.count());
@@ -310,6 +314,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int const offsets[] = {0};
     BackwardParams params{};
     params.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim};
+    params.element_bytes = kBytes;
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq = {reinterpret_cast<void*>(kDq), 0, 0, head_dim};
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
@@ -325,6 +330,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int const offsets[] = {0};
     BackwardParams params{};
     params.shape.batch = batch;
+    params.element_bytes = kBytes;
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq.data = reinterpret_cast<void*>(kDq);
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
@@ -356,6 +362,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
+    params.element_bytes = kBytes;
     params.lengths = batch.params.lengths;
     params.device.smem_bytes = smem_bytes;
     params.device.multiprocessors = multiprocessors;
@@ -397,6 +404,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
+    params.element_bytes = kBytes;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
@@ -427,6 +435,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
+    params.element_bytes = kBytes;
     params.lengths = batch.params.lengths;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
@@ -450,6 +459,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.mask = batch.params.mask;
+    params.element_bytes = kBytes;
     params.lengths = batch.params.lengths;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};

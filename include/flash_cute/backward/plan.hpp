@@ -64,7 +64,7 @@ struct BackwardPlan {
     return {.lse = tile.lse_delta_mma ? nullptr : floats,
             .delta = tile.lse_delta_mma ? nullptr : floats + rows,
             .terms = terms(begin, params),
-            .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim),
+            .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim * params.element_bytes),
             .dq = sums_dq ? sums : nullptr,
             .gqa_sums = gqa_floats > 0 ? gqa_sums : nullptr,
             .floats_of_dk = gqa_floats / 2,
@@ -89,14 +89,14 @@ struct BackwardPlan {
   TensorView terms(void* begin, BackwardParams const& params) const {
     if (!tile.lse_delta_mma) return {};
     if (lse_delta_in_dq) return params.dq;
-    constexpr int kElements = kTermBytes / kElementBytes;
-    int64_t const of_row = int64_t(params.shape.heads_q) * kElements;
-    return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, kElements, of_row};
+    int const elements = kTermBytes / params.element_bytes;
+    int64_t const of_row = int64_t(params.shape.heads_q) * elements;
+    return {begin, params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, elements, of_row};
   }
   // A line of the L2 cache at most. One a row costs 3 to 8% up to 2k (head dim 128, H100).
-  int log2_terms_of_row(int head_dim) const {
+  int log2_terms_of_row(int row_bytes) const {
     constexpr int kLineBytes = 128;
-    int const bytes = lse_delta_in_dq ? smaller(head_dim * kElementBytes, kLineBytes) : kTermBytes;
+    int const bytes = lse_delta_in_dq ? smaller(row_bytes, kLineBytes) : kTermBytes;
     int log2 = 0;
     while (kTermBytes << (log2 + 1) <= bytes) ++log2;
     return log2;
@@ -145,7 +145,7 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
                              bool for_any) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
-    return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
+    return tile.smem_bytes(bucket, params.element_bytes) + kTileBytes <= params.device.smem_bytes &&
            (for_any || tile.pays_from <= queries_of_keys(params).mean);
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
@@ -161,8 +161,8 @@ inline TileOrder key_order(BackwardParams const& params, BackwardTile const& til
   WindowMask const mask = mean_mask(params);
   ProblemShape const of_keys{shape.batch,   shape.heads_kv, shape.heads_kv,
                              mask.seqlen_k, mask.seqlen_q,  shape.head_dim};
-  return TileOrder::make(of_keys, mask.transposed(), PackedRows(tile.block_n, 1), params.device.l2_bytes,
-                         wanted_tiles, one_by_one);
+  return TileOrder::make(of_keys, mask.transposed(), PackedRows(tile.block_n, 1),
+                         params.device.l2_bytes / params.element_bytes, wanted_tiles, one_by_one);
 }
 
 // Into how many equal parts a group of query heads is split. Each part has tiles of its own, and adds its dK
@@ -290,7 +290,7 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
     plan.key_numbers = 1 + (params.lengths.cu_seqlens_q ? 3 : 1) * (shape.batch + 1);
   }
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
-  int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes,
+  int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * params.element_bytes,
                 stats = plan.lse_delta_floats() * plan.rows;
   // Terms lie in rows, of which the shortest has kTermBytes; else all lie side by side, where a kernel behind
   // writes rows, and none before.

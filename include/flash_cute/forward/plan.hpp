@@ -63,9 +63,10 @@ inline TileOrder dynamic_order(ForwardParams const& params, PackedRows const& ro
   bool const few = 4 * count_tiles(shape, rows) < 13 * int64_t(device.multiprocessors);
   int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
   int const of_head = m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
-  TileOrder order = TileOrder::make(shape, params.mask, rows, device.l2_bytes, (few ? 1 : 2) * of_head);
+  TileOrder order = TileOrder::make(shape, params.mask, rows, device.l2_bytes / params.element_bytes,
+                                    (few ? 1 : 2) * of_head);
   int const last = ((few ? 2 : 3) * device.multiprocessors + m_blocks / 2) / m_blocks;
-  int64_t const kv_bytes = 2 * int64_t(kElementBytes) * shape.seqlen_k * shape.head_dim;
+  int64_t const kv_bytes = 2 * int64_t(params.element_bytes) * shape.seqlen_k * shape.head_dim;
   order.widen_last(int(smaller<int64_t>(last, larger<int64_t>(1, 2 * device.l2_bytes / 3 / kv_bytes))));
   return order;
 }
@@ -197,8 +198,9 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     result.blocks = multiprocessors;
     result.workspace_bytes = sizeof(int);
   } else {
-    result.order = TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes,
-                                   persistent ? 0 : 2 * multiprocessors);
+    result.order =
+        TileOrder::make(params.shape, params.mask, result.rows, params.device.l2_bytes / params.element_bytes,
+                        persistent ? 0 : 2 * multiprocessors);
     result.blocks =
         persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();
   }

@@ -58,7 +58,7 @@ BackwardMaps maps_of(BackwardParams const& params) {
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
   if constexpr (Traits::kLseDeltaMma) {
     int const side_by_side = 1 << params.workspace.log2_terms_of_row;
-    maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
+    maps.terms = boxes_of_queries(terms, {side_by_side * kTermBytes / int(sizeof(Element)), 1,
                                           Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
   return maps;
