@@ -1,32 +1,33 @@
-// The named barriers of a thread block: every one that a kernel of ours uses, by its number in hardware.
+// The named barriers of a thread block: every one that a kernel of this library uses, by its hardware number.
 #pragma once
 
 #include <cute/config.hpp>
 
 namespace flash_cute {
 
-constexpr int kMaxWarpgroups = 3;  // that compute
+constexpr int kMaxWarpgroups = 3;  // consumer warpgroups of a thread block
 
-// The first of a row of barriers, one for each computing warpgroup. 0 is __syncthreads'; there are 16.
+// Each value is the first of a run of barriers; turn and warpgroup have one for each consumer warpgroup. The
+// hardware has 16 barriers, and __syncthreads uses barrier 0.
 enum class BarrierId : int {
-  turn = 1,                           // WarpSchedulerBarrier; in Hopper's backward, to begin a tile
+  turn = 1,                           // WarpSchedulerBarrier; the Hopper backward begins a tile with it
   warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
-  // Of the Ampere family's split backward: P, dS, and V, dO and delta are there; and one of each half.
-  weights = warpgroup + kMaxWarpgroups,
-  gradients,
-  loaded,
-  half,
+  // The Ampere family's backward uses the others where two halves of a thread block split the work.
+  weights = warpgroup + kMaxWarpgroups,  // P is in shared memory
+  gradients,                             // dS is in shared memory
+  loaded,                                // V, dO and delta are in shared memory
+  half,                                  // one barrier for the warps of each half
   end = half + 2,
 };
 static_assert(int(BarrierId::end) <= 16);
 
-// No clobber of memory, which would keep other instructions from moving across: those that must not move
-// (stores to shared memory, fences, TMA) are volatile, too.
+// The instructions do not clobber memory, as that would keep all others from moving across. Those that must
+// not move (stores to shared memory, fences, TMA) are volatile, too.
 struct NamedBarrier {
   BarrierId first;
   int index;
 
-  // Waits until `threads` threads have come, those that only arrive among them.
+  // Waits until `threads` threads have arrived; threads that only arrive count among them.
   CUTE_DEVICE void sync(int threads) const {
     asm volatile("bar.sync %0, %1;" ::"r"(int(first) + index), "r"(threads));
   }

@@ -101,7 +101,7 @@ struct BackwardSplitMainloopSm80 {
         fill_columns(scores, cS, own_stats + stage * kBlockM);
       }
       multiply_shared(own, mma_scores, copy_a, sA, copy_b, sB(_, _, stage), scores,
-                      [&](int i, int pieces) { do_share(i, pieces, kSums, add); });
+                      [&](int i, int pieces) { issue_share(i, pieces, kSums, add); });
       if (has_weights) {
         if (!unmasked.contains(block)) {
           TransposedMask const from_block{mask.transposed().from_key(block * kBlockM)};
