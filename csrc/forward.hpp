@@ -20,7 +20,7 @@ std::vector<Tensor> forward_cpu(AttentionArguments const& arguments);
 std::string plan_cuda(AttentionArguments const& arguments);
 std::string plan_cpu(AttentionArguments const& arguments);
 
-// JSON: every kernel of the forward in this build.
+// JSON: every instance of this build, those of the forward with their tiles.
 std::string compiled_kernels();
 
 }  // namespace flash_cute

@@ -100,18 +100,22 @@ std::string plan_cuda(AttentionArguments const& arguments) {
 
 std::string compiled_kernels() {
   std::string list;
-  for (auto const& [family, element, head_dim, compiled] : compiled_forwards()) {
-    auto const& [tile, smem_bytes] = compiled;
-    JsonObject shape, kernel;
-    shape.add("block_m", tile.block_m)
-        .add("block_n", tile.block_n)
-        .add("stages", tile.stages)
-        .add("warps", tile.warps);
-    kernel.add("family", name_of(family))
+  for (auto const& [pass, family, element, head_dim, variant, compiled] : compiled_instances()) {
+    JsonObject kernel;
+    kernel.add("pass", name_of(pass))
+        .add("family", name_of(family))
         .add("element", name_of(element))
         .add("head_dim", head_dim)
-        .add_raw("tile", shape.text())
-        .add("smem_bytes", smem_bytes);
+        .add("variant", name_of(variant));
+    if (compiled) {
+      ForwardTile const& tile = compiled->tile;
+      JsonObject shape;
+      shape.add("block_m", tile.block_m)
+          .add("block_n", tile.block_n)
+          .add("stages", tile.stages)
+          .add("warps", tile.warps);
+      kernel.add_raw("tile", shape.text()).add("smem_bytes", compiled->smem_bytes);
+    }
     list += (list.empty() ? "" : ", ") + kernel.text();
   }
   return '[' + list + ']';

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
 #include <vector>
 
 #include "flash_cute/backward/launch.hpp"
@@ -21,11 +22,8 @@ struct Gpu {
 // Asked of the runtime once; throws where it can't tell.
 FLASH_CUTE_API Gpu const& gpu_at(int index);
 
-// The family that a GPU of Ampere or newer runs if nobody insists on one.
-FLASH_CUTE_API Family default_family(Gpu const& gpu, ElementType element, int head_dim);
-
-// The compiled kernel that serves a head dim; `run` is null where there is none. head_dim: the largest that
-// it serves.
+// The compiled kernel that serves a head dim; `run` is null where there is none. head_dim is the largest that
+// the kernel serves.
 struct ForwardKernel {
   Family family;
   int head_dim;
@@ -42,18 +40,21 @@ FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, 
 FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim);
 
 struct SoftmaxKernels {
-  decltype(&RowSoftmaxLaunch<RowElement::fp32>::plan) plan;
-  decltype(&RowSoftmaxLaunch<RowElement::fp32>::forward) forward, backward;
+  decltype(&RowSoftmaxLaunch<ElementType::fp32>::plan) plan;
+  decltype(&RowSoftmaxLaunch<ElementType::fp32>::forward) forward, backward;
 };
-FLASH_CUTE_API SoftmaxKernels softmax_kernels(RowElement element);
+FLASH_CUTE_API SoftmaxKernels softmax_kernels(ElementType element);
 
-// Every kernel of the forward, once for each tile that the launch chooses from.
+// Every instance of this build. A forward is listed once for each tile that its launch chooses from, a
+// backward once and without a tile.
 struct CompiledKernel {
+  Pass pass;
   Family family;
   ElementType element;
   int head_dim;
-  CompiledTile tile;
+  Variant variant;
+  std::optional<CompiledTile> tile;
 };
-FLASH_CUTE_API std::vector<CompiledKernel> compiled_forwards();
+FLASH_CUTE_API std::vector<CompiledKernel> compiled_instances();
 
 }  // namespace flash_cute

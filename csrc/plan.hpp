@@ -58,7 +58,8 @@ inline JsonObject& add_work(JsonObject& plan, AttentionProblem const& problem, i
       rows_q * sequences * shape.seqlen_q + rows_k * Count(shape.batch) * shape.heads_kv * shape.seqlen_k;
   return plan.add("head_dim", shape.head_dim)
       .add("flops", flops * sequences * shape.head_dim * problem.mask().visible_pairs())
-      .add("bytes", rows * shape.head_dim * 2 + sequences * shape.seqlen_q * sizeof(float))
+      .add("bytes", rows * shape.head_dim * element_bytes(problem.element) +
+                        sequences * shape.seqlen_q * sizeof(float))
       .add("softmax_scale", problem.softmax_scale)
       .add("window_left", problem.window_left)
       .add("window_right", problem.window_right);

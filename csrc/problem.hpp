@@ -41,8 +41,16 @@ struct AttentionProblem {
   }
 };
 
+inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
+inline char const* name_of(Variant) { return "plain"; }
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
-inline char const* name_of(ElementType element) { return element == ElementType::fp16 ? "fp16" : "bf16"; }
+inline char const* name_of(ElementType element) {
+  switch (element) {
+    case ElementType::fp16: return "fp16";
+    case ElementType::bf16: return "bf16";
+    default: return "fp32";
+  }
+}
 
 // Sums of sequence lengths and window limits, and tile counts, stay within int.
 constexpr int64_t kMaxLength = int64_t(1) << 28;
@@ -50,9 +58,9 @@ constexpr int64_t kMaxLength = int64_t(1) << 28;
 constexpr int kRowAlignment = 16;  // bytes; every row of an operand starts at a multiple of it
 
 // head_dim with the columns of 0 that make rows a multiple of it.
-inline int padded_head_dim(int64_t head_dim) {
-  constexpr int kElements = kRowAlignment / kElementBytes;
-  return int(ceil_div(head_dim, int64_t(kElements)) * kElements);
+inline int padded_head_dim(int64_t head_dim, int element_bytes) {
+  int64_t const elements = kRowAlignment / element_bytes;
+  return int(ceil_div(head_dim, elements) * elements);
 }
 
 }  // namespace flash_cute

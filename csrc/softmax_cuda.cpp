@@ -13,14 +13,6 @@
 namespace flash_cute {
 namespace {
 
-SoftmaxKernels kernels_for(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half: return softmax_kernels(RowElement::fp16);
-    case ScalarType::BFloat16: return softmax_kernels(RowElement::bf16);
-    default: return softmax_kernels(RowElement::fp32);
-  }
-}
-
 // A tensor of this shape as the kernels read it: itself, or a contiguous copy where columns don't lie one
 // behind the other, or heads are several dimensions whose strides are not one.
 struct ScoreRows {
@@ -67,7 +59,7 @@ RowSoftmaxParams make_params(Tensor const& x, SoftmaxOptions const& options, Sco
 
 // Runs params on x's device and its current stream.
 void run(Tensor const& x, RowSoftmaxParams& params, bool backward) {
-  SoftmaxKernels const kernels = kernels_for(x.scalar_type());
+  SoftmaxKernels const kernels = softmax_kernels(element_of(x.scalar_type()));
   RowSoftmaxPlan const plan = kernels.plan(params, backward);
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {

@@ -69,11 +69,12 @@ Layout::Layout(Tensor const& tensor) {
 
 char const* reason_to_copy(Tensor const& tensor, bool varlen) {
   auto const [sizes, strides] = Layout(tensor);
-  if (sizes[3] * kElementBytes % kRowAlignment != 0) return "head_dim is padded to a multiple of 8";
+  int const bytes = element_bytes(tensor.scalar_type());
+  if (sizes[3] * bytes % kRowAlignment != 0) return "head_dim is padded to rows of a multiple of 16 bytes";
   if (sizes[3] > 1 && strides[3] != 1) return "its last dimension is not contiguous";
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kRowAlignment == 0;
   for (int dim = 0; dim < 3; ++dim) {
-    aligned = aligned && (sizes[dim] == 1 || strides[dim] * kElementBytes % kRowAlignment == 0);
+    aligned = aligned && (sizes[dim] == 1 || strides[dim] * bytes % kRowAlignment == 0);
   }
   if (!aligned) return "its rows do not start at multiples of 16 bytes";
   if (!varlen || sizes[0] == 1 || strides[0] == 0) return "";
@@ -97,7 +98,8 @@ TensorView Readable::view() const {
   auto const [sizes, strides] = Layout(tensor);
   auto* const data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
   int64_t const batch_stride = sizes[0] == 1 ? 0 : strides[0];
-  return {data + first * strides[2] * kElementBytes, batch_stride, strides[1], strides[2]};
+  int64_t const before = first * strides[2] * element_bytes(tensor.scalar_type());
+  return {data + before, batch_stride, strides[1], strides[2]};
 }
 
 Readable readable(char const* name, Tensor const& whole, bool varlen, int first) {
@@ -116,7 +118,8 @@ Readable readable(char const* name, Tensor const& whole, bool varlen, int first)
 Tensor padded_like(char const* name, Tensor const& tensor) {
   auto const sizes = tensor.sizes();
   size_t const dims = sizes.size();
-  int64_t const head_dim = sizes[dims - 1], padded = padded_head_dim(head_dim);
+  int64_t const head_dim = sizes[dims - 1],
+                padded = padded_head_dim(head_dim, element_bytes(tensor.scalar_type()));
   std::array<int64_t, 4> target{};
   for (size_t dim = 0; dim < dims; ++dim) target[dim] = dim + 1 < dims ? sizes[dim] : padded;
   return allocate(name, tensor, {target.data(), dims}, tensor.scalar_type());
@@ -149,7 +152,7 @@ LengthParams length_params(Lengths const& lengths) {
 
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
 Tensor allocate_like(char const* name, Tensor const& tensor) {
-  return allocated(name, tensor.numel(), kElementBytes, [&] {
+  return allocated(name, tensor.numel(), element_bytes(tensor.scalar_type()), [&] {
     if (tensor.numel() == 0 || !is_dense(tensor)) return torch::stable::empty_like(tensor);
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));

@@ -33,7 +33,7 @@ ElementType element_type(Operand const& q) {
   require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16,
           "q must have dtype torch.float16 or torch.bfloat16, got ", DtypeOf{q.type},
           q.type == ScalarType::Float ? ", which torch.autocast would cast" : "");
-  return q.type == ScalarType::Half ? ElementType::fp16 : ElementType::bf16;
+  return element_of(q.type);
 }
 
 std::optional<Family> family_named(std::optional<std::string> const& name) {

@@ -53,9 +53,18 @@ struct AttentionArguments {
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
 
-// Of the types that are accepted.
+// The element type of operands, which validate has seen: of attention fp16 or bf16, of softmax any.
+inline ElementType element_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half: return ElementType::fp16;
+    case ScalarType::BFloat16: return ElementType::bf16;
+    default: return ElementType::fp32;
+  }
+}
+
+// Of the types that are accepted, lengths among them.
 inline int element_bytes(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::Int ? 4 : kElementBytes;
+  return type == ScalarType::Int ? sizeof(int) : element_bytes(element_of(type));
 }
 
 // What is checked of a tensor; one that is only traced has it, too.

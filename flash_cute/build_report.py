@@ -130,6 +130,7 @@ def main() -> int:
     dynamic_smem = {
         (name.format_map(kernel), tile.format_map(kernel["tile"])): kernel["smem_bytes"]
         for kernel in json.loads(torch.ops.flash_cute.compiled())
+        if kernel["pass"] == "forward"
     }
     print(table(report, dynamic_smem))
     if not arguments.check:

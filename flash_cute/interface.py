@@ -253,19 +253,25 @@ def explain(
 
 
 def supported() -> dict[str, Any]:
-    """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "kernels": [...]}.
+    """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "backward": ..., "kernels": [...]}
 
-    A kernel serves every head_dim up to its own; "kernels" lists those of the forward, with their tile and
-    shared memory in bytes, once for each tile that the launch chooses from. Both are empty in a build without
-    CUDA. The CPU needs no kernel and is always supported.
+    A kernel serves every head_dim up to its own. "families" has the kernels of the forward and "backward",
+    likewise, those of the backward; "kernels" lists those of the forward with their tile and shared memory in
+    bytes, once for each tile that the launch chooses from. All are empty in a build without CUDA. The CPU
+    needs no kernel and is always supported.
     """
     kernels = json.loads(ops.compiled())
-    families: dict[str, dict[str, list[int]]] = {}
+    found: dict[str, dict[str, dict[str, list[int]]]] = {"forward": {}, "backward": {}}
     for kernel in kernels:
-        head_dims = families.setdefault(kernel["family"], {}).setdefault(kernel["element"], [])
+        elements = found[kernel["pass"]].setdefault(kernel["family"], {})
+        head_dims = elements.setdefault(kernel["element"], [])
         if kernel["head_dim"] not in head_dims:
             head_dims.append(kernel["head_dim"])
-    return {"families": families, "kernels": kernels}
+    return {
+        "families": found["forward"],
+        "backward": found["backward"],
+        "kernels": [kernel for kernel in kernels if kernel["pass"] == "forward"],
+    }
 
 
 def _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q=None, cu_seqlens_k=None) -> dict[str, torch.Tensor]:

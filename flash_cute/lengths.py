@@ -138,14 +138,15 @@ def work(
     counts = [(r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True)]
     pairs = sum(_visible_pairs(*count, window_left, window_right) for count in counts)
     rows_read, keys_read = (sum(side) for side in zip((0, 0), *counts, strict=True))
-    lse_row = 2  # as many 16-bit elements as a float
+    element = q.element_size()
+    lse_row = torch.float32.itemsize // element  # as many elements as a float has room for
     if backward:  # reads q, out, dout and lse; writes dq, dk and dv
         row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
     else:
         row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
     return {
         "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
-        "bytes": 2 * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
+        "bytes": element * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
     }
 
 

@@ -17,10 +17,15 @@ SEEDS = random.Random()  # conftest.py seeds it anew for each test
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def instances(axis: str) -> list[str]:
-    """The names that include/flash_cute/instances.def lists on one axis."""
-    text = (ROOT / "include/flash_cute/instances.def").read_text()
-    return re.findall(rf"^FLASH_CUTE_{axis}\((\w+)\)", text, re.MULTILINE)
+LISTED = (ROOT / "include/flash_cute/instances.def").read_text()
+ELEMENTS = re.findall(r"^FLASH_CUTE_ELEMENT\((\w+)\)", LISTED, re.MULTILINE)
+# (pass, family, head_dim, variant), and the element types of a row that has its own.
+INSTANCES = [
+    (*axes, elements.split(", ")[1:] or ELEMENTS)
+    for *axes, elements in re.findall(
+        r"^FLASH_CUTE_INSTANCE\((\w+), (\w+), (\w+), (\w+)(.*)\)", LISTED, re.MULTILINE
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ SHAPES = {
 
 HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (1, 4, 15, 33, 63, 100, 130, 250)
-BUCKETS = tuple(int(size) for size in instances("HEAD_DIM"))
+BUCKETS = tuple(sorted({int(head_dim) for _, _, head_dim, _, _ in INSTANCES}))
 
 
 def with_head_dim(shape: Shape, head_dim: int) -> Shape:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BUCKETS, DTYPES, MASKS, ROOT, SHAPES, Shape, instances, make_inputs
+from cases import DTYPES, INSTANCES, MASKS, ROOT, SHAPES, Shape, make_inputs
 
 import flash_cute
 from flash_cute.roofline import Explanation
@@ -19,10 +19,18 @@ from flash_cute.roofline import Explanation
 @pytest.mark.gpu
 def test_everything_listed_is_compiled():
     found = flash_cute.supported()
-    assert set(found["families"]) == set(instances("FAMILY"))
-    for elements in found["families"].values():
-        assert set(elements) == set(instances("ELEMENT"))
-        assert all(tuple(sorted(sizes)) == BUCKETS for sizes in elements.values())
+    compiled = {
+        (direction, family, element, head_dim)
+        for direction, families in (("forward", found["families"]), ("backward", found["backward"]))
+        for family, elements in families.items()
+        for element, head_dims in elements.items()
+        for head_dim in head_dims
+    }
+    assert compiled == {
+        (direction, family, element, int(head_dim))
+        for direction, family, head_dim, _, elements in INSTANCES
+        for element in elements
+    }
     assert all(kernel["smem_bytes"] > 0 for kernel in found["kernels"])
 
 

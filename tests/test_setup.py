@@ -57,6 +57,35 @@ def test_a_family_without_an_architecture(build, monkeypatch):
         build["selected_instances"]()
 
 
+def test_rows_become_instances(build):
+    """A row is compiled for the element types of the axis, or for those that it lists."""
+    table = """
+#define FLASH_CUTE_INSTANCE(pass, family, head_dim, variant, ...)
+FLASH_CUTE_ELEMENT(fp16)
+FLASH_CUTE_ELEMENT(bf16)
+FLASH_CUTE_INSTANCE(backward, sm90, 64, plain)
+FLASH_CUTE_INSTANCE(forward, sm80, 96, general, fp32, bf16)
+"""
+    instances = build["listed_instances"](table)
+    assert [instance.name for instance in instances] == [
+        "backward_sm90_fp16_64",
+        "backward_sm90_bf16_64",
+        "forward_sm80_fp32_96_general",
+        "forward_sm80_bf16_96_general",
+    ]
+    assert instances[2].definition == "FLASH_CUTE_COMPILED(forward, sm80, fp32, 96, general)\n"
+
+
+def test_instances_that_take_longest_come_first(build, monkeypatch):
+    monkeypatch.setenv("FLASH_CUTE_HEAD_DIMS", "64,256")
+    monkeypatch.setenv("FLASH_CUTE_ELEMENTS", "bf16")
+    names = [instance.name for instance in build["selected_instances"]()]
+    kernels = [
+        f"{direction}_{family}" for family in ("sm80", "sm90") for direction in ("backward", "forward")
+    ]
+    assert names == [f"{kernel}_bf16_{head_dim}" for head_dim in (256, 64) for kernel in kernels]
+
+
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("false", False), ("no", False), ("1", True)])
 def test_switches(build, value, expected, monkeypatch):
     monkeypatch.setenv("FLASH_CUTE_CPU_ONLY", value)

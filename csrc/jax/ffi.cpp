@@ -44,6 +44,14 @@ struct Sizes {
 
 TensorView view(ffi::AnyBuffer const& buffer) { return Sizes(buffer).view(buffer.untyped_data()); }
 
+ElementType element_of(ffi::AnyBuffer const& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F16: return ElementType::fp16;
+    case ffi::DataType::BF16: return ElementType::bf16;
+    default: return ElementType::fp32;
+  }
+}
+
 int const* lengths(ffi::AnyBuffer const& buffer) {  // empty: they were not given
   return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
 }
@@ -53,9 +61,8 @@ std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : 
 AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, float scale,
                             int64_t left, int64_t right) {
   Sizes const of_q(q), of_k(k);
-  ElementType const element = q.element_type() == ffi::DataType::F16 ? ElementType::fp16 : ElementType::bf16;
   return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
-          .element = element,
+          .element = element_of(q),
           .softmax_scale = scale,
           .window_left = limit(left),
           .window_right = limit(right),
@@ -151,14 +158,6 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::A
   });
 }
 
-RowElement row_element(ffi::AnyBuffer const& x) {
-  switch (x.element_type()) {
-    case ffi::DataType::F16: return RowElement::fp16;
-    case ffi::DataType::BF16: return RowElement::bf16;
-    default: return RowElement::fp32;
-  }
-}
-
 ScoreShape score_shape(int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   at_most(std::numeric_limits<int>::max() - 1, batch * heads * rows, "rows");
   return {int(batch), int(heads), int(rows), at_most(kMaxLength, columns, "columns")};
@@ -171,7 +170,7 @@ struct SoftmaxCall {
 
   SoftmaxCall(int device, ffi::AnyBuffer const& x, ffi::AnyBuffer const& seqused_k,
               ffi::AnyBuffer const& leftpad_k, float scale, bool causal)
-      : kernels(softmax_kernels(row_element(x))) {
+      : kernels(softmax_kernels(element_of(x))) {
     auto const sizes = x.dimensions();
     size_t const dims = sizes.size(), counted = larger(seqused_k.element_count(), leftpad_k.element_count());
     int64_t const columns = sizes[dims - 1], all_rows = int64_t(x.element_count()) / columns;

@@ -10,26 +10,31 @@ namespace {
 // What a GPU of Ampere or newer lets a thread block have of shared memory: 8.6 and 8.9, 8.0, 9.0.
 constexpr int kSharedMemories[] = {99 << 10, 163 << 10, 227 << 10};
 
-// The family that serves the problem, in this build; throws where there is none, or not the one asked for.
-Family family_for(AttentionProblem const& problem, Gpu const& gpu) {
+// Returns the family that the problem asks for, else the best one that this build has for the GPU, and throws
+// where the GPU cannot run it. find: forward_kernel or backward_kernel.
+template <class Find>
+Family family_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   constexpr int kAmpere = 80, kHopper = 90;
   int const capability = gpu.compute_capability;
   require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
           "; 8.0 (Ampere) and newer are supported");
-  if (!problem.family) return default_family(gpu, problem.element, problem.shape.head_dim);
+  if (!problem.family) {
+    bool const has_sm90 = find(Family::sm90, problem.element, problem.shape.head_dim).run;
+    return capability == kHopper && has_sm90 ? Family::sm90 : Family::sm80;
+  }
   require(*problem.family != Family::sm90 || capability == kHopper,
           "family is 'sm90', which needs compute capability ", "9.0 (Hopper), but the GPU has ",
           capability / 10, ".", capability % 10);
   return *problem.family;
 }
 
-// find: forward_kernel or backward_kernel.
 template <class Find>
-auto kernel_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
-  Family const family = family_for(problem, gpu);
+auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
+  Family const family = family_for(problem, gpu, find);
   auto const kernel = find(family, problem.element, problem.shape.head_dim);
-  require(kernel.run, "this build has no ", name_of(family), " kernel for ", name_of(problem.element),
-          " and head_dim ", problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+  require(kernel.run, "this build has no ", name_of(family), ' ', name_of(pass), " kernel for ",
+          name_of(problem.element), " and head_dim ", problem.shape.head_dim,
+          "; flash_cute.supported() lists what it has");
   return kernel;
 }
 
@@ -46,7 +51,8 @@ template <class Params>
 Params make_params(AttentionProblem const& problem, LengthParams const& lengths, DeviceInfo const& device) {
   Params params{};
   params.shape = problem.shape;
-  params.shape.head_dim = padded_head_dim(problem.shape.head_dim);
+  params.element_bytes = element_bytes(problem.element);
+  params.shape.head_dim = padded_head_dim(problem.shape.head_dim, params.element_bytes);
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
   if (problem.varlen) {
@@ -87,7 +93,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
 
 ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu) {
   ForwardCall call{problem,
-                   kernel_for(problem, gpu, forward_kernel),
+                   kernel_for(Pass::forward, problem, gpu, forward_kernel),
                    make_params<ForwardParams>(problem, lengths, gpu.info),
                    reachable_mask(problem),
                    true,
@@ -108,7 +114,7 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
 BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                                 bool needs_dq, bool needs_dkv, bool deterministic) {
   BackwardCall call{problem,
-                    kernel_for(problem, gpu, backward_kernel),
+                    kernel_for(Pass::backward, problem, gpu, backward_kernel),
                     make_params<BackwardParams>(problem, lengths, gpu.info),
                     reachable_mask(problem),
                     true,

@@ -30,15 +30,9 @@ Gpu const& gpu_at(int index) {
   return devices[index];
 }
 
-Family default_family(Gpu const& gpu, ElementType element, int head_dim) {
-  constexpr int kHopper = 90;
-  bool const has_sm90 = visit_instance(Family::sm90, element, head_dim, [](auto) {});
-  return gpu.compute_capability == kHopper && has_sm90 ? Family::sm90 : Family::sm80;
-}
-
 ForwardKernel forward_kernel(Family family, ElementType element, int head_dim) {
   ForwardKernel kernel{};
-  visit_instance(family, element, head_dim, [&]<class Instance>(Instance) {
+  visit_instance<Pass::forward>(family, element, Variant::plain, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::attributes};
   });
   return kernel;
@@ -46,30 +40,35 @@ ForwardKernel forward_kernel(Family family, ElementType element, int head_dim) {
 
 BackwardKernel backward_kernel(Family family, ElementType element, int head_dim) {
   BackwardKernel kernel{};
-  visit_instance(family, element, head_dim, [&]<class Instance>(Instance) {
+  visit_instance<Pass::backward>(family, element, Variant::plain, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
               BackwardLaunch<Instance>::attributes};
   });
   return kernel;
 }
 
-SoftmaxKernels softmax_kernels(RowElement element) {
+SoftmaxKernels softmax_kernels(ElementType element) {
   auto of = []<class Launch>(Launch) {
     return SoftmaxKernels{Launch::plan, Launch::forward, Launch::backward};
   };
   switch (element) {
-    case RowElement::fp16: return of(RowSoftmaxLaunch<RowElement::fp16>{});
-    case RowElement::bf16: return of(RowSoftmaxLaunch<RowElement::bf16>{});
-    default: return of(RowSoftmaxLaunch<RowElement::fp32>{});
+    case ElementType::fp16: return of(RowSoftmaxLaunch<ElementType::fp16>{});
+    case ElementType::bf16: return of(RowSoftmaxLaunch<ElementType::bf16>{});
+    default: return of(RowSoftmaxLaunch<ElementType::fp32>{});
   }
 }
 
-std::vector<CompiledKernel> compiled_forwards() {
+std::vector<CompiledKernel> compiled_instances() {
   std::vector<CompiledKernel> list;
-  visit_instances([&]<class Kernel>(Kernel) {
-    for (CompiledTile const& tile : ForwardLaunch<Kernel>::tiles()) {
-      list.push_back({Kernel::family, Kernel::element, Kernel::head_dim, tile});
-    }
+  auto add = [&]<class Instance>(Pass pass, Instance, std::optional<CompiledTile> const& tile) {
+    list.push_back({pass, Instance::family, Instance::element, Instance::head_dim, Instance::variant, tile});
+  };
+  visit_instances<Pass::forward>([&]<class Instance>(Instance instance) {
+    for (CompiledTile const& tile : ForwardLaunch<Instance>::tiles()) add(Pass::forward, instance, tile);
+    return false;
+  });
+  visit_instances<Pass::backward>([&](auto instance) {
+    add(Pass::backward, instance, std::nullopt);
     return false;
   });
   return list;

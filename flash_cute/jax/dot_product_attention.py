@@ -15,7 +15,7 @@ from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import ATTENTION
 from flash_cute.wording import shown
 
-_ROW_ELEMENTS = 8  # rows of the kernels are multiples of 16 bytes
+_ROW_BYTES = 16  # rows of the kernels are multiples of so many bytes
 
 Window = int | tuple[int, int] | None
 
@@ -290,13 +290,18 @@ def _attributes(options):
     }
 
 
+def _padded(head_dim, dtype):
+    elements = _ROW_BYTES // dtype.itemsize
+    return -(-head_dim // elements) * elements
+
+
 def _wide(x, head_dim):
     return jnp.pad(x, ((0, 0),) * 3 + ((0, head_dim - x.shape[-1]),)) if x.shape[-1] != head_dim else x
 
 
 def _native_forward(query, key, value, lengths, options):
     batch, seqlen_q, heads_q, head_dim = query.shape
-    width = -(-head_dim // _ROW_ELEMENTS) * _ROW_ELEMENTS
+    width = _padded(head_dim, query.dtype)
     query, key, value = (_wide(x, width) for x in (query, key, value))
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -310,7 +315,7 @@ def _native_forward(query, key, value, lengths, options):
 
 def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
     head_dim = query.shape[-1]
-    width = -(-head_dim // _ROW_ELEMENTS) * _ROW_ELEMENTS
+    width = _padded(head_dim, query.dtype)
     dout, query, key, value, out = (_wide(x, width) for x in (dout, query, key, value, out))
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
     results.append(_workspace(query, key, lengths, options, backward=True))

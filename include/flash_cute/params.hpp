@@ -7,16 +7,20 @@
 
 namespace flash_cute {
 
+enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
-enum class ElementType { fp16, bf16 };
-constexpr int kElementBytes = 2;  // of each of them
+enum class Variant { plain };
+enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
 
-// One compiled kernel. head_dim is a bucket: it serves every head dim up to its size.
-template <Family family_, ElementType element_, int head_dim_>
+constexpr int element_bytes(ElementType element) { return element == ElementType::fp32 ? 4 : 2; }
+
+// What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
+template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>
 struct Instance {
   static constexpr Family family = family_;
   static constexpr ElementType element = element_;
   static constexpr int head_dim = head_dim_;
+  static constexpr Variant variant = variant_;
 };
 
 struct ProblemShape {
@@ -54,6 +58,7 @@ struct LengthParams {
 
 struct ForwardParams {
   ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
+  int element_bytes;   // of q, k, v and out
   TensorView q, k, v, out;
   float* lse;                // (batch, heads_q, seqlen_q), contiguous; packed: (heads_q, seqlen_q)
   int64_t lse_batch_stride;  // 0 where packed

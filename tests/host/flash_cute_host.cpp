@@ -39,6 +39,8 @@ namespace {
 
 std::pair<int, int> as_pair(BlockRange range) { return {range.begin, range.end}; }
 
+constexpr int kBytes = element_bytes(ElementType::bf16);
+
 using Sizes = std::tuple<int, int, int, int, int, int>;
 
 ProblemShape shape_of(Sizes sizes) {
@@ -77,6 +79,7 @@ struct VarlenBatch {
 
   VarlenBatch(Sizes sizes, WindowMask const& mask_, Lengths lengths_)
       : lengths(std::move(lengths_)), mask(mask_) {
+    params.element_bytes = kBytes;
     auto pointer = [&](int index) { return lengths[index] ? lengths[index]->data() : nullptr; };
     params.shape = shape_of(sizes);
     params.lengths = {.cu_seqlens_q = pointer(0),
@@ -124,19 +127,13 @@ struct VarlenTiles {
   }
 };
 
-// The names in instances.def, one list per axis.
-struct Instances {
-  std::vector<std::string> families, elements;
-  std::vector<int> head_dims;
-};
-
-Instances instances() {
-  Instances list;
-#define FLASH_CUTE_FAMILY(name) list.families.push_back(#name);
-#define FLASH_CUTE_ELEMENT(name) list.elements.push_back(#name);
-#define FLASH_CUTE_HEAD_DIM(size) list.head_dims.push_back(size);
+// The rows of instances.def: pass, family, head dim, variant.
+std::vector<std::tuple<Pass, Family, int, Variant>> instances() {
+  return {
+#define FLASH_CUTE_INSTANCE(pass, family, head_dim, variant, ...) \
+  {Pass::pass, Family::family, head_dim, Variant::variant},
 #include "flash_cute/instances.def"
-  return list;
+  };
 }
 
 }  // namespace
@@ -145,10 +142,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
   module.attr("FEW_SEQUENCES") = kFewSequences;
   module.attr("MAP_BOUND") = VarlenCoord::kBound;
   module.attr("MAP_WRAP") = VarlenCoord::kWrap;
+  py::enum_<Pass>(module, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
+  py::enum_<Variant>(module, "Variant").value("plain", Variant::plain);
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
-      .value("bf16", ElementType::bf16);
+      .value("bf16", ElementType::bf16)
+      .value("fp32", ElementType::fp32);
 
   py::class_<WindowMask>(module, "WindowMask")
       .def(py::init(&WindowMask::make))
@@ -179,7 +179,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def(py::init([](Sizes sizes, WindowMask const& mask, int block_m, int groups, int packed,
                        int64_t l2_bytes, int wanted_tiles) {
         PackedRows const rows(block_m / groups, groups, packed);
-        return TileOrder::make(shape_of(sizes), mask, rows, l2_bytes, wanted_tiles);
+        return TileOrder::make(shape_of(sizes), mask, rows, l2_bytes / kBytes, wanted_tiles);
       }))
       .def("tiles", &TileOrder::tiles)
       .def_property_readonly("section", [](TileOrder const& order) { return order.section.value; })
@@ -289,7 +289,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("block_n", &BackwardTile::block_n)
       .def_readonly("cluster", &BackwardTile::cluster)
       .def_readonly("lse_delta_mma", &BackwardTile::lse_delta_mma)
-      .def("smem_bytes", &BackwardTile::smem_bytes);
+      .def("smem_bytes",
+           [](BackwardTile const& tile, int head_dim) { return tile.smem_bytes(head_dim, kBytes); });
   module.def("backward_tiles", [](Family family, int head_dim) {
     BackwardTiles const tiles = backward_tiles(family, head_dim);
     return std::vector(tiles.keys, tiles.keys + tiles.count());
@@ -328,6 +329,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int const offsets[] = {0};
     BackwardParams params{};
     params.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim};
+    params.element_bytes = kBytes;
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq = {reinterpret_cast<void*>(kDq), 0, 0, head_dim};
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
@@ -344,6 +346,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     int const offsets[] = {0};
     BackwardParams params{};
     params.shape.batch = batch;
+    params.element_bytes = kBytes;
     if (packed) params.lengths.cu_seqlens_q = offsets;
     params.dq.data = reinterpret_cast<void*>(kDq);
     BackwardWorkspace const parts = plan.parts(reinterpret_cast<void*>(kWorkspace), params);
@@ -375,6 +378,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.lengths = batch.params.lengths;
+    params.element_bytes = kBytes;
     params.device.smem_bytes = smem_bytes;
     params.device.multiprocessors = multiprocessors;
     params.device.l2_bytes = 50 << 20;
@@ -406,7 +410,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     for (int b = 0; b < batch; ++b) {
       kv_block_offsets[b + 1] =
           kv_block_offsets[b] + (family == Family::sm80 ? kv_blocks<Family::sm80>(params, mask, b, block_n)
-                                              : kv_blocks<Family::sm90>(params, mask, b, block_n));
+                                                        : kv_blocks<Family::sm90>(params, mask, b, block_n));
       is_uniform &= kv_block_offsets[b + 1] - kv_block_offsets[b] == plan.order.m_blocks;
     }
     params.workspace.varlen.is_uniform = &is_uniform;
@@ -419,6 +423,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.lengths = batch.params.lengths;
+    params.element_bytes = kBytes;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan =
@@ -450,6 +455,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.lengths = batch.params.lengths;
+    params.element_bytes = kBytes;
     params.device = {
         .index = 0, .multiprocessors = multiprocessors, .smem_bytes = 232448, .l2_bytes = 50 << 20};
     BackwardPlan const plan = plan_backward(Family::sm80, bucket, params, batch.mask, true, true, false);
@@ -473,6 +479,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
     BackwardParams params{};
     params.shape = batch.params.shape;
     params.lengths = batch.params.lengths;
+    params.element_bytes = kBytes;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, block_m};
     DqConvertOrder<WindowMask> const order{params, batch.mask, queries};
@@ -517,17 +524,15 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return std::pair(tiles.main, tiles.small);
   });
 
-  py::class_<Instances>(module, "Instances")
-      .def_readonly("families", &Instances::families)
-      .def_readonly("elements", &Instances::elements)
-      .def_readonly("head_dims", &Instances::head_dims);
   module.def("instances", &instances);
 
   // The compiled head dim that serves a problem; 0 if there is none.
-  module.def("bucket", [](Family family, ElementType element, int head_dim) {
+  module.def("bucket", [](Pass pass, Family family, ElementType element, int head_dim) {
     int bucket = 0;
-    bool const found =
-        visit_instance(family, element, head_dim, [&]<class Kernel>(Kernel) { bucket = Kernel::head_dim; });
+    auto keep = [&]<class Instance>(Instance) { bucket = Instance::head_dim; };
+    bool const found = pass == Pass::forward
+                           ? visit_instance<Pass::forward>(family, element, Variant::plain, head_dim, keep)
+                           : visit_instance<Pass::backward>(family, element, Variant::plain, head_dim, keep);
     return found ? bucket : 0;
   });
 }

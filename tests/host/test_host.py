@@ -459,16 +459,17 @@ def test_lse_of_ragged_tiles(host, data):
 
 
 def test_every_instance_has_a_tile(host):
-    instances = host.instances()
-    for family in instances.families:
-        for head_dim in instances.head_dims:
-            main, small = host.forward_tiles(getattr(host.Family, family), head_dim)
-            assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
-            for tile in [main, small] if small.warps else [main]:
-                assert tile.stages >= 1
-                assert tile.block_m % 16 == 0
-                assert tile.block_n % 16 == 0
-            assert small.block_m < main.block_m
+    for direction, family, head_dim, _ in host.instances():
+        if direction == host.Pass.backward:
+            assert host.backward_tiles(family, head_dim), f"{family} has no tile for head_dim {head_dim}"
+            continue
+        main, small = host.forward_tiles(family, head_dim)
+        assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
+        for tile in [main, small] if small.warps else [main]:
+            assert tile.stages >= 1
+            assert tile.block_m % 16 == 0
+            assert tile.block_n % 16 == 0
+        assert small.block_m < main.block_m
 
 
 def test_a_head_dim_without_a_row_has_no_tile(host):
@@ -476,30 +477,35 @@ def test_a_head_dim_without_a_row_has_no_tile(host):
 
 
 def test_instances_are_well_formed(host):
-    """Each axis has names, without duplicates, and the head dims end with the largest that is promised."""
-    instances = host.instances()
-    for axis in (instances.families, instances.elements, instances.head_dims):
-        assert axis
-        assert len(set(axis)) == len(axis)
-    assert all(head_dim % 8 == 0 and head_dim <= 256 for head_dim in instances.head_dims)
-    assert max(instances.head_dims) == 256
+    """No row is there twice, and each pass of each family has the largest head dim that is promised."""
+    rows = host.instances()
+    assert len(set(rows)) == len(rows)
+    for direction in (host.Pass.forward, host.Pass.backward):
+        for family in (host.Family.sm80, host.Family.sm90):
+            head_dims = [row[2] for row in rows if row[:2] == (direction, family)]
+            assert all(head_dim % 8 == 0 for head_dim in head_dims)
+            assert max(head_dims) == 256
 
 
 # What tests/host/flash_cute/compiled.def lists.
 COMPILED = {
-    ("sm80", "fp16"): [64, 128, 256],
-    ("sm80", "bf16"): [96],
-    ("sm90", "fp16"): [],
-    ("sm90", "bf16"): [64, 192],
+    ("forward", "sm80", "fp16"): [64, 128, 256],
+    ("backward", "sm80", "fp16"): [128],
+    ("forward", "sm80", "bf16"): [96],
+    ("backward", "sm80", "bf16"): [],
+    ("forward", "sm90", "fp16"): [],
+    ("forward", "sm90", "bf16"): [64, 192],
+    ("backward", "sm90", "bf16"): [64, 96],
 }
 
 
-@pytest.mark.parametrize(("family", "element"), COMPILED)
-def test_dispatch_takes_the_smallest_kernel_that_fits(host, family, element):
+@pytest.mark.parametrize(("direction", "family", "element"), COMPILED)
+def test_dispatch_takes_the_smallest_kernel_that_fits(host, direction, family, element):
+    names = {host.Pass: direction, host.Family: family, host.ElementType: element}
+    values = [getattr(enum, name) for enum, name in names.items()]
     for head_dim in range(1, 300):
-        fitting = [size for size in COMPILED[family, element] if size >= head_dim]
-        chosen = host.bucket(getattr(host.Family, family), getattr(host.ElementType, element), head_dim)
-        assert chosen == (min(fitting) if fitting else 0)
+        fitting = [size for size in COMPILED[direction, family, element] if size >= head_dim]
+        assert host.bucket(*values, head_dim) == (min(fitting) if fitting else 0)
 
 
 # What a call runs. An H200, as it says itself.
@@ -696,8 +702,10 @@ def plan_backward(
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
 def test_tiles_of_the_backward_fit(host, smem_bytes):
-    for head_dim in host.instances().head_dims:
-        tiles = host.backward_tiles(host.Family.sm80, head_dim)
+    for direction, family, head_dim, _ in host.instances():
+        if (direction, family) != (host.Pass.backward, host.Family.sm80):
+            continue
+        tiles = host.backward_tiles(family, head_dim)
         tile = plan_backward(host, head_dim, (1, 1, 1, 4096, 4096, head_dim), smem_bytes).tile
         assert tile.smem_bytes(head_dim) + KEPT_TILE <= smem_bytes
         largest = max(

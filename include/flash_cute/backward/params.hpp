@@ -8,6 +8,7 @@ namespace flash_cute {
 
 struct BackwardParams {
   ProblemShape shape;
+  int element_bytes;   // of all operands but lse and dlse
   int gqa_splits = 1;  // shape.heads_kv is as many times the heads that K and V have
   TensorView q, k, v, out;
   TensorView dout;        // data null: no gradient of out

@@ -77,42 +77,43 @@ struct BackwardPlan {
     auto ints = [&](WorkspaceRegion name) { return workspace.find<int>(memory, name); };
     auto* const in_dq = static_cast<float*>(lse_delta_in_dq ? params.dq.data : nullptr);
     bool const has_floats = !tile.lse_delta_mma;
-    return {.lse_delta = {.lse = has_floats && in_dq ? in_dq : floats(WorkspaceRegion::lse),
-                          .delta = has_floats && in_dq ? in_dq + rows : floats(WorkspaceRegion::delta),
-                          .terms = terms(memory, params),
-                          .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim)},
-            .dq = {.accum = floats(WorkspaceRegion::dq),
-                   .adds = ints(WorkspaceRegion::dq_adds),
-                   .ordered = dq.ordered,
-                   .blocks_taken = ints(WorkspaceRegion::dq_blocks_taken),
-                   .tiles_finished = ints(WorkspaceRegion::dq_tiles_finished)},
-            .gqa = {.sums = floats(WorkspaceRegion::gqa),
-                    .floats_of_dk = gqa.floats / 2,
-                    .splits_of_sum = gqa.splits_of_sum},
-            .varlen = {.is_uniform = ints(WorkspaceRegion::is_uniform),
-                       .kv_block_offsets = ints(WorkspaceRegion::kv_block_offsets),
-                       .offsets_q = ints(WorkspaceRegion::offsets_q),
-                       .offsets_k = ints(WorkspaceRegion::offsets_k),
-                       .block_n = tile.block_n,
-                       .expected_kv_blocks = order.m_blocks},
-            .tile_counter = ints(WorkspaceRegion::tile_counter),
-            .zero_fill = {.begin = static_cast<char*>(memory) + workspace.zero_begin,
-                          .chunks = workspace.zero_bytes / kZeroFillBytes}};
+    return {
+        .lse_delta = {.lse = has_floats && in_dq ? in_dq : floats(WorkspaceRegion::lse),
+                      .delta = has_floats && in_dq ? in_dq + rows : floats(WorkspaceRegion::delta),
+                      .terms = terms(memory, params),
+                      .log2_terms_of_row = log2_terms_of_row(params.shape.head_dim * params.element_bytes)},
+        .dq = {.accum = floats(WorkspaceRegion::dq),
+               .adds = ints(WorkspaceRegion::dq_adds),
+               .ordered = dq.ordered,
+               .blocks_taken = ints(WorkspaceRegion::dq_blocks_taken),
+               .tiles_finished = ints(WorkspaceRegion::dq_tiles_finished)},
+        .gqa = {.sums = floats(WorkspaceRegion::gqa),
+                .floats_of_dk = gqa.floats / 2,
+                .splits_of_sum = gqa.splits_of_sum},
+        .varlen = {.is_uniform = ints(WorkspaceRegion::is_uniform),
+                   .kv_block_offsets = ints(WorkspaceRegion::kv_block_offsets),
+                   .offsets_q = ints(WorkspaceRegion::offsets_q),
+                   .offsets_k = ints(WorkspaceRegion::offsets_k),
+                   .block_n = tile.block_n,
+                   .expected_kv_blocks = order.m_blocks},
+        .tile_counter = ints(WorkspaceRegion::tile_counter),
+        .zero_fill = {.begin = static_cast<char*>(memory) + workspace.zero_begin,
+                      .chunks = workspace.zero_bytes / kZeroFillBytes}};
   }
 
  private:
   TensorView terms(void* memory, BackwardParams const& params) const {
     if (!tile.lse_delta_mma) return {};
     if (lse_delta_in_dq) return params.dq;
-    constexpr int kElements = kTermBytes / kElementBytes;
-    int64_t const of_row = int64_t(params.shape.heads_q) * kElements;
+    int const elements = kTermBytes / params.element_bytes;
+    int64_t const of_row = int64_t(params.shape.heads_q) * elements;
     return {workspace.find<char>(memory, WorkspaceRegion::terms),
-            params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, kElements, of_row};
+            params.lengths.cu_seqlens_q ? 0 : params.shape.seqlen_q * of_row, elements, of_row};
   }
   // A line of the L2 cache at most. One a row costs 3 to 8% up to 2k (head dim 128, H100).
-  int log2_terms_of_row(int head_dim) const {
+  int log2_terms_of_row(int row_bytes) const {
     constexpr int kLineBytes = 128;
-    int const bytes = lse_delta_in_dq ? smaller(head_dim * kElementBytes, kLineBytes) : kTermBytes;
+    int const bytes = lse_delta_in_dq ? smaller(row_bytes, kLineBytes) : kTermBytes;
     int log2 = 0;
     while (kTermBytes << (log2 + 1) <= bytes) ++log2;
     return log2;
@@ -129,7 +130,7 @@ inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardPar
                              WindowMask const& mask, bool for_any) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
-    return tile.smem_bytes(bucket) + kTileBytes <= params.device.smem_bytes &&
+    return tile.smem_bytes(bucket, params.element_bytes) + kTileBytes <= params.device.smem_bytes &&
            (for_any || tile.pays_from <= queries_of_keys(params, mask).mean);
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
@@ -145,8 +146,8 @@ inline TileOrder kv_order(BackwardParams const& params, WindowMask const& mask, 
   WindowMask const mean = mean_mask(params, mask);
   ProblemShape const of_keys{shape.batch,   shape.heads_kv, shape.heads_kv,
                              mean.seqlen_k, mean.seqlen_q,  shape.head_dim};
-  return TileOrder::make(of_keys, mean.transposed(), PackedRows(tile.block_n, 1), params.device.l2_bytes,
-                         wanted_tiles, one_by_one);
+  return TileOrder::make(of_keys, mean.transposed(), PackedRows(tile.block_n, 1),
+                         params.device.l2_bytes / params.element_bytes, wanted_tiles, one_by_one);
 }
 
 namespace plan {
@@ -208,7 +209,7 @@ inline bool lse_delta_in_dq(BackwardCallFacts const& facts, BackwardParams const
                             WindowMask const& mask, BackwardPlan const& plan) {
   ProblemShape const& shape = params.shape;
   int64_t const entries = params.lengths.cu_seqlens_q ? 1 : shape.batch;
-  int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * kElementBytes;
+  int64_t const dq_bytes = entries * shape.heads_q * shape.seqlen_q * shape.head_dim * params.element_bytes;
   bool const behind = !plan.dq.is_converted && !(facts.one_kernel() && has_unwritten(params, mask));
   bool const fits = behind && plan.lse_delta_floats() * plan.rows * int64_t(sizeof(float)) <= dq_bytes;
   return plan.dq.is_accumulated() && (plan.tile.lse_delta_mma || fits);

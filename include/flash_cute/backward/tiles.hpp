@@ -34,10 +34,10 @@ struct BackwardTile {
 
   // Of the Ampere family's, exactly: K and V; Q, dO and two floats of each query, or four; dS, P where warps
   // share it, and as floats where they split the work. On Hopper every tile fits, whatever this says.
-  constexpr int smem_bytes(int head_dim) const {
+  constexpr int smem_bytes(int head_dim, int element_bytes) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
     int const floats = (lse_delta_mma ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);
-    return kElementBytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
+    return element_bytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
            floats * int(sizeof(float));
   }
 };

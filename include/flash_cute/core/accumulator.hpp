@@ -9,8 +9,8 @@ namespace flash_cute {
 
 using namespace cute;
 
-// ((2, 2, N8), MMA_M, MMA_N) -> (rows, columns) that this thread owns; mma.sync's accumulators have no N8
-// mode.
+// Views an accumulator ((2, 2, N8), MMA_M, MMA_N) as the (rows, columns) that this thread owns. Accumulators
+// of mma.sync have no N8 mode.
 template <class Accumulator>
 CUTE_HOST_DEVICE constexpr auto row_col_view(Accumulator&& acc) {
   auto const layout = acc.layout();
@@ -23,9 +23,9 @@ CUTE_HOST_DEVICE constexpr auto row_col_view(Accumulator&& acc) {
   }
 }
 
-// S's accumulator as the A operand of P V: pairs of eight columns make the sixteen of a k step.
-// mma.sync ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2); WGMMA ((2, 2, N8), M, N) -> ((2, 2, 2),
-// M, (N8 / 2, N)).
+// Views the accumulator of S as the A operand of P V: two groups of eight columns make the sixteen of a k
+// step. The shape changes for mma.sync from ((2, 2), MMA_M, MMA_N) to ((2, 2, 2), MMA_M, MMA_N / 2), and for
+// WGMMA from ((2, 2, N8), M, N) to ((2, 2, 2), M, (N8 / 2, N)).
 template <class Accumulator>
 CUTE_HOST_DEVICE constexpr auto operand_a_view(Accumulator&& acc) {
   auto const layout = acc.layout();
@@ -42,7 +42,7 @@ CUTE_HOST_DEVICE constexpr auto operand_a_view(Accumulator&& acc) {
   }
 }
 
-// Two floats in one word of 16-bit elements.
+// Rounds two floats to 16-bit elements and packs them into one word.
 template <class Element>
 CUTE_DEVICE uint32_t pack(float low, float high) {
   cutlass::Array<Element, 2> const pair =
@@ -57,7 +57,7 @@ CUTE_DEVICE void convert_into(Source const& source, Target& target) {
   for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(source(2 * i), source(2 * i + 1));
 }
 
-// A register tensor with the same layout in a 16-bit element type.
+// Returns a register tensor with the same layout, rounded to a 16-bit element type.
 template <class Element, class Source>
 CUTE_DEVICE auto convert(Source const& source) {
   Tensor target = make_tensor<Element>(source.layout());
@@ -65,8 +65,8 @@ CUTE_DEVICE auto convert(Source const& source) {
   return target;
 }
 
-// Word j of lane t becomes word t of lane j, among the four lanes of a quad: one exchange per bit of the
-// index.
+// Transposes words among the four lanes of a quad: word j of lane t becomes word t of lane j. It takes one
+// exchange per bit of the index.
 CUTE_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {
   CUTE_UNROLL
   for (int bit = 1; bit < 4; bit *= 2) {

@@ -1,4 +1,4 @@
-// What CUDA refuses, as an exception with one sentence.
+// Turns CUDA's errors into exceptions with one sentence.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ namespace flash_cute {
 
 inline void check(cudaError_t status, char const* doing) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // it is reported here: the next call must not find it
+  cudaGetLastError();  // clears the error, which is reported here and must not be found by the next call
   fail(doing, cudaGetErrorString(status));
 }
 

@@ -1,5 +1,5 @@
-// Kernels that may be launched before the one before them in the stream is through (programmatic dependent
-// launch), for which they wait by themselves.
+// Programmatic dependent launch: a kernel is launched before the previous one in the stream has finished, and
+// waits for it by itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,15 +11,16 @@
 
 namespace flash_cute {
 
-// In a kernel. Code that is made of PTX for Ampere can't wait, and nothing before this may touch global
-// memory.
+// A kernel calls this before it touches global memory. Code that is made from PTX for Ampere has no
+// instruction to wait with.
 __device__ inline void wait_for_grid_before() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
 }
 
-// Does the code wait that this device runs of a kernel? Not so on Hopper if only PTX for Ampere was compiled.
+// Tells whether the code that this device runs of a kernel waits. It does not on Hopper if only PTX for
+// Ampere was compiled.
 template <auto kernel>
 bool waits_for_grid_before(DeviceInfo const& device) {
   enum : char { kUnknown, kWaits, kDoesNot };

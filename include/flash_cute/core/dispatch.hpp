@@ -1,37 +1,41 @@
-// Run-time values to compiled kernels: the one visitor over the instances of this build.
+// Finds the compiled kernel for run-time values: the one visitor over the instances of this build.
 #pragma once
 
 #include "flash_cute/params.hpp"
 
 namespace flash_cute {
 
-// Calls visitor(Instance<...>{}) for every compiled instance until one call returns true; says whether one
-// did.
-template <class Visitor>
+// Calls visitor(Instance<...>{}) for every compiled instance of a pass until one call returns true, and
+// returns whether one did. The visitor is instantiated for no instance of the other pass, whose kernels may
+// be missing.
+template <Pass kPass, class Visitor>
 bool visit_instances(Visitor&& visitor) {
-#define FLASH_CUTE_INSTANCE(family, element, head_dim) \
-  if (visitor(Instance<Family::family, ElementType::element, head_dim>{})) return true;
+#define FLASH_CUTE_COMPILED(pass, family, element, head_dim, variant)                                       \
+  if constexpr (Pass::pass == kPass) {                                                                      \
+    if (visitor(Instance<Family::family, ElementType::element, head_dim, Variant::variant>{})) return true; \
+  }
 #ifdef FLASH_CUTE_WITH_CUDA
 #include "flash_cute/compiled.def"
 #endif
-#undef FLASH_CUTE_INSTANCE
+#undef FLASH_CUTE_COMPILED
   return false;
 }
 
-// Calls visitor(Instance<...>{}) for the smallest compiled head dim that holds this one; says whether there
-// is one.
-template <class Visitor>
-bool visit_instance(Family family, ElementType element, int head_dim, Visitor&& visitor) {
+// Calls visitor(Instance<...>{}) for the instance that has the smallest compiled head dim which holds this
+// one, and returns whether there is one.
+template <Pass kPass, class Visitor>
+bool visit_instance(Family family, ElementType element, Variant variant, int head_dim, Visitor&& visitor) {
+  auto serves = [&]<class Candidate>(Candidate) {
+    return Candidate::family == family && Candidate::element == element && Candidate::variant == variant &&
+           head_dim <= Candidate::head_dim;
+  };
   int bucket = 0;
-  visit_instances([&]<class Candidate>(Candidate) {
-    bool const fits =
-        Candidate::family == family && Candidate::element == element && head_dim <= Candidate::head_dim;
-    if (fits && (bucket == 0 || Candidate::head_dim < bucket)) bucket = Candidate::head_dim;
+  visit_instances<kPass>([&]<class Candidate>(Candidate candidate) {
+    if (serves(candidate) && (bucket == 0 || Candidate::head_dim < bucket)) bucket = Candidate::head_dim;
     return false;
   });
-  return visit_instances([&]<class Candidate>(Candidate candidate) {
-    bool const chosen =
-        Candidate::family == family && Candidate::element == element && Candidate::head_dim == bucket;
+  return visit_instances<kPass>([&]<class Candidate>(Candidate candidate) {
+    bool const chosen = serves(candidate) && Candidate::head_dim == bucket;
     if (chosen) visitor(candidate);
     return chosen;
   });

@@ -7,8 +7,8 @@
 
 namespace flash_cute {
 
-// n / value for 0 <= n < 2^31 by a multiplication and a shift, a tenth of what a division costs in a kernel
-// (Granlund and Montgomery 1994).
+// Computes n / value for 0 <= n < 2^31 by a multiplication and a shift, which cost a tenth of a division in a
+// kernel (Granlund and Montgomery 1994).
 struct Divisor {
   uint32_t value = 1, multiplier = 1, shift = 0;
 

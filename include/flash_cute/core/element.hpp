@@ -1,4 +1,4 @@
-// Element types of the interface as the types that CUTLASS computes with.
+// Maps the element types of the interface to the types that CUTLASS computes with.
 #pragma once
 
 #include <cutlass/numeric_types.h>

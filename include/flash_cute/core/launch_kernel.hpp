@@ -1,4 +1,4 @@
-// Launching a kernel with as much shared memory as it asks for, and reading what the compiler made of it.
+// Launches a kernel with as much shared memory as it asks for, and reads what the compiler made of it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 
 namespace flash_cute {
 
-// kStartsEarly: the kernel itself waits for the one before it in the stream, so its blocks may be launched
-// while that one's memory operations settle.
+// With kStartsEarly the kernel itself waits for the previous one in the stream (see dependent_launch.hpp), so
+// its thread blocks may be launched while that one's memory operations settle.
 template <auto kernel, bool kStartsEarly = false, class... Args>
 void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes, cudaStream_t stream,
                    Args const&... args) {
@@ -34,7 +34,7 @@ void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_b
   check(cudaLaunchKernelEx(&config, kernel, args...), "launching the kernel");
 }
 
-// What the compiler made of a kernel.
+// What the compiler made of a kernel, and the shared memory that it is launched with.
 struct KernelAttributes {
   int threads, smem_bytes;     // per block
   int registers, local_bytes;  // per thread

@@ -1,4 +1,4 @@
-// The named barriers of a thread block: every one that a kernel of ours uses, by its number in hardware.
+// The named barriers of a thread block: every one that a kernel of this library uses, by its hardware number.
 #pragma once
 
 #include <cute/config.hpp>
@@ -6,11 +6,12 @@
 namespace flash_cute {
 
 constexpr int kWarpgroupThreads = 128;
-constexpr int kMaxWarpgroups = 3;  // that compute
+constexpr int kMaxWarpgroups = 3;  // consumer warpgroups of a thread block
 
-// The first of a row of barriers, one for each computing warpgroup. 0 is __syncthreads'; there are 16.
+// Each value is the first of a run of barriers; turn and warpgroup have one for each consumer warpgroup. The
+// hardware has 16 barriers, and __syncthreads uses barrier 0.
 enum class BarrierId : int {
-  turn = 1,                           // WarpSchedulerBarrier; in Hopper's backward, to begin a tile
+  turn = 1,                           // WarpSchedulerBarrier; the Hopper backward begins a tile with it
   warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
   // The Ampere family's split backward: P is there, dS is there, loads have arrived; and one for each half.
   p = warpgroup + kMaxWarpgroups,
@@ -21,13 +22,13 @@ enum class BarrierId : int {
 };
 static_assert(int(BarrierId::end) <= 16);
 
-// No clobber of memory, which would keep other instructions from moving across: those that must not move
-// (stores to shared memory, fences, TMA) are volatile, too.
+// The instructions do not clobber memory, as that would keep all others from moving across. Those that must
+// not move (stores to shared memory, fences, TMA) are volatile, too.
 struct NamedBarrier {
   BarrierId first;
   int index;
 
-  // Waits until `threads` threads have come, those that only arrive among them.
+  // Waits until `threads` threads have arrived; threads that only arrive count among them.
   CUTE_DEVICE void sync(int threads) const {
     asm volatile("bar.sync %0, %1;" ::"r"(int(first) + index), "r"(threads));
   }

@@ -1,4 +1,5 @@
-// The one macro that lets device-independent code compile with a plain C++ compiler (host tests, csrc).
+// The one macro that lets device-independent code compile with a plain C++ compiler (host tests, csrc), and
+// integer arithmetic for both sides.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,5 +1,5 @@
-// Special registers, read anew at every call, so that what is read need not stay in a register in between, as
-// threadIdx.x and its like would.
+// Special registers are read anew at every call, so that a value need not stay in a register between its
+// uses, as that of threadIdx.x does.
 #pragma once
 
 #include <cute/config.hpp>

@@ -56,6 +56,7 @@ struct UniformBatch {
   ProblemShape shape;
   WindowMask mask;
   DeviceInfo device;
+  int element_bytes;
 };
 
 // Tiles of unequal length are taken one by one, as multiprocessors become free, unless they are so short that
@@ -86,9 +87,10 @@ inline TileOrder dynamic_order(UniformBatch const& batch, PackedRows const& rows
   bool const few = 4 * count_tiles(shape, rows) < 13 * int64_t(device.multiprocessors);
   int const m_blocks = ceil_div(shape.seqlen_q, rows.tile_queries());
   int const of_head = m_blocks * rows.packs(shape.heads_q / shape.heads_kv);
-  TileOrder order = TileOrder::make(shape, batch.mask, rows, device.l2_bytes, (few ? 1 : 2) * of_head);
+  TileOrder order = TileOrder::make(shape, batch.mask, rows, device.l2_bytes / batch.element_bytes,
+                                    (few ? 1 : 2) * of_head);
   int const last = ((few ? 2 : 3) * device.multiprocessors + m_blocks / 2) / m_blocks;
-  int64_t const kv_bytes = 2 * int64_t(kElementBytes) * shape.seqlen_k * shape.head_dim;
+  int64_t const kv_bytes = 2 * int64_t(batch.element_bytes) * shape.seqlen_k * shape.head_dim;
   order.widen_last(int(smaller<int64_t>(last, larger<int64_t>(1, 2 * device.l2_bytes / 3 / kv_bytes))));
   return order;
 }
@@ -140,7 +142,7 @@ inline int persistent_blocks(TileOrder const& order, int multiprocessors) {
 // What stands for a batch of unequal lengths, of which the host knows the mean: as many sequences of so many
 // means each.
 inline UniformBatch of_equal_lengths(ForwardParams const& params, WindowMask const& mask, int means) {
-  UniformBatch equal{params.shape, mask, params.device};
+  UniformBatch equal{params.shape, mask, params.device, params.element_bytes};
   auto length = [&](int rows, int const* offsets) {
     int const mean = ceil_div(rows, larger(1, params.shape.batch));
     return larger(1, offsets ? int(smaller<int64_t>(rows, int64_t(means) * mean)) : rows);
@@ -180,8 +182,8 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
                              WindowMask const& mask) {
   bool const varlen = params.lengths.given;
   if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, varlen};
-  UniformBatch const mean =
-      varlen ? of_equal_lengths(params, mask, 1) : UniformBatch{params.shape, mask, params.device};
+  UniformBatch const mean = varlen ? of_equal_lengths(params, mask, 1)
+                                   : UniformBatch{params.shape, mask, params.device, params.element_bytes};
   bool const differ = varlen && lengths_differ(params);
   auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
   auto work_with = [&](ForwardTile const& tile) {
@@ -201,7 +203,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
   ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
-  plan::UniformBatch const batch{params.shape, mask, params.device};
+  plan::UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
   // where tiles have equal lengths or a static scheduler, of one head of K and V.
   if (result.varlen) {
@@ -224,8 +226,9 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     result.blocks = multiprocessors;
     result.workspace_bytes = sizeof(int);
   } else {
-    result.order = TileOrder::make(params.shape, mask, result.rows, params.device.l2_bytes,
-                                   persistent ? 0 : 2 * multiprocessors);
+    result.order =
+        TileOrder::make(params.shape, mask, result.rows, params.device.l2_bytes / params.element_bytes,
+                        persistent ? 0 : 2 * multiprocessors);
     result.blocks =
         persistent ? plan::persistent_blocks(result.order, multiprocessors) : result.order.tiles();
   }

@@ -30,8 +30,8 @@ struct TileOrder {
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
   template <class Mask>
-  static TileOrder make(ProblemShape const& shape, Mask const& mask, PackedRows const& rows, int64_t l2_bytes,
-                        int wanted_tiles, bool one_by_one = false) {
+  static TileOrder make(ProblemShape const& shape, Mask const& mask, PackedRows const& rows,
+                        int64_t l2_elements, int wanted_tiles, bool one_by_one = false) {
     int const queries = rows.tile_queries();
     int const m_blocks = ceil_div(shape.seqlen_q, queries);
     auto length = [&](int m_block) {
@@ -39,8 +39,8 @@ struct TileOrder {
       return keys.end - keys.begin;
     };
     int const longest = larger(length(m_blocks / 2), larger(length(0), length(m_blocks - 1)));
-    int64_t const kv_bytes = 2 * int64_t(kElementBytes) * longest * shape.head_dim;
-    int64_t const in_l2 = l2_bytes / 2 / larger<int64_t>(1, kv_bytes);
+    int64_t const kv_elements = 2 * int64_t(longest) * shape.head_dim;
+    int64_t const in_l2 = l2_elements / 2 / larger<int64_t>(1, kv_elements);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
     int64_t const packs = rows.packs(heads_per_kv);
     bool const side_by_side = !one_by_one && 5 * int64_t(longest) < 3 * int64_t(shape.seqlen_k);

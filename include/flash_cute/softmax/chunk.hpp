@@ -1,4 +1,4 @@
-// 16 bytes of a row, as they lie in memory, in four registers.
+// A chunk is 16 bytes of a row, kept in four registers as they lie in memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,11 +14,11 @@ __device__ inline float max_or_nan(float a, float b) {
   return result;
 }
 
-// Two 16-bit elements in one word, the first one in its lower half.
-template <RowElement>
+// Operations on two 16-bit elements in one word, with the first one in the lower half.
+template <ElementType>
 struct Pair;
 template <>
-struct Pair<RowElement::bf16> {
+struct Pair<ElementType::bf16> {
   static constexpr uint32_t kMinusInfinity = 0xff80;
 
   __device__ static float2 to_floats(uint32_t word) {
@@ -35,7 +35,7 @@ struct Pair<RowElement::bf16> {
   }
 };
 template <>
-struct Pair<RowElement::fp16> {
+struct Pair<ElementType::fp16> {
   static constexpr uint32_t kMinusInfinity = 0xfc00;
 
   __device__ static float2 to_floats(uint32_t word) {
@@ -52,9 +52,9 @@ struct Pair<RowElement::fp16> {
   }
 };
 
-template <RowElement element>
+template <ElementType element>
 struct Chunk {
-  using Storage = uint16_t;  // an element's bits
+  using Storage = uint16_t;  // holds an element's bits
   static constexpr int kWidth = kChunkBytes / sizeof(Storage);
   static constexpr Storage kMinusInfinity = Pair<element>::kMinusInfinity;
 
@@ -69,7 +69,7 @@ struct Chunk {
     words[i / 2] = (words[i / 2] & ~(0xffffu << shift)) | uint32_t(bits) << shift;
   }
   __device__ Storage get(int i) const { return Storage(words[i / 2] >> 16 * (i % 2)); }
-  // The largest element, or NaN if there is one.
+  // Returns the largest element, or NaN if any is NaN.
   __device__ float max() const {
     using Words = Pair<element>;
     float2 const pair =
@@ -95,7 +95,7 @@ struct Chunk {
 };
 
 template <>
-struct Chunk<RowElement::fp32> {
+struct Chunk<ElementType::fp32> {
   using Storage = uint32_t;
   static constexpr int kWidth = 4;
   static constexpr Storage kMinusInfinity = 0xff800000;
@@ -119,7 +119,8 @@ struct Chunk<RowElement::fp32> {
   }
 };
 
-// The compiler would keep the floats of all chunks for the next loop over them, and spill.
+// Makes the compiler convert the chunks to floats again after this. It would keep the floats of all chunks
+// for the next loop over them and spill.
 template <class Chunk, int count>
 __device__ void forget_floats(Chunk (&chunks)[count]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// Softmax over rows, and its gradient. A row's threads keep it in registers between its sum and its result:
-// one read and one write. Where the registers of all thread blocks don't hold it, what came before the last
-// tile is read again.
+// Softmax over rows, and its gradient. The threads of a row keep it in registers between its sum and its
+// result, so that it is read once and written once. Where the registers of all thread blocks do not hold it,
+// the tiles before the last one are read again.
 #pragma once
 
 #include <type_traits>
@@ -11,29 +11,28 @@
 
 namespace flash_cute {
 
-// A thread's place among the rows, and in its row.
+// Which row a thread works on, and which part of it.
 template <class Traits>
 struct RowPlace {
   using Storage = typename Traits::Storage;
 
-  bool valid;  // else there is no such row
-  int row;     // among all rows
-  int tiles;   // of the part
-  // From the thread's first chunk on, as far as the part goes.
-  Row<Traits> columns;
+  bool valid;           // false: there is no such row
+  int row;              // among all rows
+  int tiles;            // of the part of the row that the thread block has
+  Row<Traits> columns;  // of the part, from the thread's first chunk on
   Storage const *input, *gradient;
   Storage* output;
-  // Does the row's last chunk reach past the tensor's end? Then it is read element by element.
+  // The row's last chunk may reach past the tensor's end, so it is read element by element.
   bool input_ends, gradient_ends;
 
-  // number: the how many-th thread block's rows.
+  // number: the index of the row, or of the group of rows, among those that thread blocks take.
   __device__ RowPlace(RowSoftmaxParams const& params, unsigned number) {
     ScoreShape const& shape = params.shape;
     unsigned const found = Traits::kOfBlock ? number : number * Traits::kRows + threadIdx.x / Traits::kLanes;
     valid = found < unsigned(shape.all_rows());
     row = valid ? int(found) : 0;
     int index = row, head = 0, entry = 0;
-    if (shape.heads * shape.batch > 1) {  // divisions take as long as a look into the L2
+    if (shape.heads * shape.batch > 1) {  // divisions take as long as an access to the L2
       int const pair = row / shape.rows;
       index = row % shape.rows, head = pair % shape.heads, entry = pair / shape.heads;
     }
@@ -48,7 +47,7 @@ struct RowPlace {
     int const of_part = Traits::kShared ? ceil_div(chunks, int(gridDim.y)) : chunks;
     int const before = Traits::kShared ? int(blockIdx.y) * of_part : 0;
     int const part_end = valid ? smaller((before + of_part) * Traits::kWidth, size) : 0;
-    // A warp's chunks lie one behind the other, so the distances between a thread's are known.
+    // A warp's chunks are contiguous, so the distances between a thread's chunks are constants.
     int const of_warps = Traits::kOfBlock ? threadIdx.x / kWarp * kWarp * Traits::kChunks : 0;
     int const first = (before + of_warps + int(threadIdx.x % Traits::kLanes)) * Traits::kWidth;
     int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
@@ -61,14 +60,14 @@ struct RowPlace {
     tiles = Traits::kInTiles ? ceil_div(of_part, int(blockDim.x) * Traits::kChunks) : 1;
   }
 
-  // Is this thread the one that writes what a row has one of?
+  // Tells whether this thread is the one that writes the row's single values, as the LSE.
   __device__ bool first_of_row() const {
     return valid && threadIdx.x % (Traits::kOfBlock ? Traits::kThreads : Traits::kLanes) == 0 &&
            blockIdx.y == 0;
   }
 };
 
-// A thread's chunks of a tile of its row: of one tensor, or of that and the gradient.
+// A thread's chunks of a tile of its row: those of the input and, in the backward, those of the gradient.
 template <class Traits>
 class HeldRow {
  public:
@@ -104,8 +103,8 @@ class HeldRow {
     int const before = elements_before(tile);
     place.columns.behind(before).store(place.output + before, value);
   }
-  // The compiler would keep the floats of all chunks for the next loop over them, and spill. Of kept weights
-  // there is no next loop, and the chunks would be kept.
+  // See forget_floats in chunk.hpp. Where weights are kept, there is no next loop over the chunks of scores,
+  // and these would be kept needlessly.
   __device__ void forget_floats() {
     if constexpr (!Traits::kKeepsWeights) flash_cute::forget_floats(chunks_[0]);
     if constexpr (Traits::kTensors > 1) flash_cute::forget_floats(chunks_[1]);
@@ -119,7 +118,7 @@ class HeldRow {
   Chunk chunks_[Traits::kTensors][Traits::kChunks];
 };
 
-// Calls step(place, held) for each row that this thread has a share in.
+// Calls step(place, held) for each row that this thread works on.
 template <class Traits, class Step>
 __device__ void for_each_row(RowSoftmaxParams const& params, Step&& step) {
   HeldRow<Traits> held;
@@ -132,8 +131,8 @@ __device__ void for_each_row(RowSoftmaxParams const& params, Step&& step) {
   }
 }
 
-// The weights of scores, relative to one of them: computed once and kept, or each time that they are asked
-// for. Without scores, the probabilities themselves.
+// The weights of scores, relative to a reference score. They are computed once and kept, or each time that
+// they are asked for. Where the input is not scores, the weights are the probabilities themselves.
 template <class Traits>
 class Weights {
  public:
@@ -146,7 +145,8 @@ class Weights {
       for (int k = 0; k < Traits::kChunks; ++k) compute(scores[k], op, values_[k]);
     }
   }
-  // The highest score among those of a warp's lanes that share a row, which is the reference from now on.
+  // Finds the highest score among those of a warp's lanes that share a row, makes it the reference and
+  // returns it.
   __device__ float set_reference(Chunks const& scores, LogSumOp const& op) {
     float highest = -INFINITY;
 #pragma unroll
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     Weights<Traits> weights;
     float values[Traits::kWidth];
     float2 total = LogSumOp::identity();  // of this thread, relative to the highest score of its warp
-    float highest_of_warp = -INFINITY;    // in the last tile, whose weights stay
+    float highest_of_warp = -INFINITY;    // in the last tile, whose weights are kept
     for (int tile = 0; tile < place.tiles; ++tile) {
       held.load(place, tile, Chunk::kMinusInfinity);
       highest_of_warp = weights.set_reference(held.inputs(), op);
@@ -235,8 +235,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   });
 }
 
-// dS = scale * P (dP + dLSE - sum(P dP)), from P or from S. Of scores, the row's highest and the sum of its
-// weights are found anew: the LSE, as float32, does not tell probabilities of scores of thousands.
+// Computes dS = scale * P (dP + dLSE - sum(P dP)), from P or from S. From scores, the row's highest one and
+// the sum of its weights are found anew: a float32 LSE is too coarse for the probabilities of scores of
+// thousands.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     row_softmax_backward(__grid_constant__ RowSoftmaxParams const params) {

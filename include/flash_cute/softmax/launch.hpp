@@ -1,4 +1,4 @@
-// The host's face of softmax: what torch and JAX call. Implemented by launch.cuh.
+// The host's face of softmax, which torch and JAX call. launch.cuh implements it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,9 +7,9 @@
 
 namespace flash_cute {
 
-// CUDA's errors are thrown (core/check.hpp). Specialised per element type in a translation unit of its own,
-// which setup.py generates.
-template <RowElement element>
+// CUDA's errors are thrown (core/check.hpp). setup.py generates a translation unit that instantiates it for
+// each element type.
+template <ElementType element>
 struct RowSoftmaxLaunch {
   static RowSoftmaxPlan plan(RowSoftmaxParams const& params, bool backward);
   static void forward(RowSoftmaxParams const& params, RowSoftmaxPlan const& plan, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What softmax over the last dimension of a tensor needs, as plain host structs. No torch, no CUDA.
+// What softmax over the last dimension of a tensor needs, as plain host structs without torch or CUDA.
 #pragma once
 
 #include "flash_cute/core/platform.hpp"
@@ -6,13 +6,11 @@
 
 namespace flash_cute {
 
-enum class RowElement { fp16, bf16, fp32 };
+// Tells what the backward reads beside gradients. For 16-bit types it reads the scores and computes the
+// probabilities again, as those that the forward wrote are rounded; for fp32 it reads the probabilities.
+constexpr bool keeps_scores(ElementType element) { return element != ElementType::fp32; }
 
-// What the backward reads beside gradients: of 16-bit types the scores, of which it computes probabilities
-// again, as those that the forward wrote are rounded; of fp32 these.
-constexpr bool keeps_scores(RowElement element) { return element != RowElement::fp32; }
-
-// Scores are (batch, heads, rows, columns); columns lie one behind the other.
+// Scores are (batch, heads, rows, columns), and columns are contiguous.
 struct ScoreShape {
   int batch, heads, rows;
   int columns;
@@ -20,16 +18,17 @@ struct ScoreShape {
   FLASH_CUTE_HOST_DEVICE int all_rows() const { return batch * heads * rows; }  // within int
 };
 
-// The columns of a row that count, from begin to end - 1.
+// The columns of a row that count are those from begin to end - 1.
 struct VisibleColumns {
   int begin, end;
 };
 
-// Which columns count: of entry b leftpad_k[b] <= column < seqused_k[b], and with `causal` those up to the
-// row's own, the last row standing at the last column that counts. Values that make no sense are cut off.
+// Tells which columns count: for entry b those with leftpad_k[b] <= column < seqused_k[b], and with `causal`
+// those up to the row's own, where the last row's own is the last column that counts. Values out of range are
+// clamped.
 struct ColumnMask {
   bool causal = false;
-  int const *seqused_k = nullptr, *leftpad_k = nullptr;  // (batch,); null: all columns, none
+  int const *seqused_k = nullptr, *leftpad_k = nullptr;  // (batch,); null: all columns count, none is padding
 
   FLASH_CUTE_HOST_DEVICE VisibleColumns visible(ScoreShape const& shape, int entry, int row) const {
     int const used = seqused_k ? within(shape.columns, seqused_k[entry]) : shape.columns;
@@ -45,15 +44,15 @@ struct ColumnMask {
 
 struct RowSoftmaxParams {
   ScoreShape shape;
-  TensorView input;             // scores; of the backward see keeps_scores
-  TensorView gradient;          // of the backward: of the probabilities; data null: there is none
-  TensorView output;            // probabilities; of the backward the gradient of the scores
-  float* lse = nullptr;         // (batch, heads, rows), contiguous; of the forward
-  float const* dlse = nullptr;  // likewise, of the backward; null: there is none
+  TensorView input;             // scores; for the backward see keeps_scores
+  TensorView gradient;          // backward: the gradient of the probabilities; data null: there is none
+  TensorView output;            // forward: probabilities; backward: the gradient of the scores
+  float* lse = nullptr;         // forward: (batch, heads, rows), contiguous
+  float const* dlse = nullptr;  // backward: the gradient of lse, likewise; null: there is none
   float scale;
   ColumnMask mask;
   DeviceInfo device;
-  // Of rows that begin here or before, also the last chunk lies inside of the tensor. Set by the launch.
+  // The last chunk of a row that begins here or before lies inside of the tensor. The launch sets these.
   struct {
     void const *input, *gradient;
   } whole_chunks_before = {};

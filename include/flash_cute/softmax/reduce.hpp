@@ -1,4 +1,5 @@
-// Sums over a row from all its threads: lanes of a warp, warps of a thread block, thread blocks.
+// Reduces the values of all threads of a row to sums: over lanes of a warp, warps of a thread block, thread
+// blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,21 +15,22 @@ struct MaxOrNan {
   __device__ float operator()(float a, float b) const { return max_or_nan(a, b); }
 };
 
-// {highest score, sum of exp(scale * (score - highest))}; {-inf, 0} of no score, or of scores of -inf.
+// Combines values {highest score, sum of exp(scale * (score - highest))}. Of no score, or of scores that are
+// all -inf, the value is {-inf, 0}.
 struct LogSumOp {
   using Value = float2;
   static __device__ Value identity() { return {-INFINITY, 0.f}; }
 
   float scale_log2;
 
-  // exp(scale * (score - highest)). The difference first: of scores of which the product with the scale is
-  // rounded by more than 128, the highest one would have no weight, or an infinite one.
+  // Computes exp(scale * (score - highest)). The difference comes first: where the product of a score with
+  // the scale is rounded by more than 128, the highest score would get a weight of zero or infinity.
   __device__ float weight(float score, float highest) const {
     return fast_exp2((score - highest) * scale_log2);
   }
-  // What turns weights relative to one highest score into those relative to another.
+  // Returns the factor that turns weights relative to one highest score into those relative to another.
   __device__ float change(float from, float to) const { return from == -INFINITY ? 0.f : weight(from, to); }
-  // The logarithm of a sum of weights that is not 0.
+  // Returns the LSE; the sum of the weights must not be 0.
   __device__ float lse(Value const& total, float scale) const { return fmaf(total.x, scale, logf(total.y)); }
   __device__ Value operator()(Value const& a, Value const& b) const {
     float const max = max_or_nan(a.x, b.x);
@@ -36,7 +38,7 @@ struct LogSumOp {
   }
 };
 
-// The same with a second sum of the same weights, of what the gradient multiplies them with.
+// Combines values that have a second sum: of the same weights, each multiplied by its gradient.
 struct LogSumDotOp {
   using Value = float4;  // {highest score, sum, second sum, 0}
   static __device__ Value identity() { return {-INFINITY, 0.f, 0.f, 0.f}; }
@@ -49,6 +51,7 @@ struct LogSumDotOp {
   }
 };
 
+// Adds the sums of the backward that reads probabilities and needs no highest score.
 struct DotOp {
   using Value = float2;  // {sum, 0}
   static __device__ Value identity() { return {0.f, 0.f}; }
@@ -56,7 +59,7 @@ struct DotOp {
   __device__ Value operator()(Value const& a, Value const& b) const { return {a.x + b.x, 0.f}; }
 };
 
-// Over neighbouring lanes of a warp; each gets the result.
+// Reduces over neighbouring lanes of a warp, each of which gets the result.
 template <int kLanes, class Value, class Op>
 __device__ Value reduce_lanes(Value value, Op const& op) {
   constexpr int kFloats = sizeof(Value) / sizeof(float);
@@ -73,7 +76,7 @@ __device__ Value reduce_lanes(Value value, Op const& op) {
   return value;
 }
 
-// The highest score first: it changes each weight once, and not at each step.
+// These find the highest score first, so that each weight is changed once and not at each step.
 template <int kLanes>
 __device__ float2 reduce_lanes(float2 value, LogSumOp const& op) {
   float const max = reduce_lanes<kLanes>(value.x, MaxOrNan{});
@@ -86,16 +89,16 @@ __device__ float4 reduce_lanes(float4 value, LogSumDotOp const& op) {
           reduce_lanes<kLanes>(value.z * factor, SumOp{}), 0.f};
 }
 
-// What thread blocks tell each other about a row: each writes its own share, of words that are never
-// `nothing` (NaN of all ones, which no operation gives), and waits for the others'. All of them run at the
-// same time.
+// The shares by which thread blocks exchange their parts of a row's value. Each block writes its own share
+// and waits for those of the others; all of them run at the same time. The words of a share never equal
+// kNothing, a NaN of all ones that no operation gives.
 template <class Value>
 struct Shares {
   using Word = unsigned long long;
   static constexpr int kWords = sizeof(Value) / sizeof(Word);
   static constexpr Word kNothing = ~Word(0);
 
-  Word* words;  // kWords for each part, of this row
+  Word* words;  // of this row, kWords for each part
 
   __device__ Shares(void* workspace, int64_t offset)
       : words(static_cast<Word*>(workspace) + offset * kWords) {}
@@ -123,8 +126,8 @@ struct Shares {
   }
 };
 
-// From each warp's value (the same in all lanes, or in a row's where a warp has several) to the row's,
-// several times in a kernel.
+// Reduces the values of warps to the value of the row. The lanes of a row have the same value before. A
+// kernel may call it several times.
 template <class Traits, class Op>
 class RowReduction {
  public:
@@ -148,7 +151,7 @@ class RowReduction {
 
  private:
   __device__ Value of_block(Value value, Op const& op) {
-    // A warp may be one reduction ahead of another, which still reads the one before.
+    // A warp may be one reduction ahead of another, which still reads the values of the previous one.
     Value* const of_warps = storage_[turn_ ^= 1];
     int const warps = blockDim.x / kWarp;
     if (Traits::kOfBlock && warps > 1) {

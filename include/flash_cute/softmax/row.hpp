@@ -1,5 +1,5 @@
-// A row as chunks of 16 bytes that begin at multiples of 16 bytes, wherever the row itself begins: its first
-// and last chunk may have elements of its neighbours, which are neither used nor written.
+// A row is read as chunks of 16 bytes that begin at multiples of 16 bytes, wherever the row itself begins.
+// Its first and last chunk may have elements of neighbouring rows, which are neither used nor written.
 #pragma once
 
 #include "flash_cute/softmax/chunk.hpp"
@@ -7,8 +7,8 @@
 
 namespace flash_cute {
 
-// See RowTile, and RowSoftmaxPlan::plain.
-template <RowElement element, bool kBackward, RowTile kShape, bool kPlain_>
+// The constants of a kernel; RowTile and RowSoftmaxPlan::plain explain them.
+template <ElementType element, bool kBackward, RowTile kShape, bool kPlain_>
 struct RowTraits {
   static constexpr bool kPlain = kPlain_;
   using Chunk = flash_cute::Chunk<element>;
@@ -19,16 +19,16 @@ struct RowTraits {
   static constexpr bool kOfBlock = kShape.of_block, kShared = kShape.shared;
   static constexpr bool kFromScores = !kBackward || keeps_scores(element);
   static constexpr bool kKeepsWeights = kFromScores && kShape.weights;
-  // May a part be several tiles? Where what is computed twice is computed outside of a loop over tiles, even
-  // of one, ptxas mixes the results of all chunks and spills 208 bytes.
+  // Loops over the tiles of a part, even where there is one. Weights that are computed twice need the loop,
+  // too: without it ptxas interleaves the results of all chunks and spills 208 bytes.
   static constexpr bool kInTiles = kShared || (kFromScores && !kKeepsWeights);
   static constexpr int kWidth = Chunk::kWidth;
   static constexpr int kRows = kShape.rows();
 };
 
-// Positions count elements from a thread's first chunk of a row on, at `data` in a tensor. The row is those
-// from `start` to `size` - 1, of which those from `begin` to `end` - 1 are visible; `end` is 0 or less where
-// none is.
+// Positions count elements from a thread's first chunk of a row, which lies at `data` in a tensor. The row
+// consists of the positions from `start` to `size` - 1. Those from `begin` to `end` - 1 are visible; `end` is
+// 0 or less where none is.
 template <class Traits>
 struct Row {
   using Chunk = typename Traits::Chunk;
@@ -37,7 +37,7 @@ struct Row {
 
   int start, size, begin, end;
 
-  // Elements that `data` is behind a multiple of 16 bytes.
+  // Returns by how many elements `data` is past a multiple of 16 bytes.
   __device__ static int skew_of(Storage const* data) {
     return int(reinterpret_cast<uintptr_t>(data) % kChunkBytes / sizeof(Storage));
   }
@@ -46,10 +46,10 @@ struct Row {
     return {start - elements, size - elements, begin - elements, end - elements};
   }
 
-  // Is the row's last chunk one of this thread's, or before them?
+  // Tells whether the row's last chunk is one of this thread's, or lies before them.
   __device__ bool ends_here() const { return size < position_of(Traits::kChunks - 1) + kWidth; }
 
-  // A thread's chunks, which begin at multiples of 16 bytes. What is hidden is `hidden`.
+  // Loads a thread's chunks, which begin at multiples of 16 bytes. Hidden elements become `hidden`.
   __device__ void load(Chunk (&chunks)[Traits::kChunks], Storage const* data, Storage hidden) const {
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {
@@ -62,7 +62,7 @@ struct Row {
       if (shows_any(position_of(k))) hide(chunks[k], position_of(k), hidden);
     }
   }
-  // The same, wherever they begin.
+  // Loads them element by element, wherever they begin.
   __device__ void load_elements(Chunk (&chunks)[Traits::kChunks], Storage const* data, Storage hidden) const {
 #pragma unroll
     for (int k = 0; k < Traits::kChunks; ++k) {

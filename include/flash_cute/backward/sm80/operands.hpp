@@ -105,7 +105,7 @@ struct KvTileLoader {
 // acc += A B^T with B from shared memory and A from registers, where load_a(k) has brought it if it is not
 // there.
 template <class Mma, class FragmentA, class LoadA, class CopyB, class SharedB, class Acc,
-          class Beside = Nothing>
+          class Beside = IssueNothing>
 CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const& rA, LoadA load_a,
                                     CopyB const& copy_b, SharedB const& sB, Acc& acc, Beside beside = {}) {
   Tensor rB = mma.get_slice(thread).partition_fragment_B(plain_like(sB));
@@ -117,7 +117,7 @@ CUTE_DEVICE void multiply_by_shared(int thread, Mma const& mma, FragmentA const&
 
 // acc += A B^T with both operands from shared memory.
 template <class Mma, class CopyA, class SharedA, class CopyB, class SharedB, class Acc,
-          class Beside = Nothing>
+          class Beside = IssueNothing>
 CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a, SharedA const& sA,
                                  CopyB const& copy_b, SharedB const& sB, Acc& acc, Beside beside = {}) {
   Tensor rA = mma.get_slice(thread).partition_fragment_A(plain_like(sA));

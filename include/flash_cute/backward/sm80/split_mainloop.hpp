@@ -99,7 +99,7 @@ struct BackwardSplitMainloopSm80 {
         fill_with_delta<QueryAxis::columns>(scores, of_columns);
       }
       multiply_shared(own, mma_scores, copy_a, sA, copy_b, sB(_, _, stage), scores,
-                      [&](int i, int pieces) { do_share(i, pieces, kDqElements, add); });
+                      [&](int i, int pieces) { issue_share(i, pieces, kDqElements, add); });
       if (has_p) {
         if (!unmasked.contains(block)) mask_scores(tile, block, cS, scores);
         // (3) P = exp2(S c - LSE)

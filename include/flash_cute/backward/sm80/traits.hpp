@@ -72,7 +72,7 @@ struct BackwardTraitsSm80 {
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float delta[kStages * kBlockM];
   };
-  static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim));
+  static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim, sizeof(Element)));
   // Two thread blocks of head dim 128 leave no shared memory for the tile.
   static constexpr bool kTileInSharedMemory = kHeadDim != 128;
   static_assert(sizeof(Tile) <= kTileBytes);

@@ -59,7 +59,7 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
                      entry_rows(dout), entry_rows(dq), entry_rows(dk), entry_rows(dv), entry_rows(terms)}};
   if constexpr (Traits::kLseDeltaMma) {
     int const side_by_side = 1 << params.workspace.lse_delta.log2_terms_of_row;
-    maps.terms = encode_queries(terms, {side_by_side * kTermBytes / kElementBytes, 1,
+    maps.terms = encode_queries(terms, {side_by_side * kTermBytes / int(sizeof(Element)), 1,
                                         Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
   return maps;

@@ -7,7 +7,7 @@ namespace flash_cute {
 
 using namespace cute;
 
-// The valid part of a tile; what lies outside is never read, and is zero in shared memory.
+// The valid part of a tile. What lies outside is never read and becomes zero in shared memory.
 struct TileBounds {
   int rows, cols;
 
@@ -17,7 +17,7 @@ struct TileBounds {
   }
 };
 
-// Likewise, of a tile whose first rows are not valid either.
+// The valid part of a tile whose first rows are not valid either.
 struct TileInterior {
   int first_row;
   TileBounds bounds;
@@ -28,7 +28,8 @@ struct TileInterior {
   }
 };
 
-// Issues cp.async for this thread's part of a tile, all (COPY, COPY_M, COPY_K); zero fill outside of bounds.
+// Issues cp.async for this thread's part of a tile and fills with zeros outside of bounds. All tensors are
+// (COPY, COPY_M, COPY_K).
 template <class Atom, class Source, class Target, class Coords, class Bounds>
 CUTE_DEVICE void copy_async(Atom const& atom, Source const& source, Target&& target, Coords const& coords,
                             Bounds const& bounds) {

@@ -7,23 +7,24 @@ namespace flash_cute {
 
 using namespace cute;
 
-// What is issued beside a product, if anything: called for each piece of it, and how many there are.
-struct Nothing {
+// The default of what a product interleaves with itself: a callable that is called for each piece of the
+// product with the piece's index and the number of pieces.
+struct IssueNothing {
   CUTE_DEVICE void operator()(int, int) const {}
 };
 
-// The i-th of `pieces` does its share of `count` calls.
+// Makes those of `count` calls that fall to piece i of `pieces`.
 template <class Call>
-CUTE_DEVICE void do_share(int i, int pieces, int count, Call call) {
+CUTE_DEVICE void issue_share(int i, int pieces, int count, Call call) {
   CUTE_UNROLL
   for (int j = i * count / pieces; j < (i + 1) * count / pieces; ++j) call(j);
 }
 
-// acc += A B^T, one 16 x 16 piece of B at a time: load_a(k) and load_b(n, k) bring the operands into
-// registers just before their use. ptxas moves the loads ahead as far as registers allow; double buffering
+// Computes acc += A B^T, one 16 x 16 piece of B at a time; load_a(k) and load_b(n, k) bring the operands into
+// registers just before their use. ptxas moves the loads ahead as far as registers allow; double buffering of
 // whole steps spilled.
 template <class Mma, class Acc, class FragmentA, class FragmentB, class LoadA, class LoadB,
-          class Beside = Nothing>
+          class Beside = IssueNothing>
 CUTE_DEVICE void gemm_from_shared(Mma const& mma, Acc& acc, FragmentA const& rA, FragmentB const& rB,
                                   LoadA load_a, LoadB load_b, Beside beside = {}) {
   constexpr int kPieces = ceil_div(decltype(size<1>(rB))::value, 2), kSteps = decltype(size<2>(rA))::value;

@@ -1,5 +1,5 @@
 // What both passes of the Ampere family compute and copy with: mma.sync, ldmatrix, cp.async, and the layout
-// of operands in shared memory that suits them.
+// of operands in shared memory that suits these instructions.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,17 +12,17 @@ template <class Element, int columns>
 struct TensorCoreSm80 {
   using MmaAtom = MMA_Atom<std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
                                               SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
-  // warps_m x warps_n warps side by side; each takes sixteen rows and columns at a time.
+  // warps_m x warps_n warps work side by side, and each takes sixteen rows and columns at a time.
   template <int warps_m, int warps_n>
   using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<warps_m>, Int<warps_n>, _1>>,
                             Tile<Int<16 * warps_m>, Int<16 * warps_n>, _16>>;
 
-  // Rows are cut into panels of 128 (or 64) bytes whose 16-byte chunks are permuted against bank conflicts.
+  // Rows are cut into panels of 128 or 64 bytes, whose 16-byte chunks are permuted against bank conflicts.
   static constexpr int kPanel = columns % 64 == 0 ? 64 : 32;
   using LayoutAtom = decltype(composition(Swizzle<kPanel == 64 ? 3 : 2, 3, 3>{},
                                           Layout<Shape<_8, Int<kPanel>>, Stride<Int<kPanel>, _1>>{}));
 
-  // Global to shared memory in chunks of 16 bytes, neighbouring threads along a row.
+  // Copies from global to shared memory move chunks of 16 bytes, with neighbouring threads along a row.
   static constexpr int kChunk = 16 / sizeof(Element), kChunksPerPanel = kPanel / kChunk;
   template <int threads>
   using LoadThreads =
@@ -32,7 +32,7 @@ struct TensorCoreSm80 {
   using TiledLoad =
       decltype(make_tiled_copy(LoadAtom{}, LoadThreads<threads>{}, Layout<Shape<_1, Int<kChunk>>>{}));
 
-  // Shared memory to registers.
+  // Copies from shared memory to registers.
   using FragmentAtom = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
   using FragmentAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
 };

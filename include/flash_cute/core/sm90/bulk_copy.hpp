@@ -1,4 +1,5 @@
-// Sums in global memory that shared memory is added to in bulk, and turns among thread blocks that add.
+// Bulk copies between float sums in global memory and shared memory, and the counters by which thread blocks
+// order their additions.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -7,7 +8,8 @@
 
 namespace flash_cute {
 
-// By one thread: adds so many bytes of floats. Like a store by TMA it has to be committed and waited for.
+// Adds so many bytes of floats to global memory. One thread calls it; like a store by TMA, the copy has to be
+// committed and waited for.
 CUTE_DEVICE void bulk_add(float* target, float const* source, int bytes, cute::TMA::CacheHintSm90 hint) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(
@@ -16,14 +18,15 @@ CUTE_DEVICE void bulk_add(float* target, float const* source, int bytes, cute::T
       : "memory");
 }
 
-// The same to memory that holds nothing yet.
+// Stores them instead, where global memory holds no sum yet.
 CUTE_DEVICE void bulk_store(float* target, float const* source, int bytes, cute::TMA::CacheHintSm90 hint) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(target),
                "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes), "l"(uint64_t(hint))
                : "memory");
 }
 
-// The way back, for the last time. The barrier expects it; nobody has arrived there.
+// Loads a sum that is not needed in L2 afterwards. The barrier expects the bytes, but the calling thread does
+// not arrive at it.
 CUTE_DEVICE void bulk_load(float* target, float const* source, int bytes,
                            cutlass::arch::ClusterTransactionBarrier& arrived) {
   arrived.expect_transaction(bytes);
@@ -36,10 +39,10 @@ CUTE_DEVICE void bulk_load(float* target, float const* source, int bytes,
       : "memory");
 }
 
-// All that this thread has committed has arrived in global memory.
+// Waits until all bulk copies that this thread has committed are complete in global memory.
 CUTE_DEVICE void wait_bulk_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Between accesses to global memory by TMA and others.
+// Orders accesses to global memory by TMA and by other instructions.
 CUTE_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 CUTE_DEVICE int load_acquire(int const* from) {
@@ -48,7 +51,7 @@ CUTE_DEVICE int load_acquire(int const* from) {
   return value;
 }
 
-// Makes a 0 a 1; what was there before.
+// Turns a 0 into a 1 and returns the previous value.
 CUTE_DEVICE int claim_acquire(int* at) {
   int found;
   asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(found) : "l"(at) : "memory");

@@ -1,4 +1,4 @@
-// What the two thread blocks of a cluster do in each other's shared memory.
+// Access of the two thread blocks of a cluster to each other's shared memory.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -10,7 +10,7 @@
 
 namespace flash_cute {
 
-// Where the other block has what this one has here.
+// Returns the address at which the peer, the other thread block, has what this one has here.
 CUTE_DEVICE uint32_t at_peer(void const* here) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -19,16 +19,16 @@ CUTE_DEVICE uint32_t at_peer(void const* here) {
   return there;
 }
 
-// Orders nothing: for who has read what he waited for, and written nothing. A release to the cluster is a
-// MEMBAR.GPU, which waits for all that the multiprocessor has under way (head dim 256: 2 to 5%, in turns 9 to
-// 11%).
+// Arrives at the peer's barrier and orders no memory access, which suffices after reads that were waited for.
+// A release to the cluster is a MEMBAR.GPU, which waits for all that the multiprocessor has under way (head
+// dim 256: 2 to 5%, deterministic 9 to 11%).
 CUTE_DEVICE void arrive_at_peer(cutlass::arch::ClusterBarrier& barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(at_peer(&barrier))
                : "memory");
 }
 
-// By one thread of each block: load_panels for both, of which each loads half of the columns for the other,
-// too.
+// Does what load_panels does for both thread blocks; one thread of each block calls it. Each block loads half
+// of the columns and multicasts them to both.
 template <int kColumns, int kPanel, int kRows, class Element, class... Coordinates>
 CUTE_DEVICE void load_panels_of_both(CUtensorMap const& map,
                                      cutlass::arch::ClusterTransactionBarrier& arrived, Element* target,
@@ -44,25 +44,26 @@ CUTE_DEVICE void load_panels_of_both(CUtensorMap const& map,
   }
 }
 
-// By one thread: bytes from here to a place of the other block's, which its barrier `arrived` counts. They
-// have been read when the other block has been told that they have arrived, no sooner.
-CUTE_DEVICE void send_to_peer(void* place, void const* source, int bytes,
+// Copies bytes to the peer's shared memory, at its address of `target`, where its barrier `arrived` counts
+// them. One thread calls it. The source has been read once the peer's barrier has completed, no sooner.
+CUTE_DEVICE void send_to_peer(void* target, void const* source, int bytes,
                               cutlass::arch::ClusterTransactionBarrier& arrived) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          at_peer(place)),
+          at_peer(target)),
       "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes), "r"(at_peer(&arrived))
       : "memory");
 }
 
-CUTE_DEVICE void send_to_peer(int& place, int value, cutlass::arch::ClusterTransactionBarrier& arrived) {
+// Stores one integer there likewise.
+CUTE_DEVICE void send_to_peer(int& target, int value, cutlass::arch::ClusterTransactionBarrier& arrived) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at_peer(&place)),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(at_peer(&target)),
       "r"(value), "r"(at_peer(&arrived))
       : "memory");
 }
 
-// By all threads of both blocks that are left.
+// Synchronises the threads of both blocks that have not exited.
 CUTE_DEVICE void sync_cluster() {
   __syncwarp();
   cute::cluster_arrive();

@@ -1,12 +1,12 @@
-// Hand-over of shared-memory stages between the loading warp and the warps that compute. A pipeline owns its
-// barriers.
+// A pipeline hands stages of shared memory over between producers and consumers, and owns the barriers for
+// it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
 
 namespace flash_cute {
 
-// Which stage of a ring a side is at, and which round of the ring this is.
+// The stage of a ring that a producer or a consumer is at, and the parity of its round through the ring.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -24,14 +24,14 @@ struct PipelineState {
   }
 };
 
-// kStages stages, filled by TMA (or by `producers` arrivals) and freed by `consumers` arrivals.
+// A ring of stages that TMA, or `producers` arrivals, fill and `consumers` arrivals free.
 template <int kStages>
 struct TmaRing {
   using Position = PipelineState<kStages>;
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
-  // By one thread, before a barrier of the whole block.
+  // One thread calls this, before a barrier of the whole thread block.
   CUTE_DEVICE void init(int consumers, int producers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
       full[stage].init(producers);
@@ -39,13 +39,13 @@ struct TmaRing {
     }
   }
 
-  // The producer's side: waits until the stage is free (which it is in the first round).
+  // The producer waits until the stage is free, as it is in the first round, and gets the barrier to fill.
   CUTE_DEVICE auto& acquire(Position const& at) {
     empty[at.stage].wait(at.phase ^ 1);
     return full[at.stage];
   }
 
-  // The consumers' side.
+  // A consumer waits until the stage is full, and releases it after its last read.
   CUTE_DEVICE void wait(Position const& at) { full[at.stage].wait(at.phase); }
   CUTE_DEVICE void release(Position const& at) { empty[at.stage].arrive(); }
 };

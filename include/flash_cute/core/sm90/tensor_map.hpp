@@ -1,4 +1,4 @@
-// The driver's encoder of tensor maps, on any host thread.
+// Calls the driver's encoder of tensor maps, on any host thread.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace flash_cute {
 
-// A function of the driver, reached through the runtime so that nothing links against the driver.
+// Returns a function of the driver, found through the runtime so that nothing links against the driver.
 template <class Function>
 Function* driver_function(char const* name, unsigned version) {
   void* function = nullptr;
@@ -18,8 +18,8 @@ Function* driver_function(char const* name, unsigned version) {
   return reinterpret_cast<Function*>(function);
 }
 
-// Encodes a tensor map by encode(driver's encoder). The driver wants a context, which a host thread does not
-// have before its first call to the runtime that needs one.
+// Encodes a tensor map by calling encode(the driver's encoder). The driver requires a context, which a host
+// thread does not have before its first call of the runtime that needs one.
 template <class Encode>
 void encode_tensor_map(int device, Encode&& encode) {
   static auto* const encoder =

@@ -1,4 +1,5 @@
-// Tiles by the tensor memory accelerator: tensor maps on the host, loads in the kernel.
+// The tensor memory accelerator moves tiles: tensor maps are made on the host, loads and stores issued in
+// kernels.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -9,16 +10,16 @@
 
 namespace flash_cute {
 
-// The part of an operand that one load brings; in shared memory its rows lie head after head of one row of
-// the operand, then those of the next.
+// The part of an operand that one load brings. In shared memory the heads of one row of the operand are
+// neighbouring rows, and those of the next row of the operand follow.
 struct TmaBox {
   int columns, heads, rows;
   bool swizzled = true;
 };
 
-// Describes an operand of `dims` dimensions, columns, heads and rows first, that is loaded box by box. What a
-// box covers outside of it arrives as zeros, whatever lies there in memory. strides: elements, from the heads
-// on.
+// Describes an operand of `dims` dimensions (columns, heads and rows come first) that is loaded box by box.
+// What a box covers outside of the operand arrives as zeros, whatever lies there in memory. Strides count
+// elements and begin with that of the heads.
 template <class Element, int dims>
 CUtensorMap make_tensor_map(int device, void* data, uint64_t const (&sizes)[dims],
                             int64_t const (&strides)[dims - 1], TmaBox box) {
@@ -44,8 +45,9 @@ CUtensorMap make_tensor_map(int device, void* data, uint64_t const (&sizes)[dims
   return map;
 }
 
-// Loads kColumns columns, from first_column on, of `rows` rows of shared memory, by one thread: in panels of
-// kPanel columns, with room for kRows rows each. head, coordinates: of the first row in the operand.
+// Loads kColumns columns, from first_column on, into `rows` rows of shared memory, which consists of panels
+// of kPanel columns with room for kRows rows each. One thread calls it. head and coordinates are those of the
+// first row in the operand.
 template <int kColumns, int kPanel, int kRows, class Element, class... Coordinates>
 CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& arrived,
                              Element* target, int rows, int first_column, int head,
@@ -59,8 +61,8 @@ CUTE_DEVICE void load_panels(CUtensorMap const& map, cutlass::arch::ClusterTrans
   }
 }
 
-// The way back for kColumns columns from first_column on, by one thread, which has to wait before shared
-// memory is written again. Rows and columns outside of the operand are not written.
+// Stores kColumns columns, from first_column on. One thread calls it and has to wait before shared memory is
+// written again. Rows and columns outside of the operand are not written.
 template <int kColumns, int kPanel, int kRows, class Element, class... Coordinates>
 CUTE_DEVICE void store_panels(CUtensorMap const& map, Element const* source, int first_column, int head,
                               Coordinates... coordinates) {

@@ -1,4 +1,4 @@
-// Asynchronous products of a warpgroup, and turns among warpgroups.
+// Asynchronous products (WGMMA) of a warpgroup, and the order in which warpgroups issue them.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,10 +9,9 @@ namespace flash_cute {
 
 using namespace cute;
 
-// An operand in shared memory whose place is the same in each step of a loop, and which the compiler is to
-// know nothing of: else it keeps a descriptor of each slice in registers that products cannot read, from
-// where it is fetched between one slice and the next (backward, H100, head dim 128: 16k +5.8 and +4.7%, full
-// and causal).
+// Hides from the compiler that an operand's address in shared memory is the same in each step of a loop. It
+// would else keep a descriptor of each slice in registers that products cannot read, and copy it from there
+// between one slice and the next (backward, H100, head dim 128: 16k +5.8 and +4.7%, full and causal).
 template <class Operand>
 CUTE_DEVICE auto hide_address(Operand const& operand) {
   auto first = operand.data();
@@ -20,7 +19,7 @@ CUTE_DEVICE auto hide_address(Operand const& operand) {
   return make_tensor(first, operand.layout());
 }
 
-// A product, one of its slices after the other.
+// Issues a product, one slice of 16 columns after the other.
 template <class Mma, class A, class B, class Acc>
 CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
   mma.accumulate_ = scale;
@@ -31,8 +30,8 @@ CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, A const& a, B c
   }
 }
 
-// A left operand whose first slices are in registers, as MmaHeld has them. These are off limits while
-// products are in flight.
+// A left operand whose first slices are in registers, in the layout of MmaHeld. These registers must not be
+// touched while products are in flight.
 template <class MmaHeld, class Held, class Others>
 struct LeftOperand {
   Held const& held;
@@ -48,8 +47,8 @@ CUTE_DEVICE void multiply_slices(GMMA::ScaleOut scale, Mma& mma, LeftOperand<Mma
   for (int k = size<2>(a.held); k < size<2>(a.others); ++k) gemm(mma, a.others(_, _, k), b(_, _, k), acc);
 }
 
-// Puts acc = A B^T (Zero) or acc += A B^T (One) in flight; acc and A's registers are off limits until it is
-// waited for.
+// Issues acc = A B^T (Zero) or acc += A B^T (One). acc and A's registers must not be touched until the
+// product has been waited for.
 template <class Mma, class A, class B, class Acc>
 CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B const& b, Acc& acc) {
   warpgroup_fence_operand(acc);
@@ -58,23 +57,23 @@ CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B con
   warpgroup_commit_batch();
 }
 
-// Waits until at most kInFlight later products are unfinished; acc is usable again.
+// Waits until at most kInFlight later products are unfinished, so that acc may be used again.
 template <int kInFlight, class Acc>
 CUTE_DEVICE void wait_products(Acc& acc) {
   warpgroup_wait<kInFlight>();
   warpgroup_fence_operand(acc);
 }
 
-// A barrier of each warpgroup's own.
+// Synchronises a warpgroup at a barrier of its own.
 CUTE_DEVICE void sync_warpgroup(int warpgroup) { NamedBarrier{BarrierId::warpgroup, warpgroup}.sync(128); }
 
-// Warpgroups issue their products one after the other, so that the tensor cores serve one while others do
-// softmax.
+// Orders the warpgroups: they issue their products one after the other, so that the tensor cores serve one
+// while the others compute softmax.
 template <int kWarpgroups>
 struct WarpSchedulerBarrier {
   int warpgroup;
 
-  // The last one in the round hands the first turn out.
+  // The last warpgroup of the round lets the first one begin.
   CUTE_DEVICE void begin() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }

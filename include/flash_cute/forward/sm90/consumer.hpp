@@ -37,9 +37,12 @@ struct ForwardConsumerSm90 {
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
     typename Traits::MmaQK mma_qk;
     typename Traits::MmaPV mma_pv;
-    Tensor tSrQ = mma_qk.get_slice(warpgroup * 128).partition_fragment_A(sQ);   // (MMA, MMA_M, MMA_K, STAGE)
-    Tensor tSrK = mma_qk.get_slice(warpgroup * 128).partition_fragment_B(sK);   // (MMA, MMA_N, MMA_K, STAGE)
-    Tensor tOrV = mma_pv.get_slice(warpgroup * 128).partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
+    Tensor tSrQ = mma_qk.get_slice(warpgroup * kWarpgroupThreads)
+                      .partition_fragment_A(sQ);  // (MMA, MMA_M, MMA_K, STAGE)
+    Tensor tSrK = mma_qk.get_slice(warpgroup * kWarpgroupThreads)
+                      .partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, STAGE)
+    Tensor tOrV = mma_pv.get_slice(warpgroup * kWarpgroupThreads)
+                      .partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
     Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
     Tensor acc_first = partition_fragment_C(mma_qk, TileS{});  // (MMA, MMA_M, MMA_N)
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)

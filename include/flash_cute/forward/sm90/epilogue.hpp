@@ -24,7 +24,7 @@ struct ForwardEpilogueSm90 {
                          typename Problem::Tile const& tile) const {
     typename Traits::MmaO const mma_o;
     auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
-    auto const thread_copy = copy_o.get_slice(warpgroup * 128 + thread);
+    auto const thread_copy = copy_o.get_slice(warpgroup * kWarpgroupThreads + thread);
     Tensor sO = make_tensor(make_smem_ptr(shared.o), typename Traits::LayoutO{});  // (M, D / PARTS, STAGE)
     Tensor tOsO = thread_copy.partition_D(sO);
     Tensor rO = make_tensor<Element>(partition_shape_C(mma_o, PartO{}));

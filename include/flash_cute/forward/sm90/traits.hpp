@@ -39,7 +39,7 @@ struct ForwardTraitsSm90 {
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
-  static constexpr int kThreads = (1 + kConsumers) * 128;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static_assert(kThreads >= VarlenList::kLanes * kFewSequences);
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
