@@ -11,7 +11,7 @@ struct BackwardArguments {
   AttentionArguments attention;      // those of the forward
   Tensor out, lse;                   // what it returned; undefined where only a plan is asked for
   std::optional<Tensor> dout, dlse;  // null: that result had no gradient; at least one of them is there
-  bool needs_dq, needs_dkv;          // gradients nobody asked for come back empty
+  bool needs_dq, needs_dkv;          // a gradient that is not needed comes back empty
   bool deterministic;                // the same bits each time
 };
 

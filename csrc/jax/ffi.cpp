@@ -96,7 +96,7 @@ ffi::Error guarded(char const* name, Function&& function) {
   }
 }
 
-// The workspace is a result that nobody reads: XLA knows of its memory, also while a CUDA graph has the call.
+// The workspace is a result that is not read: XLA knows of its memory, also while a CUDA graph has the call.
 void* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, int64_t bytes) {
   require(int64_t(buffer->size_bytes()) >= bytes, "the workspace has ", buffer->size_bytes(), " bytes, but ",
           bytes, " are needed; it was made for another GPU or another build");

@@ -53,7 +53,7 @@ struct LengthParams {
   int const *seqused_q = nullptr, *seqused_k = nullptr;        // (batch,) how many rows count, from the first
   int const* leftpad_k = nullptr;                              // (batch,) how many of these keys do not count
   void* workspace = nullptr;  // ForwardPlan::workspace_bytes, for the list of tiles
-  bool given = false;         // else all sequences are alike, as the shape says
+  bool given = false;         // else the batch is uniform, as the shape says
 };
 
 struct ForwardParams {

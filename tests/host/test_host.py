@@ -587,7 +587,9 @@ def test_grids(host, shape, family, head_dim):
         (128, 1, 8192, CAUSAL, False),  # one tile a multiprocessor
     ],
 )
-def test_long_tiles_of_unequal_length_are_scheduled_dynamically(host, head_dim, heads, seqlen, window, dynamic):
+def test_long_tiles_of_unequal_length_are_scheduled_dynamically(
+    host, head_dim, heads, seqlen, window, dynamic
+):
     sizes = (16384 // seqlen, heads, heads, seqlen, seqlen, head_dim)
     chosen = plan(host, "sm90", head_dim, sizes, window)
     assert chosen.dynamic == dynamic

@@ -33,7 +33,7 @@ struct BatchBlocks {
   // Room for all of them: the last block of each packed sequence may be short.
   FLASH_CUTE_HOST_DEVICE int count() const { return offsets ? rows / block + batch : batch * of_one(); }
 
-  // Of one sequence, where they are alike.
+  // Blocks of a sequence of a uniform batch.
   FLASH_CUTE_HOST_DEVICE int of_one() const { return ceil_div(rows, block); }
 
   // The number of a sequence's first block. Offsets out of order give numbers that are in range all the same.

@@ -51,7 +51,7 @@ inline int64_t count_tiles(ProblemShape const& shape, PackedRows const& rows) {
   return ceil_div(shape.seqlen_q, rows.tile_queries()) * packs * shape.heads_kv * shape.batch;
 }
 
-// A batch whose sequences are alike: a uniform batch, or what stands for one of unequal lengths.
+// A uniform batch, or what stands for a batch of unequal lengths.
 struct UniformBatch {
   ProblemShape shape;
   WindowMask mask;

@@ -76,9 +76,9 @@ struct TileOrder {
   FLASH_CUTE_HOST_DEVICE TileCoord operator()(int index) const {
     int const first = smaller(section_tiles.quotient(index) * int(section.value), before_last);
     Divisor const width = first < before_last ? section : last_section;
-    int const place = index - first * m_blocks;
-    int const rank = width.quotient(place);
-    int const sequence = first + width.remainder(place);
+    int const of_section = index - first * m_blocks;
+    int const rank = width.quotient(of_section);
+    int const sequence = first + width.remainder(of_section);
     int const batch = heads.quotient(sequence), pack = sequence - batch * int(heads.value);
     int const in_common = packs.quotient(pack + 1) * shared_heads;  // of all the last packs so far
     int const m_block = descending ? m_blocks - 1 - rank : rank;

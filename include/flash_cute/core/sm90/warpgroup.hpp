@@ -65,7 +65,9 @@ CUTE_DEVICE void wait_products(Acc& acc) {
 }
 
 // Synchronises a warpgroup at a barrier of its own.
-CUTE_DEVICE void sync_warpgroup(int warpgroup) { NamedBarrier{BarrierId::warpgroup, warpgroup}.sync(128); }
+CUTE_DEVICE void sync_warpgroup(int warpgroup) {
+  NamedBarrier{BarrierId::warpgroup, warpgroup}.sync(kWarpgroupThreads);
+}
 
 // Orders the warpgroups: they issue their products one after the other, so that the tensor cores serve one
 // while the others compute softmax.
@@ -77,9 +79,10 @@ struct WarpSchedulerBarrier {
   CUTE_DEVICE void begin() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void wait() const { NamedBarrier{BarrierId::turn, warpgroup}.sync(2 * 128); }
+  CUTE_DEVICE void wait() const { NamedBarrier{BarrierId::turn, warpgroup}.sync(2 * kWarpgroupThreads); }
   CUTE_DEVICE void pass() const {
-    NamedBarrier{BarrierId::turn, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(2 * 128);
+    NamedBarrier{BarrierId::turn, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(2 *
+                                                                                           kWarpgroupThreads);
   }
 };
 
