@@ -8,11 +8,11 @@ namespace flash_cute {
 constexpr int kWarpgroupThreads = 128;
 constexpr int kMaxWarpgroups = 3;  // consumer warpgroups of a thread block
 
-// Each value is the first of a run of barriers; turn and warpgroup have one for each consumer warpgroup. The
-// hardware has 16 barriers, and __syncthreads uses barrier 0.
+// Each value is the first of a run of barriers; warp_scheduler and warpgroup have one for each consumer
+// warpgroup. The hardware has 16 barriers, and __syncthreads uses barrier 0.
 enum class BarrierId : int {
-  turn = 1,                           // WarpSchedulerBarrier; the Hopper backward begins a tile with it
-  warpgroup = turn + kMaxWarpgroups,  // sync_warpgroup
+  warp_scheduler = 1,  // WarpSchedulerBarrier; the Hopper backward begins a tile with it
+  warpgroup = warp_scheduler + kMaxWarpgroups,  // sync_warpgroup
   // The Ampere family's split backward: P is there, dS is there, loads have arrived; and one for each half.
   p = warpgroup + kMaxWarpgroups,
   ds,

@@ -69,7 +69,7 @@ struct BackwardConsumerSm90 {
     // Otherwise both may compute exponentials at the same time throughout the tile, and the tensor cores
     // idle. Later steps stay in this order, as dQ of a step needs dS of both. H200: up to +1% (128, 16k
     // full), +1 to +2% (64, from 1k on).
-    NamedBarrier const first_exponentials{BarrierId::turn, 1};
+    NamedBarrier const first_exponentials{BarrierId::warp_scheduler, 1};
     auto release_second_warpgroup = [&] {
       if (own.warpgroup == 0) first_exponentials.arrive(2 * kWarpgroupThreads);
     };

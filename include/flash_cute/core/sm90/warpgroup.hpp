@@ -79,10 +79,12 @@ struct WarpSchedulerBarrier {
   CUTE_DEVICE void begin() const {
     if (warpgroup == kWarpgroups - 1) pass();
   }
-  CUTE_DEVICE void wait() const { NamedBarrier{BarrierId::turn, warpgroup}.sync(2 * kWarpgroupThreads); }
+  CUTE_DEVICE void wait() const {
+    NamedBarrier{BarrierId::warp_scheduler, warpgroup}.sync(2 * kWarpgroupThreads);
+  }
   CUTE_DEVICE void pass() const {
-    NamedBarrier{BarrierId::turn, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(2 *
-                                                                                           kWarpgroupThreads);
+    NamedBarrier{BarrierId::warp_scheduler, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(
+        2 * kWarpgroupThreads);
   }
 };
 
