@@ -112,16 +112,16 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    KvBlocks blocks(visited);
+    int const first_block = KvBlocks(visited).block;
     load_tile(TileShapeQ{}, params.q, tile.head, problem.operands.query(tile, tile.m_begin), tile.m_begin,
               mask.seqlen_q, sQ);
-    load_k(blocks.block);
+    load_k(first_block);
     cp_async_fence();
-    load_v(blocks.block);
+    load_v(first_block);
     cp_async_fence();
     wait_for_loads<1>();
 
-    for (; !blocks.done(); blocks.advance()) {
+    for (KvBlocks blocks(visited); !blocks.done(); blocks.advance()) {
       int const stage = blocks.block % kStages;
       bool const first = blocks.is_first(), more = blocks.left() > 0;
       if constexpr (kStages == 2) {
