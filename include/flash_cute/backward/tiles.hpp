@@ -6,29 +6,44 @@
 
 namespace flash_cute {
 
-// A block of keys stays, blocks of queries pass by.
+// A thread block keeps a block of keys, and blocks of queries pass by it.
 struct BackwardTile {
-  int block_m, block_n;   // queries of a step, keys of a thread block, or of all that share a tile
-  int stages;             // of Q and dO in shared memory
-  int warps_keys;         // warps side by side along the keys
-  int warps_across;       // and along the queries of S, or the columns of dK and dV; in a cluster, where
-                          // warpgroups split the work, two
-  int warps_queries = 0;  // on Ampere, of the same warps: along the queries of dQ, others along its columns
-  int blocks_per_sm = 1;  // thread blocks that registers must leave room for
-  int pays_from = 0;      // queries that see a key
-  int stages_dout = 0;    // of dO, where fewer than of Q
-  bool knows_dq = false;  // two kernels, with and without sums of dQ, instead of one that asks
-  int cluster = 1;        // thread blocks that share a tile: its keys, and its part of dQ by columns
-  bool lse_delta_mma = false;  // on Hopper: do queries add LSE and delta by a product (see LseDeltaMma)?
-  int register_slices = 0;     // on Hopper: of K and of V, 16 columns each, in registers (see RegisterSlices)
-  // On Ampere, where two halves of a block's warps split the work (see backward/sm80/split_mainloop.hpp):
-  // those of a half along the keys of dV or dK, others along the columns. Both above are then a half's, for S
-  // or dP.
+  // The queries of a step.
+  int block_m;
+  // The keys of a thread block, or of all thread blocks that share a tile.
+  int block_n;
+  // The stages of Q and dO in shared memory.
+  int stages;
+  // The warps side by side along the keys of S, dK and dV.
+  int warps_keys;
+  // The warps side by side along the queries of S and the columns of dK and dV; in a cluster, where
+  // warpgroups split the work, two.
+  int warps_across;
+  // On Ampere, so many of the same warps lie along the queries of dQ, the others along its columns.
+  int warps_queries = 0;
+  // Registers must leave room for so many thread blocks.
+  int blocks_per_sm = 1;
+  // The tile is chosen if a key is seen by at least so many queries.
+  int pays_from = 0;
+  // The stages of dO, where these are fewer than those of Q.
+  int stages_dout = 0;
+  // There are two kernels, with and without accumulators of dQ, instead of one that asks.
+  bool knows_dq = false;
+  // The thread blocks that share a tile: its keys, and by columns its part of dQ.
+  int cluster = 1;
+  // On Hopper, LSE and delta are added to S and dP by a product (see LseDeltaMma).
+  bool lse_delta_mma = false;
+  // On Hopper, so many slices of K and of V, 16 columns each, stay in registers (see RegisterSlices).
+  int register_slices = 0;
+  // On Ampere, where two halves of a thread block's warps split the work (see
+  // backward/sm80/split_mainloop.hpp): so many warps of a half lie along the keys of dV or dK, the others
+  // along the columns. warps_keys and warps_across are then those of a half, for S or dP.
   int split_warps_keys = 0;
 
   constexpr bool splits_work() const { return split_warps_keys > 0; }
   constexpr int warps() const { return warps_keys * warps_across * (splits_work() ? 2 : 1); }
-  // On Hopper: is there shared memory for complete sums of dQ, to make rows of them?
+  // On Hopper, shared memory has room for complete accumulators of dQ, so that the main kernel can convert
+  // them.
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
   constexpr bool operator==(BackwardTile const&) const = default;
 
@@ -44,15 +59,15 @@ struct BackwardTile {
 
 constexpr int kTileBytes = 128;  // of shared memory, at most, where a block keeps what it knows of its tile
 
-// A block of queries stays, blocks of keys pass by: for dQ alone.
+// For dQ alone: a thread block keeps a block of queries, and blocks of keys pass by it.
 struct QueryTile {
   int block_m, block_n, stages, warps;
   int blocks_per_sm = 1;
 };
 
-// Of the tiles of keys the first that fits is taken: into the shared memory of the GPU, whose blocks have 227
-// KB on Hopper, 163 on 8.0, and the 99 of 8.6 and 8.9 that the last one fits into; and to the problem, if it
-// says from how many queries on it pays.
+// The first tile that fits is taken: into the shared memory of a thread block, which has 227 KB on Hopper,
+// 163 KB on 8.0 and 99 KB on 8.6 and 8.9, where the last tile still fits; and to the problem, if pays_from is
+// given.
 struct BackwardTiles {
   static constexpr int kMost = 3;
   BackwardTile keys[kMost];
@@ -65,11 +80,14 @@ struct BackwardTiles {
   }
 };
 
-// In which the sums of a block of queries are added on Hopper: by each of two warpgroups, and in a cluster by
-// each of its blocks.
+// On Hopper dQ of an M block is added in so many parts: by each of two warpgroups, in a cluster of each of
+// its thread blocks.
 constexpr int sum_parts(BackwardTile const& tile) { return 2 * tile.cluster; }
 
-// Of the Ampere family's large head dims.
+// The Ampere family's, for large head dims: one whose halves split the work, and one for 99 KB of shared
+// memory.
+constexpr BackwardTile kSmallTile{
+    .block_m = 32, .block_n = 32, .stages = 1, .warps_keys = 2, .warps_across = 2, .warps_queries = 2};
 constexpr BackwardTile kSplitTile{.block_m = 64,
                                   .block_n = 64,
                                   .stages = 2,
@@ -79,76 +97,133 @@ constexpr BackwardTile kSplitTile{.block_m = 64,
                                   .knows_dq = true,
                                   .split_warps_keys = 1};
 
-constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
-  if (family == Family::sm80) {
-    switch (head_dim) {
-      // 64 x 64, two blocks an SM, loses 5% where 1k queries and more see a key, wins 2 to 8% where 512 or
-      // fewer do, and loses 1% at 512, full. 64 x 128 with eight warps along the keys: 0.90 to 0.99 of
-      // FlashAttention-2, these 1.02 to 1.12.
-      case 64:
-        return {.keys = {{128, 128, 2, 4, 2, 4, 1, 1024, 0, true}, {64, 64, 2, 4, 1, 2, 2, 0, 0, true}},
-                .queries = {128, 64, 2, 8}};
-      // Two blocks an SM. Four warps along the keys: up to 7% less; 64 x 128: 1% more at 16k, 7% less at 512
-      // causal.
-      case 96: return {.keys = {{64, 64, 2, 2, 2, 2, 2}}, .queries = {128, 64, 2, 8}};
-      // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. Two
-      // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
-      case 128:
-        return {.keys = {{64, 64, 2, 2, 2, 2, 2}, {64, 64, 1, 2, 2, 2}}, .queries = {64, 64, 2, 4, 2}};
-      // All warps at every product: 19% less, in another run. Of these, four along the keys: another 2 to 8%.
-      case 192:
-        return {.keys = {kSplitTile, {64, 64, 2, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 64, 1, 4}};
-      // All warps at every product: 7 to 20% less. Of these, one stage loses 6 to 10%, four warps along the
-      // keys 12 to 15%; 32 x 64 20%.
-      case 256:
-        return {.keys = {kSplitTile, {64, 64, 1, 2, 4, 2}, {32, 32, 1, 2, 2, 2}}, .queries = {64, 32, 1, 4}};
-    }
-  }
-  if (family == Family::sm90) {
-    switch (head_dim) {
-      // 64 queries, three stages: 20% less. Terms (H200): 512 +1 and +2% (full, causal), 1k +3 and +1%, 2k +8
-      // and +4%, 16k +11%.
-      case 64: {
-        BackwardTile const tile = {
-            .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
-        BackwardTile with_terms = tile;
-        with_terms.lse_delta_mma = true;
-        with_terms.pays_from = 1024;
-        return {.keys = {with_terms, tile}};
-      }
-      // No other was measured (80 queries might fit: docs/experiments/backward_sm90.md), at 96 none. Without
-      // terms both spill, and lose 10 and 37% (H200, with held slices off). Held slices: 96 +2.7%, 128 +0.4%.
-      case 96:
-      case 128:
-        return {.keys = {{.block_m = 64,
-                          .block_n = 128,
-                          .stages = 2,
-                          .warps_keys = 8,
-                          .warps_across = 1,
-                          .lse_delta_mma = true,
-                          .register_slices = head_dim == 96 ? 2 : 0}}};
-      // 64 keys, by one thread block: 14 to 32% less (H100). Held slices: none 3% less, four 0.5 to 2% less;
-      // all twelve serialise products.
-      case 192:
-        return {.keys = {{.block_m = 64,
-                          .block_n = 128,
-                          .stages = 2,
-                          .warps_keys = 4,
-                          .warps_across = 2,
-                          .cluster = 2,
-                          .register_slices = 8}}};
-      // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Held slices: 0.
-      case 256:
-        return {.keys = {{.block_m = 64,
-                          .block_n = 128,
-                          .stages = 2,
-                          .warps_keys = 4,
-                          .warps_across = 2,
-                          .stages_dout = 1,
-                          .cluster = 2}}};
-    }
+constexpr BackwardTiles backward_tiles_sm80(int head_dim) {
+  switch (head_dim) {
+    // 64 x 64, two blocks an SM, loses 5% where 1k queries and more see a key, wins 2 to 8% where 512 or
+    // fewer do, and loses 1% at 512, full. 64 x 128 with eight warps along the keys: 0.90 to 0.99 of
+    // FlashAttention-2, these 1.02 to 1.12.
+    case 64:
+      return {.keys = {{.block_m = 128,
+                        .block_n = 128,
+                        .stages = 2,
+                        .warps_keys = 4,
+                        .warps_across = 2,
+                        .warps_queries = 4,
+                        .pays_from = 1024,
+                        .knows_dq = true},
+                       {.block_m = 64,
+                        .block_n = 64,
+                        .stages = 2,
+                        .warps_keys = 4,
+                        .warps_across = 1,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2,
+                        .knows_dq = true}},
+              .queries = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+    // Two blocks an SM. Four warps along the keys: up to 7% less; 64 x 128: 1% more at 16k, 7% less at 512
+    // causal.
+    case 96:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 64,
+                        .stages = 2,
+                        .warps_keys = 2,
+                        .warps_across = 2,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2}},
+              .queries = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+    // Two blocks an SM. 64 x 128 with eight warps: 1 to 6% less; all of them along the keys: 6 to 10%. Two
+    // kernels with and without sums of dQ: 2% less; at head dims 64 and 256 3% more.
+    case 128:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 64,
+                        .stages = 2,
+                        .warps_keys = 2,
+                        .warps_across = 2,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2},
+                       {.block_m = 64,
+                        .block_n = 64,
+                        .stages = 1,
+                        .warps_keys = 2,
+                        .warps_across = 2,
+                        .warps_queries = 2}},
+              .queries = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 2}};
+    // All warps at every product: 19% less, in another run. Of these, four along the keys: another 2 to 8%.
+    case 192:
+      return {.keys = {kSplitTile,
+                       {.block_m = 64,
+                        .block_n = 64,
+                        .stages = 2,
+                        .warps_keys = 2,
+                        .warps_across = 4,
+                        .warps_queries = 2},
+                       kSmallTile},
+              .queries = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
+    // All warps at every product: 7 to 20% less. Of these, one stage loses 6 to 10%, four warps along the
+    // keys 12 to 15%; 32 x 64 20%.
+    case 256:
+      return {.keys = {kSplitTile,
+                       {.block_m = 64,
+                        .block_n = 64,
+                        .stages = 1,
+                        .warps_keys = 2,
+                        .warps_across = 4,
+                        .warps_queries = 2},
+                       kSmallTile},
+              .queries = {.block_m = 64, .block_n = 32, .stages = 1, .warps = 4}};
   }
   return {};
+}
+
+constexpr BackwardTiles backward_tiles_sm90(int head_dim) {
+  switch (head_dim) {
+    // 64 queries, three stages: 20% less. Terms (H200): 512 +1 and +2% (full, causal), 1k +3 and +1%, 2k +8
+    // and +4%, 16k +11%.
+    case 64: {
+      BackwardTile const tile = {
+          .block_m = 128, .block_n = 128, .stages = 2, .warps_keys = 8, .warps_across = 1};
+      BackwardTile with_terms = tile;
+      with_terms.lse_delta_mma = true;
+      with_terms.pays_from = 1024;
+      return {.keys = {with_terms, tile}};
+    }
+    // No other was measured (80 queries might fit: docs/experiments/backward_sm90.md), at 96 none. Without
+    // terms both spill, and lose 10 and 37% (H200, without register slices). Register slices: 96 +2.7%, 128
+    // +0.4%.
+    case 96:
+    case 128:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 128,
+                        .stages = 2,
+                        .warps_keys = 8,
+                        .warps_across = 1,
+                        .lse_delta_mma = true,
+                        .register_slices = head_dim == 96 ? 2 : 0}}};
+    // 64 keys, by one thread block: 14 to 32% less (H100). Register slices: none 3% less, four 0.5 to 2%
+    // less; all twelve serialise products.
+    case 192:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 128,
+                        .stages = 2,
+                        .warps_keys = 4,
+                        .warps_across = 2,
+                        .cluster = 2,
+                        .register_slices = 8}}};
+    // 64 keys, by one thread block: 8 to 20% less, as additions to dQ bound it. Register slices: 0.
+    case 256:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 128,
+                        .stages = 2,
+                        .warps_keys = 4,
+                        .warps_across = 2,
+                        .stages_dout = 1,
+                        .cluster = 2}}};
+  }
+  return {};
+}
+
+constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
+  return family == Family::sm80 ? backward_tiles_sm80(head_dim) : backward_tiles_sm90(head_dim);
 }
 
 }  // namespace flash_cute
