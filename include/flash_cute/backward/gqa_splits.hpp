@@ -43,15 +43,15 @@ inline bool are_seen_unevenly(BackwardParams const& params, WindowMask const& ma
 }
 
 // Into how many equal parts a group of query heads is split. Each part has tiles of its own, and adds its dK
-// and dV to sums of which a kernel behind makes rows; that costs some eight steps a tile. As few as come
-// within 2% of the shortest time by a model of the schedule (H200; 8 query heads, causal, 1k to 16k: +5 to
-// +16% over one part): where each key is seen by as many queries, whole rounds of tiles; else the work of
-// all, and a quarter of the longest tile at the end. But no fewer than keep sums accurate: tensor cores seem
-// to cut off what they add, and each row of queries makes dK and dV smaller by 1e-9 of them (H200; 2^22 rows:
-// by eight times half a unit of fp16). In deterministic mode each part has sums of its own, so the number
-// depends on the group and its lengths alone: then an entry of a dense or padded batch has the same bits in
-// any. There each keeps so many steps that others of its kind would not help by 4%, and all sums, those of dQ
-// among them, take at most twice what one part's would.
+// and dV to sums of which a kernel behind makes rows; that costs about kStepsToBegin steps a tile. As few
+// parts as come within 2% of the shortest time by a model of the schedule (H200; 8 query heads, causal, 1k to
+// 16k: +5 to +16% over one part): where each key is seen by as many queries, whole rounds of tiles; else the
+// work of all tiles, and a quarter of the longest one at the end. But no fewer than keep sums accurate:
+// tensor cores seem to cut off what they add, and each row of queries makes dK and dV smaller by 1e-9 of them
+// (H200; 2^22 rows: by eight times half a unit of fp16). In deterministic mode each part has sums of its own,
+// so the number depends on the group and its lengths alone: then an entry of a dense or padded batch has the
+// same bits in any. There each part keeps kStepsAlone steps, and all sums, those of dQ among them, take at
+// most twice what one part's do.
 inline int choose_gqa_splits(BackwardParams const& params, WindowMask const& mask, BackwardTile const& tile,
                              int kv_blocks, int at_a_time, bool deterministic) {
   ProblemShape const& shape = params.shape;
@@ -60,7 +60,7 @@ inline int choose_gqa_splits(BackwardParams const& params, WindowMask const& mas
   int const group = shape.heads_q / larger(1, shape.heads_kv);
   int64_t const tiles = int64_t(kv_blocks) * shape.heads_kv;
   auto steps = [&](int queries) { return int64_t(group) * ceil_div(queries, tile.block_m); };
-  constexpr int kStepsToBegin = 8, kStepsAlone = 256;
+  constexpr int kStepsToBegin = 6, kStepsAlone = 256;
   constexpr int64_t kRowsOfSum = 1 << 18, kMostTiles = 1 << 30;
   auto time = [&](int parts) {
     double const longest = double(steps(most)) / parts + kStepsToBegin;
