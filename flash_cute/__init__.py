@@ -68,6 +68,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# flash_cute.jax works without torch, and where nobody has loaded torch it is not loaded for it.
+# flash_cute.jax works without torch, and does not load it.
 if "torch" in sys.modules:
     _load_torch_face()

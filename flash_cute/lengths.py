@@ -70,7 +70,7 @@ def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torc
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> None:
     """Raises ValueError if a sequence leaves its tensor, or more of its rows are to count than it has.
 
-    Values that nobody knows yet are not looked at.
+    Values that are not known yet are not read.
     """
     if not are_known(q, *given.values()):
         return

@@ -235,7 +235,7 @@ class _Attention(_Function):
             return (None,) * 4 + without_gradient
         out, lse, q, k, v, *lengths = ctx.saved_tensors
         arguments = ctx.call, needed[0], needed[1] or needed[2], dout, dlse, q, k, v, out, lse, *lengths
-        # Only then may somebody differentiate the gradients.
+        # Only then may the gradients be differentiated.
         observed = torch.is_grad_enabled() or torch_private.dual_levels_are_active()
         gradients = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
         asked = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]

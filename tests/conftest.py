@@ -118,7 +118,7 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def leave_little_memory_behind():
-    """What PyTorch keeps for later is nobody else's, and workers of pytest-xdist share a GPU."""
+    """Memory that PyTorch keeps is of no use to other processes, and workers of pytest-xdist share a GPU."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ DENSE = {
     "grouped heads": ((4, 2), (HEADS, HEADS, HEADS), HEADS, (HEADS, HEADS, HEADS)),
     "as many heads, unevenly": ((3, 3), (HEADS, HEADS, HEADS), HEADS, (HEADS, HEADS, HEADS)),
     "heads of q": ((4, 1), (HEADS, ALL, ALL), HEADS, (HEADS, SUM, SUM)),
-    # redistributed: nobody can compute these as they are
+    # redistributed: these cannot be computed as they are
     "grouped heads, unevenly": ((6, 3), (HEADS, HEADS, HEADS), ALL, None),
     "rows": ((4, 2), (ROWS, ROWS, ROWS), ALL, None),
 }

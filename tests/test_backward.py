@@ -386,7 +386,7 @@ def test_gradients_not_needed_come_back_empty(kernel, needs_dq, needs_dkv):
         assert gradient.shape == (tensor.shape if needed else (0,))
 
 
-# What lies where nobody looks
+# What lies in rows that are not read
 
 
 garbage = pytest.mark.parametrize("garbage", [torch.nan, torch.inf], ids=str)

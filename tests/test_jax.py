@@ -94,7 +94,7 @@ def assert_within_rule(name, result, yardstick, oracle):
 
 
 def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options):
-    """Values and gradients, with NaN in the keys that nobody sees."""
+    """Values and gradients, with NaN in the keys that no query sees."""
     lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
     named = {short: options.get(name) for short, name in lengths.items()}
     masks = {name: value for name, value in options.items() if name not in lengths.values()}

@@ -83,7 +83,7 @@ def test_reference_of_nothing_has_no_error():
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3)])
 def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
-    """Of both results, with what lies where nobody looks left out."""
+    """Of both results, without what lies in rows that are not valid."""
     shape = Shape(1, 2, 1, seqlen_q, seqlen_k, 3)
     q, k, v = (x.double() for x in make_inputs(shape, torch.float32, "cpu", "contiguous"))
     visible = mask.visible(seqlen_q, seqlen_k)

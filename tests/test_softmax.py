@@ -28,7 +28,7 @@ def plain(x, dtype, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
 
 
 def assert_softmax(x, **options):
-    """Values and gradients of a call; x is drawn anew where nobody sees it."""
+    """Values and gradients of a call; x is drawn anew where it is not visible."""
     seen = ~hidden_columns(
         x.shape, options.get("causal", False), options.get("seqused_k"), options.get("leftpad_k"), x.device
     )

@@ -162,7 +162,7 @@ def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two states of random numbers and debug_attn_mask: nobody reads them where there is no dropout."""
+    """Two states of random numbers and debug_attn_mask: they are not read where there is no dropout."""
     seed, offset = (query.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
     return seed, offset, query.new_empty(0)
 

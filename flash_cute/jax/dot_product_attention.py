@@ -262,7 +262,7 @@ _gradients = kernels.differentiable_once(ATTENTION, _backward)
 
 
 def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
-    """A result of a call that nobody reads, so that XLA knows of the memory, in CUDA graphs as well."""
+    """A result of a call that is not read, so that XLA knows of the memory, in CUDA graphs as well."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
     size = kernels.library().flash_cute_jax_workspace(

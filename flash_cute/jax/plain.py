@@ -35,7 +35,7 @@ def attention(query, key, value, lengths, options):
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
     visible = _visible(seqlen_q, k.shape[1], lengths, options)
     blind = ~visible.any(-1)
-    # What nobody sees may be NaN, and 0 x NaN is.
+    # What no query sees may be NaN, and 0 x NaN is.
     k, v = (jnp.where(visible.any(1)[:, :, None, None], x, 0) for x in (k, v))
     q = jnp.where(blind[:, :, None, None], 0, q).reshape(batch, seqlen_q, heads, heads_q // heads, head_dim)
     precision = jax.lax.Precision.HIGHEST

@@ -135,7 +135,7 @@ _softmax_gradient = kernels.differentiable_once(SOFTMAX, _gradient_of_scores)
 
 
 def _softmax_workspace(x, backward) -> jax.ShapeDtypeStruct:
-    """As in dot_product_attention.py: a result that nobody reads."""
+    """As in dot_product_attention.py: a result that is not read."""
     columns = x.shape[-1]
     size = kernels.library().flash_cute_jax_softmax_workspace(
         backward, x.size // columns, columns, x.dtype.itemsize
