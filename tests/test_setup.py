@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +15,11 @@ pytest.importorskip("setuptools")
 
 @pytest.fixture(scope="module")
 def build():
-    with patch("setuptools.setup"):
-        return runpy.run_path(str(ROOT / "setup.py"))
+    """What setup.py and the modules of tools/build define."""
+    with patch("setuptools.setup"), patch.object(sys, "path", list(sys.path)):
+        names = runpy.run_path(str(ROOT / "setup.py"))
+    modules = [path.stem for path in (ROOT / "tools" / "build").glob("*.py")]
+    return names | {name: value for module in modules for name, value in vars(sys.modules[module]).items()}
 
 
 @pytest.mark.parametrize(
