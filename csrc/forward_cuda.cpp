@@ -31,7 +31,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ForwardParams& params = call.params;
   ProblemShape const& shape = params.shape;
-  bool const varlen = call.problem.varlen, packed = call.problem.packed;
+  bool const varlen = call.launch.varlen, packed = call.problem.packed;
 
   Tensor out = allocate_like("out", q_whole);
   int32_t const float32 = aoti_torch_dtype_float32();
@@ -48,8 +48,9 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
 
   int const unreachable = call.unreachable();
   Readable const q = readable("a copy of q", q_whole, varlen);
-  Readable const k = readable("a copy of k", k_whole, varlen, unreachable);
-  Readable const v = readable("a copy of v", v_whole, varlen, unreachable);
+  bool const whole_rows = varlen && !call.launch.splits();  // see reason_to_copy
+  Readable const k = readable("a copy of k", k_whole, whole_rows, unreachable);
+  Readable const v = readable("a copy of v", v_whole, whole_rows, unreachable);
   // out has q's layout, which may be one that the kernels can't write.
   bool const direct = is_readable(out, varlen);
   Tensor const target = direct ? out : padded_like("a copy of out", q_whole);
@@ -82,7 +83,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   JsonObject plan;
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
-      .add("copies", reasons_to_copy(arguments, problem.varlen))
+      .add("copies", reasons_to_copy(arguments, launch.varlen))
       .add("bucket", kernel.head_dim)
       .add("block_m", launch.tile.block_m)
       .add("block_n", launch.tile.block_n)
@@ -93,6 +94,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
       .add("local_bytes", attributes.local_bytes)
       .add("smem_bytes", attributes.smem_bytes)
       .add("grid", launches ? launch.blocks : 0)
+      .add("splits", launch.splits())
       .add("workspace_bytes", launches ? launch.workspace_bytes : 0)
       .add("seqlen_k_used", params.shape.seqlen_k);
   return add_problem(plan, problem).text();

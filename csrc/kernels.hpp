@@ -36,7 +36,8 @@ struct BackwardKernel {
   decltype(&BackwardLaunch<void>::run) run;
   decltype(&BackwardLaunch<void>::attributes) attributes;
 };
-FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, int head_dim);
+FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, int head_dim,
+                                            Variant variant = Variant::plain);
 FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim);
 
 struct SoftmaxKernels {

@@ -42,7 +42,7 @@ struct AttentionProblem {
 };
 
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
-inline char const* name_of(Variant) { return "plain"; }
+inline char const* name_of(Variant variant) { return variant == Variant::plain ? "plain" : "split"; }
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
 inline char const* name_of(ElementType element) {
   switch (element) {

@@ -251,7 +251,7 @@ BATCHES = {
         Sequence(64, 1100, 64, 1100, 1000),
     ),
     "short": tuple(Sequence(1 + 7 * i % 20, 1 + 11 * i % 23) for i in range(40)),
-    **{  # up to 80 (kFewSequences), blocks on Hopper list them themselves
+    **{  # up to 80 (VarlenOrder::kFewSequences), blocks on Hopper list them themselves
         f"{count} of them": tuple(Sequence(1 + 37 * i % 150, 1 + 53 * i % 190) for i in range(count))
         for count in (80, 81)
     },

@@ -28,6 +28,10 @@ Family family_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) 
   return *problem.family;
 }
 
+ForwardKernel plain_kernel(Family family, ElementType element, int head_dim) {
+  return forward_kernel(family, element, head_dim);
+}
+
 template <class Find>
 auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   Family const family = family_for(problem, gpu, find);
@@ -93,7 +97,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
 
 ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu) {
   ForwardCall call{problem,
-                   kernel_for(Pass::forward, problem, gpu, forward_kernel),
+                   kernel_for(Pass::forward, problem, gpu, plain_kernel),
                    make_params<ForwardParams>(problem, lengths, gpu.info),
                    reachable_mask(problem),
                    true,
@@ -108,6 +112,9 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     planned.lengths = {};
   }
   call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned, mask);
+  if (call.launch.splits()) {
+    call.kernel = forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);
+  }
   return call;
 }
 
@@ -129,17 +136,20 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
-  if (!problem.varlen) return sizeof(int);
   return largest<ForwardParams>(
-      problem, forward_kernel, [](Family family, int bucket, auto const& params, auto const& mask) {
+      problem, plain_kernel, [&](Family family, int bucket, auto const& params, auto const& mask) {
         plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
         ForwardTiles const tiles = forward_tiles(family, bucket);
+        int64_t const split = plan::splits(family, tiles, params, mask)
+                                  ? plan::plan_split(tiles, params, mask).workspace_bytes
+                                  : 0;
+        if (!problem.varlen) return larger<int64_t>(sizeof(int), split);
         int64_t m_blocks = 0;
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
           if (tile.warps == 0) continue;
           m_blocks = larger(m_blocks, m_block_capacity(params, plan::rows_of(family, tile, mean.shape)));
         }
-        return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
+        return larger(split, int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord)));
       });
 }
 

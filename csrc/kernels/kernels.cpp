@@ -30,9 +30,9 @@ Gpu const& gpu_at(int index) {
   return devices[index];
 }
 
-ForwardKernel forward_kernel(Family family, ElementType element, int head_dim) {
+ForwardKernel forward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
   ForwardKernel kernel{};
-  visit_instance<Pass::forward>(family, element, Variant::plain, head_dim, [&]<class Instance>(Instance) {
+  visit_instance<Pass::forward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::attributes};
   });
   return kernel;

@@ -9,7 +9,7 @@ namespace flash_cute {
 
 enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
-enum class Variant { plain };
+enum class Variant { plain, split };          // split: parts of the keys side by side, and caches in pages
 enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
 
 constexpr int element_bytes(ElementType element) { return element == ElementType::fp32 ? 4 : 2; }
@@ -56,6 +56,13 @@ struct LengthParams {
   bool given = false;         // else the batch is uniform, as the shape says
 };
 
+// Keys and values in pages: k and v of ForwardParams are (pages, heads, page_size, head_dim).
+struct PageParams {
+  int const* table = nullptr;  // (batch, table_width) numbers of pages; null where keys are not in pages
+  int64_t table_stride = 0;    // from one sequence to the next
+  int table_width = 0, count = 0, size = 0;
+};
+
 struct ForwardParams {
   ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
   int element_bytes;   // of q, k, v and out
@@ -65,6 +72,7 @@ struct ForwardParams {
   SoftmaxParams softmax;
   DeviceInfo device;
   LengthParams lengths;
+  PageParams pages;
 };
 
 }  // namespace flash_cute

@@ -139,7 +139,7 @@ std::vector<std::tuple<Pass, Family, int, Variant>> instances() {
 }  // namespace
 
 PYBIND11_MODULE(flash_cute_host, module) {
-  module.attr("FEW_SEQUENCES") = kFewSequences;
+  module.attr("FEW_SEQUENCES") = VarlenOrder::kFewSequences;
   module.attr("MAP_BOUND") = VarlenCoord::kBound;
   module.attr("MAP_WRAP") = VarlenCoord::kWrap;
   py::enum_<Pass>(module, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);

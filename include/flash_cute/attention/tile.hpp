@@ -21,4 +21,15 @@ struct alignas(16) VarlenTile {
   int k_begin, seqlen_k;              // the first key that some query can see, and how many follow
 };
 
+// A tile of queries, and the part of its sequence's keys that it computes. Keys are counted from the first
+// one of the sequence, whether a query can see it or not.
+struct PartTile : VarlenTile {
+  int k_first;                 // the first key that some query can see; seqlen_k keys follow
+  int block_begin, block_end;  // blocks of keys of the part
+  int slot;                    // of the partial result; kWhole where the tile has all of its keys
+  int part, parts;             // of the sequence
+  int tiles_of_part;           // slots from one part of a tile to the next
+  static constexpr int kWhole = -1;
+};
+
 }  // namespace flash_cute

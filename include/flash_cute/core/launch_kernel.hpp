@@ -13,7 +13,7 @@ namespace flash_cute {
 // With kStartsEarly the kernel itself waits for the previous one in the stream (see dependent_launch.hpp), so
 // its thread blocks may be launched while that one's memory operations settle.
 template <auto kernel, bool kStartsEarly = false, class... Args>
-void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_bytes, cudaStream_t stream,
+void launch_kernel(DeviceInfo const& device, dim3 blocks, int threads, int smem_bytes, cudaStream_t stream,
                    Args const&... args) {
   static std::atomic<bool> may_have_smem[DeviceInfo::kMaxDevices];  // asking anew would cost every call 1 us
   if (!may_have_smem[device.index].load(std::memory_order_relaxed)) {
@@ -25,7 +25,7 @@ void launch_kernel(DeviceInfo const& device, int blocks, int threads, int smem_b
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/forward/partial.hpp"
 
 namespace flash_cute {
 
@@ -32,6 +33,30 @@ CUTE_DEVICE void store_lse(ForwardParams const& params, Problem const& problem, 
     if (get<1>(coords(i, 0)) == 0 && is_query) {
       lse[int64_t(rows.head(row)) * shape.seqlen_q + rows.query(row)] = softmax.lse(i);
     }
+  }
+}
+
+// Writes the result of a part of the keys, which finish_rows has ended, to the workspace. tile.m_begin: the
+// first query of the rows; first_row: the first of them among the tile's; coords: (row, column) of acc_o.
+template <class Tile, class Rows, class Softmax, class Coords, class Output>
+CUTE_DEVICE void store_partial(PartialResults const& partial, Tile const& tile, int first_row,
+                               Rows const& rows, Softmax const& softmax, Coords const& accumulator_coords,
+                               Output const& acc_o) {
+  auto const coords = row_col_view(accumulator_coords);
+  auto const output = row_col_view(acc_o);
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(output); ++i) {
+    int const row = get<0>(coords(i, 0)), of_slot = first_row + row;
+    if (!rows.uses(row) || tile.m_begin + rows.query(row) >= tile.seqlen_q) continue;
+    float* const out = partial.out_row(tile.slot, of_slot);
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); col += 2) {
+      int const column = get<1>(coords(i, col));
+      if (column < partial.head_dim) {
+        *reinterpret_cast<float2*>(out + column) = make_float2(output(i, col), output(i, col + 1));
+      }
+    }
+    if (get<1>(coords(i, 0)) == 0) partial.lse_of(tile.slot, of_slot) = softmax.lse(i);
   }
 }
 

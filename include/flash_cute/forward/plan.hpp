@@ -13,6 +13,15 @@ namespace flash_cute {
 
 constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
+// How keys are cut into parts; see SplitOrder.
+struct SplitPlan {
+  int wanted_items = 0, least_blocks = 0;  // no wanted_items: they are not cut
+  bool is_uniform = false;
+  int rows = 0;                // of a slot
+  int slots = 0;               // 0 where no sequence can be cut
+  int64_t partial_offset = 0;  // of the partial results in the workspace
+};
+
 struct ForwardPlan {
   ForwardTile tile;
   PackedRows rows;              // of a tile
@@ -22,17 +31,34 @@ struct ForwardPlan {
   int section_tiles = 0;        // whose sections have about so many tiles, see VarlenOrder
   bool dynamic = false;         // are tiles of a uniform batch taken one by one, not shared out beforehand?
   TileOrder order = {};         // of a uniform batch
-  int64_t workspace_bytes = 0;  // of LengthParams::workspace: the list that a kernel makes, the tile counter
+  int64_t workspace_bytes = 0;  // of LengthParams::workspace: the list that a kernel makes, the tile counter,
+                                // partial results
+  SplitPlan split = {};
+
+  bool splits() const { return split.wanted_items > 0; }
+  Variant variant() const { return splits() ? Variant::split : Variant::plain; }
 
   // Of params with operands and the workspace.
   template <class Problem>
   Problem problem(ForwardParams const& params, typename Problem::Mask const& mask) const {
-    if constexpr (Problem::kVarlen) {
+    if constexpr (Problem::kSplits) {
+      auto* const partial = static_cast<char*>(params.lengths.workspace) + split.partial_offset;
+      return {{split_order(params, mask), mask, PagedRows::of(params)},
+              PartialResults::in(partial, split.slots, split.rows, params.shape.head_dim)};
+    } else if constexpr (Problem::kVarlen) {
       return {VarlenOrder::make(params, rows, section_tiles, prepares, mask.is_longest_last()), mask,
               VarlenRows::of(params)};
     } else {
       return {order, mask, {}};
     }
+  }
+  SplitOrder split_order(ForwardParams const& params, WindowMask const& mask) const {
+    if (split.is_uniform) {
+      return SplitOrder::make_uniform(params, mask, rows, mask.is_longest_last(), tile.block_n,
+                                      split.wanted_items, split.least_blocks);
+    }
+    return SplitOrder::make(params, rows, prepares, mask.is_longest_last(), tile.block_n, split.wanted_items,
+                            split.least_blocks);
   }
   int* tile_counter(ForwardParams const& params) const {
     void* const workspace = params.lengths.workspace;
@@ -195,6 +221,62 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
   return {tile, rows_of(family, tile, mean.shape), 0, varlen};
 }
 
+// The tile for a call whose keys are cut into parts: all heads that share keys are packed where the queries
+// of the mean sequence leave room.
+inline ForwardPlan split_with_tile(ForwardTiles const& tiles, ProblemShape const& shape) {
+  int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
+  int const packed = ceil_div(group, packs);
+  bool const few = shape.seqlen_q <= kWarpgroupRows / packed;
+  ForwardTile const& tile = few ? tiles.few : tiles.many;
+  return {tile, rows_sm90(tile, few ? packed : packed_heads(shape, tile)), 0, true};
+}
+
+// Are keys cut into parts? They are where few queries read many keys, which takes as long as memory does, and
+// where tiles of queries are too few for the multiprocessors.
+inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
+                   WindowMask const& mask) {
+  if (family != Family::sm90 || tiles.few.warps == 0) return false;
+  if (params.pages.table) return true;
+  UniformBatch const mean = of_equal_lengths(params, mask, 1);
+  ForwardPlan const split = split_with_tile(tiles, mean.shape);
+  if (split.tile == tiles.few) return true;
+  constexpr int kLong = 2048;  // keys
+  return mean.shape.seqlen_k >= kLong && count_tiles(mean.shape, split.rows) < params.device.multiprocessors;
+}
+
+inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& params,
+                              WindowMask const& mask) {
+  int const multiprocessors = params.device.multiprocessors;
+  UniformBatch const mean = of_equal_lengths(params, mask, 1);
+  ForwardPlan result = split_with_tile(tiles, mean.shape);
+  constexpr int kLeastKeys = 256;
+  SplitPlan& split = result.split;
+  split.wanted_items = (params.lengths.given ? 2 : 1) * multiprocessors;
+  split.least_blocks = kLeastKeys / result.tile.block_n;
+  split.rows =
+      result.rows.groups *
+      int(smaller<int64_t>(result.rows.used(), int64_t(result.rows.packed.value) * params.shape.seqlen_q));
+  split.is_uniform = !params.lengths.given;
+
+  SplitOrder const order = result.split_order(params, mask);
+  int64_t const items = order.capacity * int64_t(order.packs_of_all.value);
+  if (items > std::numeric_limits<int>::max() / 2) {
+    throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
+  }
+  split.slots = !split.is_uniform ? 2 * split.wanted_items : order.alike.parts > 1 ? int(items) : 0;
+  result.blocks = smaller(int(items), multiprocessors * result.tile.blocks_per_sm);
+  result.prepares = !split.is_uniform && params.shape.batch > SplitOrder::kFewSequences;
+  result.workspace_bytes = result.prepares
+                               ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
+                           : items > result.blocks ? sizeof(int)
+                                                   : 0;
+  constexpr int64_t kAlignment = 256;
+  split.partial_offset = ceil_div(result.workspace_bytes, kAlignment) * kAlignment;
+  result.workspace_bytes =
+      split.partial_offset + PartialResults::bytes(split.slots, split.rows, params.shape.head_dim);
+  return result;
+}
+
 }  // namespace plan
 
 // bucket: the head dim of the kernel that serves the problem.
@@ -202,7 +284,11 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
                                 WindowMask const& mask) {
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
-  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
+  ForwardTiles const tiles_of_kernel = forward_tiles(family, bucket);
+  if (plan::splits(family, tiles_of_kernel, params, mask)) {
+    return plan::plan_split(tiles_of_kernel, params, mask);
+  }
+  ForwardPlan result = plan::with_tile(family, tiles_of_kernel, params, mask);
   plan::UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
   // where tiles have equal lengths or a static scheduler, of one head of K and V.
@@ -215,7 +301,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     }
     result.section_tiles = persistent && mask.is_even() ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
-    result.prepares = !persistent || params.shape.batch > kFewSequences;
+    result.prepares = !persistent || params.shape.batch > VarlenOrder::kFewSequences;
     result.workspace_bytes = result.prepares
                                  ? sizeof(VarlenListHeader) + m_blocks * int64_t(sizeof(SequenceRecord))
                              : tiles > result.blocks ? sizeof(int)

@@ -3,8 +3,12 @@
 #pragma once
 
 #include "flash_cute/attention/keys/dense.hpp"
+#include "flash_cute/attention/keys/paged.hpp"
 #include "flash_cute/attention/keys/varlen.hpp"
 #include "flash_cute/attention/kv_blocks.hpp"
+#include "flash_cute/attention/mask/shifted.hpp"
+#include "flash_cute/forward/partial.hpp"
+#include "flash_cute/scheduler/split_order.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 #include "flash_cute/scheduler/varlen_order.hpp"
 
@@ -15,7 +19,7 @@ template <class Mask_>
 struct UniformProblem {
   using Mask = Mask_;
   using Tile = TileCoord;
-  static constexpr bool kVarlen = false;
+  static constexpr bool kVarlen = false, kSplits = false;
   TileOrder order;
   Mask limits;
   DenseRows operands;
@@ -45,19 +49,25 @@ struct UniformProblem {
 };
 
 // Sequences differ in length, as the device alone knows.
-template <class Mask_>
+template <class Mask_, class Order_ = VarlenOrder, class Operands_ = VarlenRows, class Tile_ = VarlenTile>
 struct VarlenProblem {
   using Mask = Mask_;
-  using Tile = VarlenTile;
-  static constexpr bool kVarlen = true;
-  VarlenOrder order;
+  using Order = Order_;
+  using Tile = Tile_;
+  static constexpr bool kVarlen = true, kSplits = Order::kSplits;
+  Order order;
   Mask limits;
-  VarlenRows operands;
+  Operands_ operands;
 
   FLASH_CUTE_HOST_DEVICE PackedRows const& rows() const { return order.rows; }
   FLASH_CUTE_HOST_DEVICE Tile tile(int index) const { return order(index); }
-  FLASH_CUTE_HOST_DEVICE Mask mask(Tile const& tile) const {
-    return limits.of_lengths(tile.seqlen_q, tile.seqlen_k);
+  FLASH_CUTE_HOST_DEVICE auto mask(Tile const& tile) const {
+    auto const own = limits.of_lengths(tile.seqlen_q, tile.seqlen_k);
+    if constexpr (kSplits) {
+      return ShiftedMask(own, tile.k_first);
+    } else {
+      return own;
+    }
   }
   FLASH_CUTE_HOST_DEVICE int64_t lse_offset(ForwardParams const& params, Tile const& tile) const {
     return tile.batch * params.lse_batch_stride + int64_t(tile.head) * params.shape.seqlen_q + tile.q_begin;
@@ -77,12 +87,23 @@ struct VarlenProblem {
   }
 };
 
+// The same, where sequences are cut into parts of their keys, which may lie in pages.
+template <class Mask>
+struct SplitProblem : VarlenProblem<Mask, SplitOrder, PagedRows, PartTile> {
+  PartialResults partial;
+};
+
 // The blocks of keys that a tile of queries computes: those that its queries see, or one block that is hidden
 // from them all.
 template <int kBlockN, class Problem>
 FLASH_CUTE_HOST_DEVICE KvBlocks kv_blocks_of(Problem const& problem, typename Problem::Tile const& tile) {
-  BlockRange const visited = problem.mask(tile).visited(tile.m_begin, problem.rows().tile_queries(), kBlockN);
-  return KvBlocks(visited.empty() ? BlockRange{0, 1} : visited);
+  BlockRange visited = problem.mask(tile).visited(tile.m_begin, problem.rows().tile_queries(), kBlockN);
+  int hidden = 0;
+  if constexpr (Problem::kSplits) {
+    visited = {larger(visited.begin, tile.block_begin), smaller(visited.end, tile.block_end)};
+    hidden = tile.block_begin;
+  }
+  return KvBlocks(visited.empty() ? BlockRange{hidden, hidden + 1} : visited);
 }
 
 }  // namespace flash_cute

@@ -23,6 +23,8 @@ struct ForwardTiles {
   // The small tile is taken where it leaves less than this part of the main tile's work.
   double enough = 0;          // of uniform batches
   double enough_unequal = 0;  // of batches of unequal lengths
+  // Where keys are cut into parts, for few queries and for many.
+  ForwardTile few = {}, many = {};
 };
 
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The tiles of the
@@ -54,24 +56,36 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
         return {{.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 0.87,
-                0.935};
+                0.935,
+                {.block_m = 64, .block_n = 128, .stages = 5, .warps = 4, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:
         return {{.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 0.91,
-                0.955};
+                0.955,
+                {.block_m = 64, .block_n = 128, .stages = 3, .warps = 4, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
       // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96) and
       // 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
       case 128:
         return {{.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 0.965,
-                0.985};
+                0.985,
+                {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
-      case 192: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+      case 192:
+        return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
+                .few = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4, .stages_q = 2},
+                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 6-9%; no more than 64 fit beside the stages of O.
-      case 256: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+      case 256:
+        return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
+                .few = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4},
+                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
     }
   }
   return {};

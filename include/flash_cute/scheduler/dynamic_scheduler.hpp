@@ -21,19 +21,22 @@ struct TileQueue {
   cutlass::arch::ClusterBarrier requested;
   TmaRing<2> ring;
   union {
-    VarlenTile varlen;
     TileCoord uniform;
+    VarlenTile varlen;
+    PartTile part;
   } tiles[2];
 
-  // As TmaRing::init; the loading thread is one more that reads.
-  CUTE_DEVICE void init(int consumers) {
+  // readers: arrivals that free a stage, one of each warp that goes through the tiles.
+  CUTE_DEVICE void init(int readers) {
     requested.init(1);
-    ring.init(consumers + 1);
+    ring.init(readers);
   }
 
   template <class Tile>
   CUTE_DEVICE Tile& tile(int stage) {
-    if constexpr (std::is_same_v<Tile, VarlenTile>) {
+    if constexpr (std::is_same_v<Tile, PartTile>) {
+      return tiles[stage].part;
+    } else if constexpr (std::is_same_v<Tile, VarlenTile>) {
       return tiles[stage].varlen;
     } else {
       return tiles[stage].uniform;
@@ -41,31 +44,37 @@ struct TileQueue {
   }
 };
 
+// Takes a tile from what is left for the whole grid, and hands it over; false if there is none.
+template <class Problem, class List>
+CUTE_DEVICE bool take_tile(Problem const& problem, DynamicScheduler const& scheduler, List const& list,
+                           TileQueue& queue, PipelineState<2>& at) {
+  using Tile = typename Problem::Tile;
+  int const index =
+      scheduler.tile_counter ? read_grid_size() + atomicAdd(scheduler.tile_counter, 1) : kNoTile;
+  bool const is_tile = unsigned(index) < unsigned(problem.tiles(list));
+  auto& full = queue.ring.acquire(at);
+  Tile& upcoming = queue.template tile<Tile>(at.stage);
+  if (is_tile) upcoming = problem.tile(list, index);
+  if (!is_tile) upcoming.m_begin = kNoTile;
+  full.arrive();
+  at.advance();
+  return is_tile;
+}
+
 // By one thread of a warp that has nothing else to do: takes a tile from what is left for the whole grid
 // whenever the loading thread requests one. It does when it has nearly loaded the tile before, so blocks with
 // long tiles get fewer of them: requested when the tile before begins, 8k causal takes 8% longer in a model
 // of the schedule. Two at once lose up to 7%, requests 8 blocks before the end up to 1% (both measured).
 constexpr int kRequestedAhead = 4;  // blocks of keys before the end
-template <class Problem>
-CUTE_DEVICE void schedule_tiles(Problem const& problem, DynamicScheduler const& scheduler,
-                                VarlenList const& list, TileQueue& queue) {
-  using Tile = typename Problem::Tile;
+template <class Problem, class List>
+CUTE_DEVICE void schedule_tiles(Problem const& problem, DynamicScheduler const& scheduler, List const& list,
+                                TileQueue& queue) {
   PipelineState<2> at{};
   // No kernel has zero filled the counter (nor that of a list: see VarlenList::make).
   if (!Problem::kVarlen && blockIdx.x == 0) *scheduler.tile_counter = 0;
-  while (true) {
+  do {
     queue.requested.wait(at.stage);  // which is the parity of the round
-    int const index =
-        scheduler.tile_counter ? read_grid_size() + atomicAdd(scheduler.tile_counter, 1) : kNoTile;
-    bool const is_tile = unsigned(index) < unsigned(problem.tiles(list));
-    auto& full = queue.ring.acquire(at);
-    Tile& upcoming = queue.template tile<Tile>(at.stage);
-    if (is_tile) upcoming = problem.tile(list, index);
-    if (!is_tile) upcoming.m_begin = kNoTile;
-    full.arrive();
-    at.advance();
-    if (!is_tile) break;
-  }
+  } while (take_tile(problem, scheduler, list, queue, at));
 }
 
 struct Unknown {};  // the upcoming tile, until done() has read it
@@ -95,14 +104,14 @@ struct DynamicTiles {
   CUTE_DEVICE void request() { queue.requested.arrive(); }
 };
 
-template <class Problem>
-CUTE_DEVICE StaticTiles<Problem> tiles_of(Problem const& problem, StaticScheduler const&, VarlenList const&,
+template <class Problem, class List>
+CUTE_DEVICE StaticTiles<Problem> tiles_of(Problem const& problem, StaticScheduler const&, List const&,
                                           TileQueue&, unsigned) {
   return {problem, int(blockIdx.x), int(gridDim.x)};
 }
-template <class Problem>
-CUTE_DEVICE DynamicTiles<Problem> tiles_of(Problem const& problem, DynamicScheduler const&,
-                                           VarlenList const& list, TileQueue& queue, unsigned lanes) {
+template <class Problem, class List>
+CUTE_DEVICE DynamicTiles<Problem> tiles_of(Problem const& problem, DynamicScheduler const&, List const& list,
+                                           TileQueue& queue, unsigned lanes) {
   return {problem, queue, lanes, problem.first_tile(list, blockIdx.x)};
 }
 

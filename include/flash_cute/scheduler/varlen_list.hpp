@@ -1,27 +1,29 @@
 // The list of sequences, longest first: what the order depends on, and the list of a few sequences that each
-// block of a persistent kernel makes for itself. scheduler/varlen_prepare.cuh makes the list of many for all
-// blocks.
+// thread block makes for itself. scheduler/varlen_prepare.cuh makes the list of many for all blocks.
 #pragma once
+
+#include <utility>
 
 #include <cute/config.hpp>
 
-#include "flash_cute/scheduler/varlen_order.hpp"
+#include "flash_cute/scheduler/split_order.hpp"
 
 namespace flash_cute {
 
 constexpr int kLengthClasses = 256;
 
 // A sequence, and what decides where it comes in a list.
+template <class Order>
 struct ListedSequence {
-  Sequence sequence;
-  int m_blocks;
+  decltype(Order::sequence_of(std::declval<ForwardParams>(), WindowMask{}, 0)) sequence;
+  int m_blocks;      // of all parts, once it is cut
   int length_class;  // of its longest tile: lengths within an eighth of a power of two; 0 has the longest
   bool unwritten;    // are there rows at its ends that no tile writes?
 
   template <class Mask>
-  CUTE_DEVICE static ListedSequence of(ForwardParams const& params, Mask const& limits,
-                                       VarlenOrder const& order, int b) {
-    Sequence const s = flash_cute::sequence(params.shape, params.lengths, limits, b);
+  CUTE_DEVICE static ListedSequence of(ForwardParams const& params, Mask const& limits, Order const& order,
+                                       int b) {
+    auto const s = Order::sequence_of(params, limits, b);
     int const queries = order.rows.tile_queries(), m_blocks = order.m_blocks(s);
     auto keys = [&](int m_block) {
       auto const visited = s.mask.visited(m_block * queries, queries, 1);
@@ -37,27 +39,50 @@ struct ListedSequence {
             .length_class = kLengthClasses - 1 - (octave * 8 + eighth),
             .unwritten = before || behind || s.queries.begin + s.used < s.queries.end};
   }
+
+  // Cut sequences come first: their parts are as long as the longest sequences that are not cut.
+  CUTE_DEVICE void cut(Order const& order, int part_blocks) {
+    int const parts = m_blocks > 0 ? order.parts(sequence, part_blocks) : 1;
+    m_blocks *= parts;
+    length_class = parts > 1 ? 0 : larger(1, length_class);
+  }
 };
 
 // In shared memory.
+template <class Order>
 struct VarlenList {
-  static constexpr int kSearch = 64;
+  static constexpr int kFewSequences = Order::kFewSequences, kSearch = kFewSequences < 64 ? 32 : 64;
   static_assert(kSearch <= kFewSequences && kFewSequences <= 2 * kSearch);
-  static constexpr int kLanes = 4;        // threads that count for a sequence
-  SequenceRecord records[kFewSequences];  // where the block makes them; those without a query come last
-  int m_blocks;                           // as in VarlenListHeader
+  typename Order::Record
+      records[kFewSequences];             // where the block makes them; those without a query come last
+  unsigned long long work;                // of all sequences, where these may be cut
+  int m_blocks, unwritten, split_blocks;  // as in VarlenListHeader
   int first;                              // the record that has the block's first tile
-  int unwritten;                          // as in VarlenListHeader
 
-  // By all threads of a block: at least kLanes for each of kFewSequences. tile_counter: of the dynamic
-  // scheduler, null where each block has one tile at most.
-  template <class Mask>
-  CUTE_DEVICE void make(ForwardParams const& params, Mask const& limits, VarlenOrder const& order,
+  // By all threads of a block. tile_counter: of the dynamic scheduler, null where each block has one tile at
+  // most.
+  template <int kThreads, class Mask>
+  CUTE_DEVICE void make(ForwardParams const& params, Mask const& limits, Order const& order,
                         int* tile_counter) {
+    constexpr int kLanes = kThreads >= 4 * kFewSequences ? 4 : 2;  // threads that count for a sequence
+    static_assert(kThreads >= kLanes * kFewSequences);
+    if constexpr (Order::kSplits) {
+      if (order.is_uniform()) {
+        if (threadIdx.x == 0) {
+          m_blocks = order.capacity;
+          unwritten = false;
+          split_blocks = order.alike.parts > 1 ? order.capacity : 0;
+          if (blockIdx.x == 0 && tile_counter) *tile_counter = 0;
+        }
+        __syncthreads();
+        return;
+      }
+    }
     if (order.is_prepared()) {
       if (threadIdx.x == 0) {
         m_blocks = order.header->m_blocks;
         unwritten = order.header->unwritten;
+        split_blocks = order.header->split_blocks;
       }
       __syncthreads();
       return;
@@ -72,12 +97,22 @@ struct VarlenList {
     auto* const keys = reinterpret_cast<Key*>(records);
     int const b = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, batch = params.shape.batch;
     bool const is_sequence = b < batch;
-    ListedSequence const own = is_sequence ? ListedSequence::of(params, limits, order, b) : ListedSequence{};
+    using Listed = ListedSequence<Order>;
+    Listed own = is_sequence ? Listed::of(params, limits, order, b) : Listed{};
+    int part_blocks = 0;
+    if constexpr (Order::kSplits) {
+      if (threadIdx.x == 0) work = split_blocks = 0;
+      __syncthreads();
+      if (lane == 0 && own.m_blocks > 0) atomicAdd(&work, order.work(own.sequence));
+      __syncthreads();
+      part_blocks = order.part_blocks(work);
+      own.cut(order, part_blocks);
+    }
     Key const key{own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     if (is_sequence && lane == 0) keys[b] = key;
     int const any_unwritten = __syncthreads_or(own.unwritten);
 
-    SequenceRecord record = order.record(b, own.sequence, 0);
+    auto record = order.record(b, own.sequence, 0, part_blocks);
     int rank = 0, first_block = 0;  // behind all that are longer, or as long with a smaller index
     if (is_sequence) {
 #pragma unroll 4
@@ -99,6 +134,10 @@ struct VarlenList {
     if (is_sequence && lane == 0) {
       record.first_block = first_block;
       records[rank] = record;
+      if constexpr (Order::kSplits) {
+        if (own.length_class == 0)
+          atomicMax(&split_blocks, smaller(first_block + own.m_blocks, order.capacity));
+      }
       int const m_block = order.packs_of_all.quotient(blockIdx.x);
       if (first_block <= m_block && m_block < first_block + own.m_blocks) first = rank;
       if (rank == batch - 1) {
@@ -109,11 +148,14 @@ struct VarlenList {
     __syncthreads();
   }
 
-  CUTE_DEVICE int tiles(VarlenOrder const& order) const { return m_blocks * int(order.packs_of_all.value); }
+  CUTE_DEVICE int tiles(Order const& order) const { return m_blocks * int(order.packs_of_all.value); }
 
-  CUTE_DEVICE VarlenTile tile(VarlenOrder const& order, int index) const {
+  CUTE_DEVICE auto tile(Order const& order, int index) const {
     int const m_block = order.packs_of_all.quotient(index);
-    SequenceRecord const* found = order.prepared() + m_block;
+    if constexpr (Order::kSplits) {
+      if (order.is_uniform()) return order.tile(order.record_alike(m_block), index);
+    }
+    typename Order::Record const* found = order.prepared() + m_block;
     if (!order.is_prepared()) {
       found = records;  // the last that begins no later
 #pragma unroll 1
@@ -124,8 +166,11 @@ struct VarlenList {
     return order.tile(*found, index);
   }
   // The tile of the block's own number, which exists.
-  CUTE_DEVICE VarlenTile first_tile(VarlenOrder const& order, int block) const {
+  CUTE_DEVICE auto first_tile(Order const& order, int block) const {
     if (order.is_prepared()) return order(block);
+    if constexpr (Order::kSplits) {
+      if (order.is_uniform()) return tile(order, block);
+    }
     return order.tile(records[first], block);
   }
 };

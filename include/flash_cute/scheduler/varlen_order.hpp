@@ -11,8 +11,6 @@
 
 namespace flash_cute {
 
-constexpr int kFewSequences = 80;  // at most: more do not fit beside the tiles of head dim 256
-
 // The sequence of an M block of the list. The list has one record for each M block; those of a sequence are
 // neighbours and equal.
 struct alignas(16) SequenceRecord {
@@ -29,6 +27,7 @@ struct alignas(16) VarlenListHeader {
   int m_blocks;      // of all sequences
   int tile_counter;  // of the dynamic scheduler
   int unwritten;     // are there rows of out that no tile writes? (forward/zero_fill.hpp)
+  int split_blocks;  // M blocks of cut sequences, which come first (SplitOrder)
 };
 
 // M blocks that a list has room for: the last one of each sequence may be short.
@@ -45,9 +44,12 @@ inline int64_t m_block_capacity(ForwardParams const& params, PackedRows const& r
 // which the longest tiles come first: in sections of one head the short ones are spent too early to even out
 // the end, and so they are where the last section is left with few heads.
 struct VarlenOrder {
-  VarlenListHeader* header;  // of the prepared list, or null
-  int capacity;              // M blocks that the list has room for
-  PackedRows rows;           // of every tile
+  using Record = SequenceRecord;
+  static constexpr bool kSplits = false;
+  static constexpr int kFewSequences = 80;  // at most: more do not fit beside the tiles of head dim 256
+  VarlenListHeader* header;                 // of the prepared list, or null
+  int capacity;                             // M blocks that the list has room for
+  PackedRows rows;                          // of every tile
   int batch, heads_kv, heads_per_kv;
   int wanted_tiles;      // of a section
   Divisor tile_queries;  // queries of a tile
@@ -73,6 +75,11 @@ struct VarlenOrder {
             .descending = descending};
   }
 
+  template <class Mask>
+  FLASH_CUTE_HOST_DEVICE static Sequence sequence_of(ForwardParams const& params, Mask const& limits, int b) {
+    return sequence(params.shape, params.lengths, limits, b);
+  }
+
   FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return header != nullptr; }
   FLASH_CUTE_HOST_DEVICE SequenceRecord* prepared() const {
     return reinterpret_cast<SequenceRecord*>(header + 1);
@@ -83,7 +90,7 @@ struct VarlenOrder {
   }
 
   // The record of sequence b, whose first M block has this index in the list.
-  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_block) const {
+  FLASH_CUTE_HOST_DEVICE SequenceRecord record(int b, Sequence const& s, int first_block, int = 0) const {
     int const of_sequence = m_blocks(s);
     int const tiles_of_head = larger(1, of_sequence * int(packs.value));
     int const section = larger(1, (wanted_tiles + tiles_of_head / 2) / tiles_of_head);

@@ -15,8 +15,8 @@ constexpr unsigned kCountable = 1u << 31;  // M blocks of a class; offsets that 
 
 // By one block, in two rounds over the sequences: counts the M blocks of each class of lengths, then writes
 // the records of each sequence behind those of longer ones.
-template <int kThreads, class Mask>
-__device__ void list_sequences(ForwardParams const& params, Mask const& limits, VarlenOrder const& order) {
+template <int kThreads, class Mask, class Order>
+__device__ void list_sequences(ForwardParams const& params, Mask const& limits, Order const& order) {
   __shared__ unsigned next[kLengthClasses];
   static_assert(kLengthClasses <= kThreads);
   bool const is_class = threadIdx.x < kLengthClasses;
@@ -25,18 +25,32 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
 
   int const batch = params.shape.batch, capacity = order.capacity;
   bool unwritten = false, uncountable = false;
+  int part_blocks = 0;
+  if constexpr (Order::kSplits) {
+    __shared__ unsigned long long work;
+    if (threadIdx.x == 0) work = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int b = threadIdx.x; b < batch; b += kThreads) {
+      auto const s = Order::sequence_of(params, limits, b);
+      if (s.used > 0) atomicAdd(&work, order.work(s));
+    }
+    __syncthreads();
+    part_blocks = order.part_blocks(work);
+  }
 #pragma unroll 1
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
-      ListedSequence const listed = ListedSequence::of(params, limits, order, b);
+      auto listed = ListedSequence<Order>::of(params, limits, order, b);
+      if constexpr (Order::kSplits) listed.cut(order, part_blocks);
       unwritten |= listed.unwritten;
       unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
       unsigned const first = atomicAdd(&next[listed.length_class], m_blocks);
       uncountable |= first + m_blocks > kCountable;
       if (!lists) continue;
-      SequenceRecord const record = order.record(b, listed.sequence, int(first));
+      auto const record = order.record(b, listed.sequence, int(first), part_blocks);
 #pragma unroll 1
       for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i)
         order.prepared()[i] = record;
@@ -48,19 +62,25 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
     using Sum = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Sum::TempStorage storage;
     int64_t begin, total;
+    int const split_blocks = smaller<int64_t>(next[0], capacity);
     Sum(storage).ExclusiveSum(is_class ? int64_t(next[threadIdx.x]) : 0, begin, total);
     if (is_class) next[threadIdx.x] = unsigned(smaller<int64_t>(begin, capacity));
     int const m_blocks = uncountable ? 0 : int(smaller<int64_t>(total, capacity));
-    if (threadIdx.x == 0) *order.header = {.m_blocks = m_blocks, .tile_counter = 0, .unwritten = unwritten};
+    if (threadIdx.x == 0) {
+      *order.header = {.m_blocks = m_blocks,
+                       .tile_counter = 0,
+                       .unwritten = unwritten,
+                       .split_blocks = uncountable ? 0 : split_blocks};
+    }
     if (uncountable) return;
     __syncthreads();
   }
 }
 
-template <int kThreads, class Mask>
+template <int kThreads, class Mask, class Order>
 __global__ void __launch_bounds__(kThreads)
     varlen_prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Mask const limits,
-                          __grid_constant__ VarlenOrder const order) {
+                          __grid_constant__ Order const order) {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
 #endif
@@ -69,12 +89,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // kStartsEarly: as of the kernel after it.
-template <bool kStartsEarly, class Mask>
-void launch_varlen_prepare(ForwardParams const& params, Mask const& limits, VarlenOrder const& order,
+template <bool kStartsEarly, class Mask, class Order>
+void launch_varlen_prepare(ForwardParams const& params, Mask const& limits, Order const& order,
                            cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-    launch_kernel<varlen_prepare_kernel<kThreads, Mask>, kStartsEarly>(params.device, 1, kThreads, 0, stream,
-                                                                       params, limits, order);
+    launch_kernel<varlen_prepare_kernel<kThreads, Mask, Order>, kStartsEarly>(params.device, 1, kThreads, 0,
+                                                                              stream, params, limits, order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).
   constexpr int kFew = kLengthClasses, kMany = 1024;

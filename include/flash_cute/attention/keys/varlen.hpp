@@ -31,10 +31,11 @@ struct VarlenRows {
   } entry_rows;  // from one entry of the batch to the next; 0 where packed
 
   static VarlenRows of(ForwardParams const& params) {
-    auto rows = [](TensorView const& view) {
-      return view.batch_stride == 0 ? 0 : int(view.batch_stride / view.row_stride);
-    };
-    return {{rows(params.q), rows(params.k), rows(params.v), rows(params.out)}};
+    return {{entry_rows_of(params.q), entry_rows_of(params.k), entry_rows_of(params.v),
+             entry_rows_of(params.out)}};
+  }
+  static int entry_rows_of(TensorView const& view) {
+    return view.batch_stride == 0 ? 0 : int(view.batch_stride / view.row_stride);
   }
 
   // As of DenseRows.

@@ -80,9 +80,11 @@ struct WarpSchedulerBarrier {
     if (warpgroup == kWarpgroups - 1) pass();
   }
   CUTE_DEVICE void wait() const {
+    if constexpr (kWarpgroups == 1) return;
     NamedBarrier{BarrierId::warp_scheduler, warpgroup}.sync(2 * kWarpgroupThreads);
   }
   CUTE_DEVICE void pass() const {
+    if constexpr (kWarpgroups == 1) return;
     NamedBarrier{BarrierId::warp_scheduler, warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1}.arrive(
         2 * kWarpgroupThreads);
   }

@@ -44,6 +44,7 @@ struct ForwardConsumerSm90 {
     Tensor tOrV = mma_pv.get_slice(warpgroup * kWarpgroupThreads)
                       .partition_fragment_B(sVt);  // (MMA, MMA_D, MMA_N, STAGE)
     Tensor cS = mma_qk.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
+    Tensor cO = mma_pv.get_slice(thread).partition_C(make_identity_tensor(TileO{}));
     Tensor acc_first = partition_fragment_C(mma_qk, TileS{});  // (MMA, MMA_M, MMA_N)
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
@@ -51,6 +52,7 @@ struct ForwardConsumerSm90 {
     OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
     WarpSchedulerBarrier<Traits::kConsumers> const products{warpgroup};
     auto const& problem = tiles.problem;
+    constexpr bool kSplits = std::remove_cvref_t<decltype(problem)>::kSplits;
     PackedRows const& rows = problem.rows();
     ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
     auto& ring_q = shared.ring_q[warpgroup];
@@ -60,19 +62,31 @@ struct ForwardConsumerSm90 {
       issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
                     tSrK(_, _, _, at_k.stage), acc_s);
     };
+    auto wait_keys = [&](auto& ring, auto const& at) {
+      ring.wait(at);
+      if constexpr (kSplits) cutlass::arch::fence_view_async_shared();  // no TMA has written them
+    };
     auto issue_output = [&] {
-      shared.ring_v.wait(at_v);
+      wait_keys(shared.ring_v, at_v);
       issue_product(GMMA::ScaleOut::One, mma_pv, tOrP, tOrV(_, _, _, at_v.stage), acc_o);
     };
     auto issue_first_scores = [&] {
       ring_q.wait(at_q);
-      shared.ring_k.wait(at_k);
+      wait_keys(shared.ring_k, at_k);
       issue_scores(acc_first);
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     auto store_tile = [&](auto tile) {
       tile.m_begin = first_query(tile);
       auto const& mask = problem.mask(tile);
+      if constexpr (kSplits) {
+        if (tile.slot != PartTile::kWhole) {
+          softmax.finish(acc_o, [](int) { return true; });  // other parts may see keys
+          store_partial(problem.partial, tile, warpgroup * (problem.partial.rows / rows.groups), rows,
+                        softmax, cO, acc_o);
+          return;
+        }
+      }
       finish_rows(softmax, mask, tile.m_begin, rows, cS, acc_o);
       if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cS);
@@ -106,7 +120,7 @@ struct ForwardConsumerSm90 {
       convert_into<Element>(acc_first, rP);
       while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
-        shared.ring_k.wait(at_k);
+        wait_keys(shared.ring_k, at_k);
         products.wait();
         issue_scores(acc_s);
         issue_output();

@@ -7,6 +7,7 @@
 
 #include "flash_cute/forward/sm90/consumer.hpp"
 #include "flash_cute/forward/sm90/producer.hpp"
+#include "flash_cute/forward/sm90/row_producer.hpp"
 #include "flash_cute/forward/zero_fill.hpp"
 
 namespace flash_cute {
@@ -15,7 +16,7 @@ namespace flash_cute {
 enum class ProducerWarp { load, zero_fill_0, zero_fill_1, schedule };
 
 template <class Traits, class Problem, class Scheduler>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
                         __grid_constant__ Scheduler const scheduler,
                         __grid_constant__ ForwardMaps const maps) {
@@ -26,24 +27,42 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
-    shared.ring_k.init(kConsumerWarps);
-    shared.ring_v.init(kConsumerWarps);
-    if constexpr (Scheduler::kDynamic) shared.tile_queue.init(kConsumerWarps);
+    constexpr int kKvProducers = Problem::kSplits ? kWarpgroupThreads : 1;
+    constexpr int kProducerWarps = Problem::kSplits ? 4 : 1;
+    shared.ring_k.init(kConsumerWarps, kKvProducers);
+    shared.ring_v.init(kConsumerWarps, kKvProducers);
+    if constexpr (Scheduler::kDynamic) shared.tile_queue.init(kConsumerWarps + kProducerWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
+  if constexpr (Problem::kSplits)
+    cudaTriggerProgrammaticLaunchCompletion();  // combine_kernel waits by itself
 
   // In this order: where loading and zero filling share what they know of the list, head dim 256 spills.
   if constexpr (Problem::kVarlen) {
-    shared.varlen_list.make(params, problem.limits, problem.order, scheduler.tile_counter);
+    shared.varlen_list.template make<Traits::kThreads>(params, problem.limits, problem.order,
+                                                       scheduler.tile_counter);
     if (warpgroup > 0 && blockIdx.x >= problem.tiles(shared.varlen_list)) return;
   }
   auto tiles = [&](unsigned lanes) {
     return tiles_of(problem, scheduler, shared.varlen_list, shared.tile_queue, lanes);
   };
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if constexpr (Traits::kMovesRegisters) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    }
+    if constexpr (Problem::kSplits) {
+      auto take = [&](auto& at) { take_tile(problem, scheduler, shared.varlen_list, shared.tile_queue, at); };
+      if (blockIdx.x < problem.tiles(shared.varlen_list)) {
+        ForwardRowProducerSm90<Traits>{shared, params, maps}.run(tiles(~0u), take);
+      }
+      if (shared.varlen_list.unwritten) {
+        constexpr int kWarps = kWarpgroupThreads / 32;
+        zero_fill_unwritten(params, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
+      }
+      return;
+    }
     auto const warp = ProducerWarp(cutlass::canonical_warp_idx_sync());
     if constexpr (Problem::kVarlen) {
       if (warp == ProducerWarp::zero_fill_0 || warp == ProducerWarp::zero_fill_1) {
@@ -65,7 +84,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles(1u << threadIdx.x % 32));
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    if constexpr (Traits::kMovesRegisters) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    }
     ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % kWarpgroupThreads}
         .run(tiles(~0u));
   }

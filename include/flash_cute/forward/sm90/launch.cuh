@@ -1,19 +1,37 @@
 // Launches the Hopper family's forward.
 #pragma once
 
+#include "flash_cute/forward/combine.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/forward/sm90/kernel.hpp"
 #include "flash_cute/scheduler/varlen_prepare.cuh"
 
 namespace flash_cute {
 
+template <class Traits>
+TmaBox query_box(PackedRows const& rows) {
+  return {Traits::kPanel, int(rows.packed.value), rows.queries};
+}
+
+// See VarlenCoord.
+template <class Element>
+CUtensorMap varlen_map(ForwardParams const& params, TensorView const& view, int rows, int entry_rows,
+                       int heads, TmaBox box) {
+  ProblemShape const& shape = params.shape;
+  uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows + rows + 1;
+  int64_t const back = VarlenCoord::kWrap / int64_t(sizeof(Element)) - view.row_stride;
+  return make_tensor_map<Element, 5>(
+      params.device.index, view.data,
+      {uint64_t(shape.head_dim), uint64_t(heads), VarlenCoord::kBound, planes, VarlenCoord::kBound + 1},
+      {view.head_stride, view.row_stride, view.row_stride, back}, box);
+}
+
 // The maps of q, k, v and out, by encode(view, rows, rows from entry to entry, heads, box).
 template <class Traits, class Encode>
 ForwardMaps encode_maps(ForwardParams const& params, PackedRows const& rows, VarlenRows const& operands,
                         Encode&& encode) {
   ProblemShape const& shape = params.shape;
-  TmaBox const box_q{Traits::kPanel, int(rows.packed.value), rows.queries},
-      box_kv{Traits::kPanel, 1, Traits::kBlockN};
+  TmaBox const box_q = query_box<Traits>(rows), box_kv{Traits::kPanel, 1, Traits::kBlockN};
   auto const& entry_rows = operands.entry_rows;
   return {.q = encode(params.q, shape.seqlen_q, entry_rows.q, shape.heads_q, box_q),
           .k = encode(params.k, shape.seqlen_k, entry_rows.k, shape.heads_kv, box_kv),
@@ -33,21 +51,24 @@ ForwardMaps maps_of(ForwardParams const& params, UniformProblem<Mask> const& pro
       });
 }
 
-// See VarlenCoord.
 template <class Traits, class Mask>
 ForwardMaps maps_of(ForwardParams const& params, VarlenProblem<Mask> const& problem) {
-  using Element = typename Traits::Element;
-  ProblemShape const& shape = params.shape;
-  return encode_maps<Traits>(
-      params, problem.rows(), problem.operands,
-      [&](TensorView const& view, int rows, int entry_rows, int heads, TmaBox box) {
-        uint64_t const planes = uint64_t(shape.batch - 1) * entry_rows + rows + 1;
-        int64_t const back = VarlenCoord::kWrap / int64_t(sizeof(Element)) - view.row_stride;
-        return make_tensor_map<Element, 5>(
-            params.device.index, view.data,
-            {uint64_t(shape.head_dim), uint64_t(heads), VarlenCoord::kBound, planes, VarlenCoord::kBound + 1},
-            {view.head_stride, view.row_stride, view.row_stride, back}, box);
-      });
+  return encode_maps<Traits>(params, problem.rows(), problem.operands,
+                             [&](TensorView const& view, int rows, int entry_rows, int heads, TmaBox box) {
+                               return varlen_map<typename Traits::Element>(params, view, rows, entry_rows,
+                                                                           heads, box);
+                             });
+}
+
+// Keys are loaded without a map.
+template <class Traits, class Mask>
+ForwardMaps maps_of(ForwardParams const& params, SplitProblem<Mask> const& problem) {
+  auto map = [&](TensorView const& view, int entry_rows) {
+    return varlen_map<typename Traits::Element>(params, view, params.shape.seqlen_q, entry_rows,
+                                                params.shape.heads_q, query_box<Traits>(problem.rows()));
+  };
+  auto const& entry_rows = problem.operands.entry_rows;
+  return {.q = map(params.q, entry_rows.q), .k = {}, .v = {}, .out = map(params.out, entry_rows.out)};
 }
 
 // Calls visitor(traits, type of the problem, type of the scheduler) for the kernel that a plan names.
@@ -56,17 +77,24 @@ auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
   using Uniform = std::type_identity<UniformProblem<WindowMask>>;
   using Varlen = std::type_identity<VarlenProblem<WindowMask>>;
+  using Split = std::type_identity<SplitProblem<WindowMask>>;
   using Static = std::type_identity<StaticScheduler>;
   using Dynamic = std::type_identity<DynamicScheduler>;
-  auto with = [&](auto traits) {
-    return plan.varlen    ? visitor(traits, Varlen{}, Dynamic{})
-           : plan.dynamic ? visitor(traits, Uniform{}, Dynamic{})
-                          : visitor(traits, Uniform{}, Static{});
-  };
-  if constexpr (kTiles.small.warps > 0) {
-    if (plan.tile == kTiles.small) return with(ForwardTraitsSm90<Instance, kTiles.small>{});
+  if constexpr (Instance::variant == Variant::split) {
+    if (plan.tile == kTiles.few)
+      return visitor(ForwardTraitsSm90<Instance, kTiles.few>{}, Split{}, Dynamic{});
+    return visitor(ForwardTraitsSm90<Instance, kTiles.many>{}, Split{}, Dynamic{});
+  } else {
+    auto with = [&](auto traits) {
+      return plan.varlen    ? visitor(traits, Varlen{}, Dynamic{})
+             : plan.dynamic ? visitor(traits, Uniform{}, Dynamic{})
+                            : visitor(traits, Uniform{}, Static{});
+    };
+    if constexpr (kTiles.small.warps > 0) {
+      if (plan.tile == kTiles.small) return with(ForwardTraitsSm90<Instance, kTiles.small>{});
+    }
+    return with(ForwardTraitsSm90<Instance, kTiles.main>{});
   }
-  return with(ForwardTraitsSm90<Instance, kTiles.main>{});
 }
 
 template <class Instance>
@@ -84,6 +112,12 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
     launch_kernel<forward_kernel_sm90<Traits, Problem, Scheduler>, kStartsEarly>(
         params.device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params,
         problem, scheduler, maps_of<Traits>(params, problem));
+    if constexpr (Problem::kSplits) {
+      if (plan.split.slots > 0) {
+        launch_combine<typename Traits::Element, Traits::kHeadDim, kStartsEarly>(
+            params, problem, problem.partial, plan.split.slots, stream);
+      }
+    }
   });
 }
 
@@ -106,8 +140,13 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
     }
   };
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
-  add.template operator()<kTiles.main>();
-  add.template operator()<kTiles.small>();
+  if constexpr (Instance::variant == Variant::split) {
+    add.template operator()<kTiles.few>();
+    add.template operator()<kTiles.many>();
+  } else {
+    add.template operator()<kTiles.main>();
+    add.template operator()<kTiles.small>();
+  }
   return list;
 }
 

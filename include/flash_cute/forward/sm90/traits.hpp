@@ -40,10 +40,15 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static_assert(kThreads >= VarlenList::kLanes * kFewSequences);
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;  // what each thread starts with
+  static constexpr bool kSplits = Instance::variant == Variant::split;  // whose producer keeps boxes
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSplits ? 56 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
+                                            : kConsumers == 1 ? 200
+                                            : kSplits         ? 224
+                                                              : 240;
+  static constexpr int kLaunchRegisters =
+      65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
+  static constexpr bool kMovesRegisters = kLaunchRegisters < kConsumerRegisters;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters,
                 "setmaxnreg would wait for registers that no warpgroup gives back");
 
@@ -88,7 +93,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup releases its own rows
     TmaRing<kStages> ring_k, ring_v;
-    VarlenList varlen_list;
+    VarlenList<std::conditional_t<kSplits, SplitOrder, VarlenOrder>> varlen_list;
     TileQueue tile_queue;
   };
 };

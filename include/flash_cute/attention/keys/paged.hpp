@@ -1,0 +1,42 @@
+// Where the rows of a part of a sequence lie: queries packed or padded, keys packed, padded or in pages.
+#pragma once
+
+#include "flash_cute/attention/keys/varlen.hpp"
+#include "flash_cute/core/divisor.hpp"
+
+namespace flash_cute {
+
+// Keys that are not in pages are one page for each entry of the batch, or one for all.
+struct PagedRows : VarlenRows {
+  int const* table;
+  int64_t table_stride;
+  int table_last, last_page;
+  Divisor page_size;
+  bool packed;  // keys of all sequences lie one behind the other
+
+  static PagedRows of(ForwardParams const& params) {
+    PageParams const& pages = params.pages;
+    PagedRows rows{};
+    rows.entry_rows = {.q = entry_rows_of(params.q), .k = 0, .v = 0, .out = entry_rows_of(params.out)};
+    rows.table = pages.table;
+    rows.table_stride = pages.table_stride;
+    rows.table_last = larger(0, pages.table_width - 1);
+    rows.last_page = larger(0, pages.count - 1);
+    rows.page_size = Divisor(larger(1, pages.size));
+    rows.packed = params.lengths.cu_seqlens_k != nullptr;
+    return rows;
+  }
+
+  // Where a key of the tile's sequence lies. A number of a page that makes no sense is cut to the pages that
+  // there are.
+  FLASH_CUTE_HOST_DEVICE RowCoord in_page(PartTile const& tile, int key) const {
+    int const index = page_size.quotient(key);
+    int const page = table[tile.batch * table_stride + smaller(index, table_last)];
+    return {larger(0, smaller(page, last_page)), key - index * int(page_size.value)};
+  }
+  FLASH_CUTE_HOST_DEVICE RowCoord in_entry(PartTile const& tile, int key) const {
+    return {packed ? 0 : tile.batch, tile.k_begin + key};
+  }
+};
+
+}  // namespace flash_cute

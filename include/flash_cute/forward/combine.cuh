@@ -1,0 +1,165 @@
+// The kernel behind a forward whose tiles are cut into parts of their keys: it combines their results.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/core/dependent_launch.hpp"
+#include "flash_cute/core/element.hpp"
+#include "flash_cute/core/launch_kernel.hpp"
+#include "flash_cute/core/math.hpp"
+#include "flash_cute/forward/partial.hpp"
+#include "flash_cute/forward/problem.hpp"
+#include "flash_cute/scheduler/varlen_list.hpp"
+
+namespace flash_cute {
+
+constexpr int kCombineWarps = 4, kCombineThreads = 32 * kCombineWarps;
+
+// One row, by a team of warps that share its parts: the mean of the parts' O, weighted by exp(LSE). A part in
+// which the row sees nothing has an LSE of -inf and an O of zeros. The order of additions depends on the
+// numbers of the parts alone.
+template <class Element, int kHeadDim>
+struct CombineRow {
+  static constexpr int kLanes = 32, kWidth = 2;  // columns that a lane has side by side
+  static constexpr int kChunks = (kHeadDim + kLanes * kWidth - 1) / (kLanes * kWidth);
+  static constexpr int kAtOnce = kHeadDim <= 128 ? 8 : 4;  // parts of a warp whose loads overlap
+  using Sums = float2[kCombineWarps][kChunks][kLanes];
+  PartialResults const& partial;
+  int slot, stride, parts;  // of the tile's first part, and from one to the next
+  int row;
+
+  CUTE_DEVICE static int lane() { return threadIdx.x % kLanes; }
+  CUTE_DEVICE int slot_of(int part) const { return slot + part * stride; }
+  CUTE_DEVICE float lse_of(int part) const {
+    return part < parts ? partial.lse_of(slot_of(part), row) : -INFINITY;
+  }
+
+  CUTE_DEVICE float highest_lse() const {
+    float highest = -INFINITY;
+    for (int part = lane(); part < parts; part += kLanes) highest = fmaxf(highest, lse_of(part));
+    CUTE_UNROLL
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+    }
+    return highest;
+  }
+
+  // The parts member, member + team, member + 2 team, ... Returns the sum of all parts' weights.
+  CUTE_DEVICE float add(float reference, int member, int team, float2 (&total)[kChunks]) const {
+    float sum = 0.f;
+    for (int first = 0; first < parts; first += kLanes) {
+      float const own_weight = expf(lse_of(first + lane()) - reference);
+      for (int i = member; i < smaller(kLanes, parts - first); i += kAtOnce * team) {
+        float2 values[kAtOnce][kChunks];
+        CUTE_UNROLL
+        for (int n = 0; n < kAtOnce; ++n) {
+          int const part = first + i + n * team;
+          auto const* const out = reinterpret_cast<float2 const*>(partial.out_row(slot_of(part), row));
+          CUTE_UNROLL
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            int const column = chunk * kLanes + lane();
+            bool const exists = i + n * team < kLanes && part < parts && column * kWidth < partial.head_dim;
+            values[n][chunk] = exists ? out[column] : float2{};
+          }
+        }
+        CUTE_UNROLL
+        for (int n = 0; n < kAtOnce; ++n) {
+          float const weight = __shfl_sync(~0u, own_weight, (i + n * team) % kLanes);
+          CUTE_UNROLL
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            total[chunk].x += weight * values[n][chunk].x;
+            total[chunk].y += weight * values[n][chunk].y;
+          }
+        }
+      }
+      sum += own_weight;
+    }
+    CUTE_UNROLL
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+  }
+
+  CUTE_DEVICE void store(Element* target, float factor, float2 const (&total)[kChunks]) const {
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      int const column = (chunk * kLanes + lane()) * kWidth;
+      if (column < partial.head_dim) {
+        *reinterpret_cast<uint32_t*>(target + column) =
+            pack<Element>(total[chunk].x * factor, total[chunk].y * factor);
+      }
+    }
+  }
+};
+
+// The thread blocks of a slot, blockIdx.y of gridDim.y, combine the part's share of the tile's rows.
+template <class Element, int kHeadDim, class Problem>
+__global__ void __launch_bounds__(kCombineThreads, 5)
+    combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
+                   __grid_constant__ PartialResults const partial) {
+  using Combine = CombineRow<Element, kHeadDim>;
+  __shared__ VarlenList<typename Problem::Order> list;
+  __shared__ typename Combine::Sums sums;
+  list.template make<kCombineThreads>(params, problem.limits, problem.order, nullptr);
+  int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
+  if (slot >= list.split_blocks * int(problem.order.packs_of_all.value)) return;
+  PartTile const tile = problem.tile(list, slot);
+  auto const mask = problem.mask(tile);
+  PackedRows const& rows = problem.rows();
+  int const team = tile.parts <= Combine::kAtOnce       ? 1
+                   : tile.parts <= 2 * Combine::kAtOnce ? 2
+                                                        : kCombineWarps;
+  int const teams = kCombineWarps / team, member = warp % team;
+  int const group_rows = partial.rows / rows.groups;
+  wait_for_grid_before();
+
+  int const share = tile.part * gridDim.y + blockIdx.y, shares = tile.parts * gridDim.y;
+  for (int first = share * teams; first < partial.rows; first += shares * teams) {
+    int const row = first + warp / team, group = row / group_rows, of_group = row - group * group_rows;
+    int const query = tile.m_begin + group * rows.queries + rows.query(of_group);
+    bool const is_row = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
+    Combine const combine{partial, slot - tile.part * tile.tiles_of_part, tile.tiles_of_part, tile.parts,
+                          row};
+    float2 total[Combine::kChunks]{};
+    float sum = 0.f, reference = 0.f;
+    if (is_row) {
+      float const highest = combine.highest_lse();
+      reference = highest == -INFINITY ? 0.f : highest;
+      sum = combine.add(reference, member, team, total);
+    }
+    if (team > 1) {
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < Combine::kChunks; ++chunk) sums[warp][chunk][lane] = total[chunk];
+      __syncthreads();
+      for (int other = 1; member == 0 && other < team; ++other) {
+        CUTE_UNROLL
+        for (int chunk = 0; chunk < Combine::kChunks; ++chunk) {
+          total[chunk].x += sums[warp + other][chunk][lane].x;
+          total[chunk].y += sums[warp + other][chunk][lane].y;
+        }
+      }
+      __syncthreads();
+    }
+    if (!is_row || member > 0) continue;
+    int const head = tile.head + rows.head(of_group);
+    Element* const target = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
+                            head * params.out.head_stride + (tile.q_begin + query) * params.out.row_stride;
+    // Where all visible scores are -inf, the sum is 0, too, and O NaN, as it is without parts.
+    combine.store(target, sum == 0.f && mask.is_fully_masked(query) ? 0.f : 1.f / sum, total);
+    if (lane == 0) {
+      params.lse[tile.batch * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + tile.q_begin +
+                 query] = reference + logf(sum);
+    }
+  }
+}
+
+template <class Element, int kHeadDim, bool kStartsEarly, class Problem>
+void launch_combine(ForwardParams const& params, Problem const& problem, PartialResults const& partial,
+                    int slots, cudaStream_t stream) {
+  constexpr int kRowsOfBlock = 16;  // of two parts, about half as many
+  int const blocks_of_slot = ceil_div(partial.rows, kRowsOfBlock);
+  launch_kernel<combine_kernel<Element, kHeadDim, Problem>, kStartsEarly>(
+      params.device, dim3(slots, blocks_of_slot), kCombineThreads, 0, stream, params, problem, partial);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,112 @@
+// The producer warpgroup of the Hopper family's forward where keys are cut into parts: it loads K and V row
+// by row, as rows may lie in pages, and with many copies in flight. TMA has a few boxes in flight at a time,
+// which is 32 GB/s an SM with boxes of 64 rows and 128 bytes: half of what a decoding step can read (H200).
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "flash_cute/core/sm90/tma.hpp"
+#include "flash_cute/forward/problem.hpp"
+#include "flash_cute/forward/sm90/traits.hpp"
+
+namespace flash_cute {
+
+template <class Traits>
+struct ForwardRowProducerSm90 {
+  using Element = typename Traits::Element;
+  // The threads of a row copy a panel of it, 16 bytes each; those of the warpgroup copy kRows rows at once.
+  static constexpr int kChunk = 8, kChunks = Traits::kPanel / kChunk;
+  static constexpr int kRows = kWarpgroupThreads / kChunks, kPasses = Traits::kBlockN / kRows;
+  static_assert(kRows % 8 == 0 && Traits::kBlockN % kRows == 0,
+                "a thread's rows have one place in the swizzle");
+  typename Traits::SharedStorage& shared;
+  ForwardParams const& params;
+  ForwardMaps const& maps;
+  PipelineState<Traits::kStagesQ> at_q{};
+  PipelineState<Traits::kStages> at_k{}, at_v{};
+  PipelineState<2> at_queue{};
+
+  // take: takes the next tile from the scheduler, by one thread.
+  template <class Tiles, class Take>
+  CUTE_DEVICE void run(Tiles tiles, Take&& take) {
+    while (true) {
+      load(tiles.problem, tiles.first(), take);
+      int left = tiles.count();
+      if (tiles.done(left)) return;
+    }
+  }
+
+ private:
+  CUTE_DEVICE static int thread() { return threadIdx.x % kWarpgroupThreads; }
+  CUTE_DEVICE static int first_row() { return thread() / kChunks; }
+
+  template <class Problem, class Take>
+  CUTE_DEVICE void load(Problem const& problem, PartTile const& tile, Take&& take) {
+    PackedRows const& rows = problem.rows();
+    KvBlocks blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+    if (thread() == 0) load_q(problem, tile, rows);
+    at_q.advance();
+    int const requested_at = smaller(kRequestedAhead, blocks.left());
+    do {
+      if (blocks.left() == requested_at && thread() == 0) take(at_queue);
+      load_rows(problem.operands, tile, params.k, shared.ring_k, at_k, shared.k, blocks.block);
+      load_rows(problem.operands, tile, params.v, shared.ring_v, at_v, shared.v, blocks.block);
+    } while (blocks.advance());
+  }
+
+  template <class Problem>
+  CUTE_DEVICE void load_q(Problem const& problem, PartTile const& tile, PackedRows const& rows) {
+    auto* const stage = shared.q + at_q.stage * Traits::kStageElementsQ;
+    CUTE_UNROLL
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      auto& full = shared.ring_q[consumer].acquire(at_q);
+      problem.operands.template visit_coords<TmaOperand::q>(
+          tile, tile.m_begin + consumer * rows.queries, [&](auto... coords) {
+            load_panels<Traits::kHeadDim, Traits::kPanel, Traits::kBlockM>(
+                maps.q, full, stage + consumer * kWarpgroupRows * Traits::kPanel, rows.used(), 0, tile.head,
+                coords...);
+          });
+    }
+  }
+
+  // Rows that no query sees become zeros, whatever lies there.
+  CUTE_DEVICE void load_rows(PagedRows const& operands, PartTile const& tile, TensorView const& view,
+                             TmaRing<Traits::kStages>& ring, PipelineState<Traits::kStages>& at,
+                             Element* stages, int block) {
+    int const chunk = thread() % kChunks, row = first_row();
+    int const swizzled = chunk ^ (Traits::kPanel == 64 ? row % 8 : row / 2 % 4);
+    Element* const target =
+        stages + at.stage * Traits::kStageElements + row * Traits::kPanel + swizzled * kChunk;
+    Element const* const head =
+        static_cast<Element const*>(view.data) + tile.head_kv * view.head_stride + chunk * kChunk;
+    int const first_key = block * Traits::kBlockN + row;
+    auto copy_row = [&](int pass, Element const* source) {
+      bool const is_seen = unsigned(first_key + pass * kRows - tile.k_first) < unsigned(tile.seqlen_k);
+      CUTE_UNROLL
+      for (int column = 0; column < Traits::kHeadDim; column += Traits::kPanel) {
+        bool const copies = is_seen && column + chunk * kChunk < params.shape.head_dim;
+        SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
+            *reinterpret_cast<uint128_t const*>(source + column),
+            *reinterpret_cast<uint128_t*>(target + column * Traits::kBlockN + pass * kRows * Traits::kPanel),
+            copies);
+      }
+    };
+    auto& full = ring.acquire(at);
+    if (operands.table) {
+      CUTE_UNROLL
+      for (int pass = 0; pass < kPasses; ++pass) {
+        RowCoord const at_key = operands.in_page(tile, first_key + pass * kRows);
+        copy_row(pass, head + at_key.entry * view.batch_stride + at_key.row * view.row_stride);
+      }
+    } else {
+      RowCoord const at_key = operands.in_entry(tile, first_key);
+      Element const* source = head + at_key.entry * view.batch_stride + at_key.row * view.row_stride;
+      CUTE_UNROLL
+      for (int pass = 0; pass < kPasses; ++pass, source += kRows * view.row_stride) copy_row(pass, source);
+    }
+    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+    at.advance();
+  }
+};
+
+}  // namespace flash_cute
