@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools" / "build"))  # pip does not run this with the checkout on the path
 
-from instances import SOFTMAX_INSTANCES, selected_instances  # noqa: E402
+from instances import SOFTMAX_INSTANCES, TOLERATED, selected_instances  # noqa: E402
 from ninja_file import BUILD, JAX_LIBRARY, KERNELS, LIBRARY, ninja_file, run_ninja, write  # noqa: E402
 from toolchain import cuda_toolkit, missing_for_cuda  # noqa: E402
 
@@ -47,7 +47,12 @@ class BuildNative(cpp_extension.BuildExtension):
         write(BUILD / "build.ninja", ninja_file(extension.sources, instances, toolkit))
         run_ninja()
         logs = {i.name: (BUILD / "objects" / f"{i.name}.o.log").read_text() for i in instances}
-        report = {"torch": torch.__version__, "missing": missing, **collect_report(logs)}
+        report = {
+            "torch": torch.__version__,
+            "missing": missing,
+            "tolerated": TOLERATED,
+            **collect_report(logs),
+        }
         write(BUILD / REPORT, json.dumps(report, indent=1) + "\n")
         self.deliver(Path(self.get_ext_fullpath(extension.name)))
 

@@ -5,8 +5,8 @@ program,
 
     python -m flash_cute.build_report [--check] [path]
 
-it prints a table; with --check it fails when a kernel spills or keeps a stack frame beyond what is tolerated
-of it (TOLERATED), or when ptxas says that it serialises WGMMAs.
+it prints a table; with --check it fails when a kernel spills or keeps a stack frame beyond what the report
+tolerates of it, or when ptxas says that it serialises WGMMAs.
 """
 
 import argparse
@@ -64,26 +64,14 @@ def collect(logs: dict[str, str]) -> dict:
     }
 
 
-# (kernel, element): spill_bytes, stack_bytes. Softmax spills where rows have edges and blocks share them: a
-# thread has 64 registers, as with more of them fewer rows would be on an SM, which costs more
-# (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
-TOLERATED = {
-    ("row_softmax", "bf16"): (56, 16),
-    ("row_softmax", "fp16"): (56, 16),
-    ("row_softmax", "fp32"): (40, 16),
-    ("row_softmax_backward", "bf16"): (112, 40),
-    ("row_softmax_backward", "fp16"): (112, 40),
-    ("row_softmax_backward", "fp32"): (80, 24),
-}
-
-
 def faults(report: dict) -> list[str]:
     """One line for each thing in the report that no kernel of this library may have."""
+    tolerated = {(most["kernel"], most["element"]): most for most in report.get("tolerated", [])}
     found = []
     for record in report["kernels"]:
-        tolerated = TOLERATED.get((record["kernel"], record["instance"].rpartition("_")[2]), (0, 0))
-        for key, most in zip(("spill_bytes", "stack_bytes"), tolerated, strict=True):
-            if record[key] > most:
+        most = tolerated.get((record["kernel"], record["instance"].rpartition("_")[2]), {})
+        for key in ("spill_bytes", "stack_bytes"):
+            if record[key] > most.get(key, 0):
                 kernel = f"{record['instance']}, {record['kernel']} {record['tile']}"
                 found.append(f"{kernel} on {record['architecture']}: {key} = {record[key]}")
     return found + report["serialised"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, combinations, product
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,55 @@ INSTANCES = [
         r"^FLASH_CUTE_INSTANCE\((\w+), (\w+), (\w+), (\w+)(.*)\)", LISTED, re.MULTILINE
     )
 ]
+
+
+def each_pair(*axes: Iterable[str]) -> set[tuple[str, ...]]:
+    """A few combinations of the axes' values in which every two values of two axes meet."""
+    axes = [list(axis) for axis in axes]
+    missing = {  # a dict, which keeps the order
+        frozenset(pair): pair
+        for one, other in combinations(range(len(axes)), 2)
+        for pair in product(((one, value) for value in axes[one]), ((other, value) for value in axes[other]))
+    }
+    chosen, times = set(), Counter()
+    while missing:
+        row = dict(next(iter(missing.values())))
+        for axis, values in enumerate(axes):
+
+            def gain(value, axis=axis, row=row):
+                new = sum(frozenset(((axis, value), other)) in missing for other in row.items())
+                return new, -times[axis, value]
+
+            row.setdefault(axis, max(values, key=gain))
+        times.update(row.items())
+        for pair in combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        chosen.add(tuple(row[axis] for axis in range(len(axes))))
+    return chosen
+
+
+def matrix(of_kernels: Iterable[str] = (), **axes: dict[str, object] | Iterable) -> pytest.MarkDecorator:
+    """Parametrizes a test: over every combination of the axes' values on a GPU, over each pair on the CPU.
+
+    There element type, head dim and layout change but a copy before the same computation in float32.
+    of_kernels: names of values that only a GPU runs.
+    """
+    named = {
+        axis: values if isinstance(values, dict) else {str(value): value for value in values}
+        for axis, values in axes.items()
+    }
+    on_cpu = each_pair(*([name for name in values if name not in of_kernels] for values in named.values()))
+    return pytest.mark.parametrize(
+        list(named),
+        [
+            pytest.param(
+                *(values[name] for values, name in zip(named.values(), names, strict=True)),
+                id="-".join(names),
+                marks=[pytest.mark.gpu] * (names not in on_cpu),
+            )
+            for names in product(*named.values())
+        ],
+    )
 
 
 @dataclass(frozen=True)
@@ -146,6 +197,8 @@ MASKS = {
     "window_left_zero": Mask(window=(0, 100)),
 }
 
+FULL_AND_CAUSAL = {name: MASKS[name] for name in ("full", "causal")}
+
 # Tiles have 64 to 192 rows and columns: lengths on, before and after their edges, and some that fit none.
 SHAPES = {
     "one_tile": Shape(2, 3, 3, 128, 128, 64),
@@ -227,6 +280,7 @@ class Sequence:
         return slice(self.leftpad, self.rows_k if self.used_k is None else self.used_k)
 
 
+PACKED = {"packed": True, "padded": False}
 SHORT_ONES = Sequence(5, 7), Sequence(3, 2), Sequence(40, 1), Sequence(2, 70)
 
 # Unequal lengths of one batch. Tiles as in SHAPES; few queries are packed with the heads of a group.
@@ -243,7 +297,7 @@ BATCHES = {
     "no keys": (Sequence(20, 0), Sequence(3, 0)),
     # The short ones four times, as below: their few rows broke the rule once in some hundred runs.
     "one long": (*SHORT_ONES * 2, Sequence(900, 1000), *SHORT_ONES * 2),
-    "many keys": (  # in the mean 512 and more: see tests/host/test_host.py, test_who_finds_statistics
+    "many keys": (  # in the mean 512 and more
         Sequence(300, 700),
         Sequence(0, 900),
         Sequence(130, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BUCKETS, DTYPES, MASKS, SHAPES, Mask, Shape, make_inputs
+from cases import BUCKETS, DTYPES, MASKS, SHAPES, Mask, Shape, make_inputs, matrix
 from tolerance import assert_attention, assert_within_rule
 
 import flash_cute
@@ -113,12 +113,15 @@ def test_overlapping_queries(kernel, head_dim, dtype):
     assert_attention(kernel.forward(q, k, v), q, k, v)
 
 
-@dtypes
-@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_causal"]])
-@pytest.mark.parametrize("head_dim", BUCKETS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (150, 70), (200, 300)])
-def test_rows_that_see_scores_of_minus_infinity_alone(kernel, seqlen_q, seqlen_k, head_dim, mask, dtype):
+@matrix(
+    seqlens=[(5, 5), (150, 70), (200, 300)],
+    head_dim=BUCKETS,
+    mask={name: MASKS[name] for name in ("full", "causal", "window_causal")},
+    dtype=DTYPES,
+)
+def test_rows_that_see_scores_of_minus_infinity_alone(kernel, seqlens, head_dim, mask, dtype):
     """NaN, as from PyTorch: zeros are for rows that see no key, and that is for the mask to say."""
+    seqlen_q, seqlen_k = seqlens
     q, k, v = make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, head_dim), dtype, kernel.device)
     k.abs_().neg_().clamp_(max=-1e-3)
     infinite = torch.arange(seqlen_q, device=kernel.device) % 3 == 0
@@ -157,9 +160,9 @@ def test_empty_inputs(kernel, shape, mask, layout, dtype):
     assert (lse == -torch.inf).all()
 
 
-@dtypes
-@pytest.mark.parametrize("head_dim", BUCKETS)
-@pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"], MASKS["window_left"]])
+@matrix(
+    mask={name: MASKS[name] for name in ("full", "causal", "window_left")}, head_dim=BUCKETS, dtype=DTYPES
+)
 def test_bitwise_repeatable(kernel, mask, head_dim, dtype):
     q, k, v = make_inputs(Shape(4, 8, 2, 333, 444, head_dim), dtype, kernel.device)
     first = kernel.forward(q, k, v, **mask.options)

@@ -7,6 +7,7 @@ import torch
 from cases import (
     BUCKETS,
     DTYPES,
+    FULL_AND_CAUSAL,
     HEAD_DIMS,
     LAYOUTS,
     MASKS,
@@ -15,6 +16,7 @@ from cases import (
     Mask,
     Shape,
     make_inputs,
+    matrix,
     with_head_dim,
 )
 from tolerance import assert_attention
@@ -27,7 +29,7 @@ kernel_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.gpu)], ids=["bf16", "fp16"]
 )
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-full_and_causal = pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"]], ids=["full", "causal"])
+full_and_causal = pytest.mark.parametrize("mask", FULL_AND_CAUSAL.values(), ids=FULL_AND_CAUSAL)
 
 
 def check(kernel, shape, dtype, mask, layout="mixed", softmax_scale=None):
@@ -36,9 +38,12 @@ def check(kernel, shape, dtype, mask, layout="mixed", softmax_scale=None):
     assert_attention(result, q, k, v, mask, softmax_scale)
 
 
-@kernel_dtypes
-@masks
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@matrix(
+    of_kernels=("fp16", "more_tiles_than_multiprocessors", "rows_that_fit_192"),  # as the CPU takes long
+    shape=SHAPES,
+    mask=MASKS,
+    dtype=DTYPES,
+)
 def test_shapes_and_masks(kernel, shape, mask, dtype):
     check(kernel, shape, dtype, mask)
 
@@ -52,17 +57,12 @@ def test_shapes_in_every_bucket(kernel, shape, head_dim, mask, dtype):
     check(kernel, with_head_dim(shape, head_dim), dtype, mask)
 
 
-@kernel_dtypes
-@full_and_causal
-@pytest.mark.parametrize("head_dim", HEAD_DIMS + ODD_HEAD_DIMS)
+@matrix(head_dim=HEAD_DIMS + ODD_HEAD_DIMS, mask=FULL_AND_CAUSAL, dtype=DTYPES)
 def test_head_dims(kernel, head_dim, mask, dtype):
     check(kernel, Shape(2, 4, 2, 150, 201, head_dim), dtype, mask)
 
 
-@dtypes
-@full_and_causal
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@matrix(layout=[*LAYOUTS], head_dim=[40, 64, 128], mask=FULL_AND_CAUSAL, dtype=DTYPES)
 def test_layouts(kernel, layout, head_dim, mask, dtype):
     check(kernel, Shape(2, 4, 2, 150, 201, head_dim), dtype, mask, layout)
 

@@ -169,7 +169,7 @@ def test_blind_queries_reach_no_gradient(garbage, lengths):
         seen = jnp.isfinite(lse)
         return jnp.where(seen[..., None], out, 0).astype(jnp.float32).sum() + jnp.where(seen, lse, 0).sum()
 
-    for function in (loss, jax.grad(loss, (0, 1, 2))):
+    for function in map(jax.jit, (loss, jax.grad(loss, (0, 1, 2)))):
         for result, clean in zip(
             *map(jax.tree.leaves, (function(wild, k, v), function(q, k, v))), strict=True
         ):
@@ -278,7 +278,7 @@ def test_gradients_of_replicated_keys_are_summed(inside, spec):
     mesh, whole = mesh_of(shards=4), PartitionSpec()
     q, k, v = inputs((2, 8, 8, 4, 1, 16))
     specs = spec, whole, whole
-    own = jax.grad(loss_of(attention), (0, 1, 2))
+    own = jax.jit(jax.grad(loss_of(attention), (0, 1, 2)))
     if inside:
         call = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=specs))
     else:
@@ -310,7 +310,9 @@ def test_operands_that_vary_over_different_axes():
 
     mapped = jax.shard_map(over_keys, mesh=mesh, in_specs=(batch, both, both), out_specs=batch)
     halves = [(k[:, :4], v[:, :4]), (k[:, 4:], v[:, 4:])]
-    close(jax.jit(mapped)(q, k, v), sum(attention(q, *half).astype(jnp.float32) for half in halves) / 2)
+    close(
+        jax.jit(mapped)(q, k, v), sum(jax.jit(attention)(q, *half).astype(jnp.float32) for half in halves) / 2
+    )
     for function, own in (
         (over_lengths, lambda x, used: attention(x, x, x, key_value_seq_lengths=used)),
         (over_lengths_of_rows, lambda x, used: ours.softmax(x, seqused_k=used)[0]),
@@ -344,7 +346,7 @@ def test_explicit_shards(spec):
     used = jnp.array([3, 5, 2, 8], jnp.int32)
     options = {"is_causal": True, "key_value_seq_lengths": used}
     call = jax.value_and_grad(loss_of(lambda q, k, v: attention(q, k, v, **options)), (0, 1, 2))
-    expected = call(q, k, v)
+    expected = jax.jit(call)(q, k, v)
     with jax.set_mesh(mesh):
         operands = [jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*spec))) for x in (q, k, v)]
         found = jax.jit(call)(*operands)
@@ -358,20 +360,20 @@ def test_explicit_shards_of_one_head_of_keys():
     mesh = explicit_mesh()
     q, k, v = inputs((2, 8, 8, 4, 1, 8))
     call = jax.grad(loss_of(attention), (0, 1, 2))
-    expected = call(q, k, v)
+    expected = jax.jit(call)(q, k, v)
     with jax.set_mesh(mesh):
         heads = jax.NamedSharding(mesh, PartitionSpec(None, None, ("b", "h")))
         queries = jax.device_put(q, heads)
         close(jax.jit(call)(queries, k, v), expected)
         entry = jax.device_put(q[0], jax.NamedSharding(mesh, PartitionSpec(None, ("b", "h"))))
-        close(jax.jit(attention)(entry, k[0], v[0]), attention(q, k, v)[0])
+        close(jax.jit(attention)(entry, k[0], v[0]), jax.jit(attention)(q, k, v)[0])
 
 
 def test_explicit_shards_within_shard_map():
     """Over the batch by hand, over the heads by type."""
     mesh = explicit_mesh()
     q, k, v = inputs((2, 8, 8, 4, 2, 8))
-    expected = attention(q, k, v)
+    expected = jax.jit(attention)(q, k, v)
     with jax.set_mesh(mesh):
         shards = jax.NamedSharding(mesh, PartitionSpec("b", None, "h"))
         operands = [jax.device_put(x, shards) for x in (q, k, v)]
@@ -384,7 +386,7 @@ def test_explicit_shards_of_softmax():
     mesh = explicit_mesh()
     x, used = inputs((4, 6, 8, 2, 2, 8))[0].astype(jnp.float32), jnp.array([3, 5, 2, 8], jnp.int32)
     call = jax.value_and_grad(loss_of(lambda x: ours.softmax(x, causal=True, seqused_k=used)[0]))
-    expected = call(x)
+    expected = jax.jit(call)(x)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("b", "h")))
         found = jax.jit(call)(sharded)
@@ -515,7 +517,7 @@ def test_gradients_of_rows_that_do_not_count():
     q, k, v = inputs((2, 6, 6, 2, 1, 8))
     used = jnp.array([3, 5], jnp.int32)
     options = {"query_seq_lengths": used, "return_residual": True, "deterministic": True}
-    (out, lse), backward = jax.vjp(partial(attention, **options), q, k, v)
+    (out, lse), backward = jax.vjp(jax.jit(partial(attention, **options)), q, k, v)
     behind = np.arange(6)[None, :, None] >= np.asarray(used)[:, None, None]
     dirty = [
         jnp.where(behind.reshape(2, 6, *(1,) * (x.ndim - 2)), jnp.nan, 1).astype(x.dtype) for x in (out, lse)

@@ -12,13 +12,16 @@ from cases import (
     BATCHES,
     BUCKETS,
     DTYPES,
+    FULL_AND_CAUSAL,
     LAYOUTS,
     MASKS,
+    PACKED,
     SEEDS,
     Sequence,
     Shape,
     make_inputs,
     make_ragged,
+    matrix,
 )
 from tolerance import assert_attention, assert_ragged
 
@@ -26,13 +29,9 @@ import flash_cute
 from flash_cute import lengths
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-# The CPU's path does not know the type.
-kernel_dtypes = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.gpu)], ids=["bf16", "fp16"]
-)
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-full_and_causal = pytest.mark.parametrize("mask", [MASKS["full"], MASKS["causal"]], ids=["full", "causal"])
-both = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+full_and_causal = pytest.mark.parametrize("mask", FULL_AND_CAUSAL.values(), ids=FULL_AND_CAUSAL)
+both = pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 HEADS = {"4 of 2": (4, 2), "3 of 3": (3, 3), "8 of 1": (8, 1), "67 of 1": (67, 1)}
 SOME = "unequal", "some empty", "one query each", "used and left padding"
 
@@ -47,27 +46,23 @@ def check(kernel, sequences, packed, mask, dtype=torch.bfloat16, heads=(4, 2), h
     assert_ragged(result, batch, mask)
 
 
-@kernel_dtypes
-@masks
-@both
-@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES)
+@matrix(of_kernels=["81 of them"], sequences=BATCHES, packed=PACKED, mask=MASKS, dtype=DTYPES)
 def test_lengths_and_masks(kernel, sequences, packed, mask, dtype):
     check(kernel, sequences, packed, mask, dtype)
 
 
-@full_and_causal
-@both
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("name", SOME)
+@matrix(name=SOME, heads=HEADS, packed=PACKED, mask=FULL_AND_CAUSAL)
 def test_grouped_heads(kernel, name, heads, packed, mask):
     check(kernel, BATCHES[name], packed, mask, heads=heads)
 
 
-@dtypes
-@full_and_causal
-@both
-@pytest.mark.parametrize("head_dim", [*BUCKETS, 8, 40, 100, 33])
-@pytest.mark.parametrize("name", ["unequal", "used and left padding"])
+@matrix(
+    name=["unequal", "used and left padding"],
+    head_dim=[*BUCKETS, 8, 40, 100, 33],
+    packed=PACKED,
+    mask=FULL_AND_CAUSAL,
+    dtype=DTYPES,
+)
 def test_head_dims(kernel, name, head_dim, packed, mask, dtype):
     check(kernel, BATCHES[name], packed, mask, dtype, head_dim=head_dim)
 
@@ -81,10 +76,12 @@ def test_lengths_in_every_bucket(kernel, name, head_dim, packed, mask):
     check(kernel, BATCHES[name], packed, mask, head_dim=head_dim)
 
 
-@full_and_causal
-@both
-@pytest.mark.parametrize("head_dim", [64, 100])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+@matrix(
+    layout=[name for name in LAYOUTS if not name.startswith("expanded")],
+    head_dim=[64, 100],
+    packed=PACKED,
+    mask=FULL_AND_CAUSAL,
+)
 def test_layouts(kernel, layout, head_dim, packed, mask):
     """Packed, the order of heads and rows in memory is the tensors' own, too."""
     check(kernel, BATCHES["used and left padding"], packed, mask, head_dim=head_dim, layout=layout)
@@ -105,9 +102,7 @@ def test_mostly_padding(kernel, counts, head_dim, packed):
     check(kernel, sequences, packed, MASKS["causal"], head_dim=head_dim)
 
 
-@dtypes
-@masks
-@both
+@matrix(packed=PACKED, mask=MASKS, dtype=DTYPES)
 def test_drawn_lengths(kernel, packed, mask, dtype):
     """Random lengths, of which random parts count."""
     generator = torch.Generator().manual_seed(SEEDS.getrandbits(31))
@@ -152,9 +147,7 @@ def test_one_sequence_among_many_short(kernel, packed, mask):
     check(kernel, sequences, packed, mask, heads=(2, 1), head_dim=128)
 
 
-@dtypes
-@masks
-@pytest.mark.parametrize("seqlens", [(128, 256), (3, 300), (200, 40)], ids=str)
+@matrix(seqlens=[(128, 256), (3, 300), (200, 40)], mask=MASKS, dtype=DTYPES)
 def test_equal_lengths(kernel, seqlens, mask, dtype):
     """Against the dense tensors that they are cut from."""
     q, k, v = make_inputs(Shape(3, 4, 2, *seqlens, 64), dtype, kernel.device, "transposed")
@@ -358,12 +351,18 @@ def test_explain_counts_the_work_of_enormous_windows(window):
 
 
 def test_checks_are_asked_for_by_the_environment():
-    script = "from flash_cute import lengths; print(lengths.CHECKED)"
+    script = (
+        "import importlib, os\n"
+        "from flash_cute import lengths\n"
+        "for value in ('1', '0', '', 'off'):\n"
+        "    os.environ['FLASH_CUTE_CHECK'] = value\n"
+        "    print(importlib.reload(lengths).CHECKED)\n"
+    )
     path = os.pathsep.join(sys.path)
-    for value, expected in (("1", "True"), ("0", "False"), ("", "False"), ("off", "False")):
-        environment = os.environ | {"PYTHONPATH": path, "FLASH_CUTE_CHECK": value}
-        ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert ran.stdout.strip() == expected, ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ran.stdout.split() == ["True", "False", "False", "False"], ran.stderr
 
 
 def test_checks_under_autocast(kernel, checked):

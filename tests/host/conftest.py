@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -25,25 +26,32 @@ def module(pytestconfig: pytest.Config, name: str, *include: Path) -> ModuleType
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
-    patterns = "*.py", "*.cpp", "*.def", "*.hpp", "*.cuh"
+    patterns = "conftest.py", "*.cpp", "*.def", "*.hpp", "*.cuh"
     sources = sorted(
         path for folder in (HERE, INCLUDE) for pattern in patterns for path in folder.rglob(pattern)
     )
     state = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + sys.version.encode())
     folder = pytestconfig.cache.mkdir("host") / state.hexdigest()[:16]
     library = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not library.exists():
-        folder.mkdir(exist_ok=True)
-        includes = [HERE, INCLUDE, pybind11.get_include(), sysconfig.get_path("include")]
-        flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
-        flags += [f"-I{path}" for path in includes] + [f"-isystem{path}" for path in include]
-        unfinished = library.with_suffix(f".{os.getpid()}")  # workers of pytest-xdist build side by side
-        subprocess.run([compiler, *flags, HERE / f"{name}.cpp", "-o", unfinished], check=True)
-        unfinished.rename(library)
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:  # workers of pytest-xdist wait for one of them
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            build(library, compiler, [pybind11.get_include(), sysconfig.get_path("include")], include)
     spec = importlib.util.spec_from_file_location(name, library)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def build(library: Path, compiler: str, includes: list[str], system_includes: tuple[Path, ...]) -> None:
+    flags = ["-std=c++20", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    flags += [f"-I{path}" for path in (HERE, INCLUDE, *includes)]
+    flags += [f"-isystem{path}" for path in system_includes]
+    unfinished = library.with_suffix(".unfinished")
+    source = HERE / f"{library.name.partition('.')[0]}.cpp"
+    subprocess.run([compiler, *flags, source, "-o", unfinished], check=True)
+    unfinished.rename(library)
 
 
 @pytest.fixture(scope="session")

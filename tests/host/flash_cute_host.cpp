@@ -1,4 +1,4 @@
-// The device-independent C++ as a Python module, for tests/host/test_host.py.
+// The device-independent C++ as a Python module, for the tests beside it.
 #define FLASH_CUTE_WITH_CUDA  // the dispatcher reads compiled.def, here the one beside this file
 
 #include <pybind11/pybind11.h>

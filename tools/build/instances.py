@@ -77,6 +77,21 @@ class SoftmaxInstance:
 
 SOFTMAX_INSTANCES = [SoftmaxInstance(element) for element in ("fp16", "bf16", "fp32")]
 
+# What `python -m flash_cute.build_report --check` lets pass. Softmax spills where rows have edges and blocks
+# share them: a thread has 64 registers, as with more of them fewer rows would be on an SM, which costs more
+# (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
+TOLERATED = [
+    {"kernel": kernel, "element": element, "spill_bytes": spill_bytes, "stack_bytes": stack_bytes}
+    for kernel, element, spill_bytes, stack_bytes in (
+        ("row_softmax", "bf16", 56, 16),
+        ("row_softmax", "fp16", 56, 16),
+        ("row_softmax", "fp32", 40, 16),
+        ("row_softmax_backward", "bf16", 112, 40),
+        ("row_softmax_backward", "fp16", 112, 40),
+        ("row_softmax_backward", "fp32", 80, 24),
+    )
+]
+
 
 def listed(variable: str, default: str = "") -> list[str]:
     """The entries of an environment variable that holds a list."""

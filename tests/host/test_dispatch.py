@@ -1,0 +1,55 @@
+"""core/dispatch.hpp, instances.def and the tiles of its rows."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_every_instance_has_a_tile(host):
+    for direction, family, head_dim, _ in host.instances():
+        if direction == host.Pass.backward:
+            assert host.backward_tiles(family, head_dim), f"{family} has no tile for head_dim {head_dim}"
+            continue
+        main, small = host.forward_tiles(family, head_dim)
+        assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
+        for tile in [main, small] if small.warps else [main]:
+            assert tile.stages >= 1
+            assert tile.block_m % 16 == 0
+            assert tile.block_n % 16 == 0
+        assert small.block_m < main.block_m
+
+
+def test_a_head_dim_without_a_row_has_no_tile(host):
+    assert host.forward_tiles(host.Family.sm80, 72)[0].warps == 0
+
+
+def test_instances_are_well_formed(host):
+    """No row is there twice, and each pass of each family has the largest head dim that is promised."""
+    rows = host.instances()
+    assert len(set(rows)) == len(rows)
+    for direction in (host.Pass.forward, host.Pass.backward):
+        for family in (host.Family.sm80, host.Family.sm90):
+            head_dims = [row[2] for row in rows if row[:2] == (direction, family)]
+            assert all(head_dim % 8 == 0 for head_dim in head_dims)
+            assert max(head_dims) == 256
+
+
+# What tests/host/flash_cute/compiled.def lists.
+COMPILED = {
+    ("forward", "sm80", "fp16"): [64, 128, 256],
+    ("backward", "sm80", "fp16"): [128],
+    ("forward", "sm80", "bf16"): [96],
+    ("backward", "sm80", "bf16"): [],
+    ("forward", "sm90", "fp16"): [],
+    ("forward", "sm90", "bf16"): [64, 192],
+    ("backward", "sm90", "bf16"): [64, 96],
+}
+
+
+@pytest.mark.parametrize(("direction", "family", "element"), COMPILED)
+def test_dispatch_takes_the_smallest_kernel_that_fits(host, direction, family, element):
+    names = {host.Pass: direction, host.Family: family, host.ElementType: element}
+    values = [getattr(enum, name) for enum, name in names.items()]
+    for head_dim in range(1, 300):
+        fitting = [size for size in COMPILED[direction, family, element] if size >= head_dim]
+        assert host.bucket(*values, head_dim) == (min(fitting) if fitting else 0)

@@ -1,0 +1,159 @@
+"""forward/plan.hpp: the tile, the grid and the workspace of a call."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from problems import (
+    CAUSAL,
+    FULL,
+    HOPPERS,
+    assume,
+    given,
+    make_varlen_batch,
+    ragged_batches,
+    shapes,
+    st,
+)
+
+L2_BYTES = 60 << 20  # of an H200, as it says itself
+
+
+def plan(host, family, head_dim, sizes, window=(None, None), lengths=None):
+    batch = make_varlen_batch(host, sizes, window, lengths or [None] * 5)
+    return host.plan_forward(getattr(host.Family, family), head_dim, batch, HOPPERS, L2_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "window", "tile"),
+    [
+        (64, 8192, (None, None), (192, 128)),
+        (64, 512, CAUSAL, (128, 128)),
+        (128, 8192, (None, None), (192, 64)),
+        (128, 2048, CAUSAL, (128, 128)),
+        (256, 2048, CAUSAL, (128, 64)),
+    ],
+)
+def test_the_tile_is_that_of_least_work(host, head_dim, seqlen, window, tile):
+    chosen = plan(host, "sm90", head_dim, (16384 // seqlen, 16, 16, seqlen, seqlen, head_dim), window).tile
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block_m"),
+    [
+        ([756] * 65, 128),  # the mean is known, and it may be that of all
+        ([256] * 32 + [32768] + [256] * 32, 192),  # they differ, as 65 does not divide the rows
+        ([100, 157] * 32, 128),
+    ],
+    ids=["alike", "one is long", "short"],
+)
+def test_the_tile_of_unequal_lengths(host, lengths, block_m):
+    offsets = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    sizes = (len(lengths), 32, 32, offsets[-1], offsets[-1], 64)
+    assert plan(host, "sm90", 64, sizes, CAUSAL, [offsets, offsets, None, None, None]).tile.block_m == block_m
+
+
+@pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (64, 64), (65, 33), (256, 64)])
+def test_heads_are_packed_where_queries_are_few(host, group, packed):
+    assert plan(host, "sm90", 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
+    assert plan(host, "sm90", 128, (16, group, 1, 8192, 8192, 128)).packed_heads == 1
+    assert plan(host, "sm80", 128, (16, group, 1, 1, 8192, 128)).packed_heads == 1
+
+
+@given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 96, 128, 192, 256]))
+def test_grids(host, shape, family, head_dim):
+    """Every tile has a block, and on sm90 none is started that another round would not need."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
+    chosen = plan(host, family, head_dim, sizes, CAUSAL)
+    blocks = -(-seqlen_q // chosen.tile_queries) * batch * heads_kv * -(-group // chosen.packed_heads)
+    assert chosen.workspace_bytes == 0
+    if family == "sm80":
+        assert chosen.blocks == blocks
+    else:
+        rounds = -(-blocks // chosen.blocks)
+        assert chosen.blocks <= HOPPERS
+        assert rounds == -(-blocks // HOPPERS)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "seqlen", "window", "dynamic"),
+    [
+        (64, 32, 8192, CAUSAL, True),
+        (128, 16, 8192, CAUSAL, True),
+        (256, 8, 8192, CAUSAL, True),
+        (128, 16, 8192, FULL, False),  # alike
+        (128, 16, 1024, CAUSAL, True),
+        (128, 16, 512, CAUSAL, False),  # short
+        (128, 16, 8192, (1024, 0), False),  # nearly alike
+        (128, 1, 8192, CAUSAL, False),  # one tile a multiprocessor
+    ],
+)
+def test_long_tiles_of_unequal_length_are_scheduled_dynamically(
+    host, head_dim, heads, seqlen, window, dynamic
+):
+    sizes = (16384 // seqlen, heads, heads, seqlen, seqlen, head_dim)
+    chosen = plan(host, "sm90", head_dim, sizes, window)
+    assert chosen.dynamic == dynamic
+    assert chosen.workspace_bytes == 4 * dynamic
+    assert not dynamic or chosen.blocks == HOPPERS
+    assert not plan(host, "sm80", head_dim, sizes, window).dynamic
+
+
+@pytest.mark.parametrize(
+    ("heads", "sections"), [(4, [1, 3]), (16, [2] * 5 + [6]), (2, [2])], ids=["three rounds", "many", "two"]
+)
+def test_sections_of_dynamic_tiles(host, heads, sections):
+    """Tiles of a section come longest first; the last one's are two or three rounds."""
+    order = plan(host, "sm90", 128, (1, heads, heads, 16384, 16384, 128), CAUSAL).order
+    starts = [order(index)[0] for index in range(order.tiles())]
+    rises = [0, *(i for i in range(1, len(starts)) if starts[i] > starts[i - 1]), len(starts)]
+    assert [(end - begin) * heads // len(starts) for begin, end in pairwise(rises)] == sections
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(4000, 9000),
+    st.sampled_from([64, 96, 128, 192, 256]),
+)
+def test_dynamic_tiles_are_all_tiles(host, batch, heads_kv, group, seqlen, head_dim):
+    sizes = (batch, heads_kv * group, heads_kv, seqlen, seqlen, head_dim)
+    chosen = plan(host, "sm90", head_dim, sizes, CAUSAL)
+    tiles = [chosen.order(index) for index in range(chosen.order.tiles())]
+    starts = range(0, seqlen, chosen.tile_queries)
+    heads = [(head, head // group) for head in range(heads_kv * group)]
+    assert sorted(tiles) == sorted((m, *head, b) for m in starts for head in heads for b in range(batch))
+    assert chosen.dynamic == (len(tiles) > HOPPERS)
+
+
+@given(st.data(), st.sampled_from(["sm80", "sm90"]))
+def test_plans_of_unequal_lengths(host, data, family):
+    """Room for every tile there can be, whatever the lengths; the tile is the mean's if they may be alike."""
+    sizes, window, lengths = data.draw(ragged_batches())
+    assume(any(lengths))
+    chosen = plan(host, family, 128, (*sizes[:5], 128), window, lengths)
+    batch = make_varlen_batch(host, sizes, window, lengths)
+    places = sum(-(-batch.sequence(b)[2] // chosen.tile_queries) for b in range(sizes[0]))
+    tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
+    assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, HOPPERS))
+    assert chosen.prepares == (family == "sm80")
+    dynamic = 4 if tiles > chosen.blocks else 0  # a counter
+    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepares else dynamic)
+    if family == "sm90" and lengths[0] and sizes[3] % sizes[0] == 0:
+        mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
+        assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_sequences_are_listed_by_a_kernel_before(host, more):
+    batch = host.FEW_SEQUENCES + more
+    offsets = list(range(batch + 1))
+    chosen = plan(
+        host, "sm90", 128, (batch, 2, 2, batch, batch, 128), CAUSAL, [offsets, offsets, None, None, None]
+    )
+    assert chosen.prepares == bool(more)
+    assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
