@@ -136,29 +136,9 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
 #else
 
 namespace flash_cute {
-namespace {
 
-[[noreturn]] void refuse() {
-  require(false,
-          "q is on a GPU, but this flash_cute was built without CUDA; install it again where torch has "
-          "CUDA and without FLASH_CUTE_CPU_ONLY");
-  throw std::logic_error("unreachable");
-}
-
-}  // namespace
-
-BackwardResult backward_cuda(BackwardArguments const&) { refuse(); }
-// The regions of the workspace and their bytes.
-std::string regions_of(BackwardCall const& call) {
-  JsonObject regions;
-  for (int i = 0; call.launches && i < kWorkspaceRegions; ++i) {
-    int64_t const bytes = call.launch.workspace.regions[i].bytes;
-    if (bytes > 0) regions.add(kWorkspaceRegionNames[i], bytes);
-  }
-  return regions.text();
-}
-
-std::string backward_plan_cuda(BackwardArguments const&) { refuse(); }
+BackwardResult backward_cuda(BackwardArguments const&) { refuse_gpu("q"); }
+std::string backward_plan_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 
 }  // namespace flash_cute
 

@@ -126,18 +126,9 @@ std::string compiled_kernels() {
 #else
 
 namespace flash_cute {
-namespace {
 
-[[noreturn]] void refuse() {
-  throw std::runtime_error(
-      "flash_cute.forward: q is on a GPU, but this flash_cute was built without CUDA; install it again where "
-      "torch has CUDA and without FLASH_CUTE_CPU_ONLY");
-}
-
-}  // namespace
-
-ForwardResult forward_cuda(AttentionArguments const&) { refuse(); }
-std::string plan_cuda(AttentionArguments const&) { refuse(); }
+ForwardResult forward_cuda(AttentionArguments const&) { refuse_gpu("q"); }
+std::string plan_cuda(AttentionArguments const&) { refuse_gpu("q"); }
 std::string compiled_kernels() { return "[]"; }
 
 }  // namespace flash_cute

@@ -14,7 +14,7 @@ import torch
 from flash_cute import lengths, ops
 from flash_cute.roofline import Explanation
 from flash_cute.rules import LENGTHS
-from flash_cute.wording import shown
+from flash_cute.wording import is_ours, shown
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -391,33 +391,32 @@ def _is_integer(limit: object) -> bool:
 
 def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
-    ours = f"flash_cute.{name}: "
+    face = f"flash_cute.{name}"
     for argument, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
+            return TypeError(f"{face}: {argument} is of type {kind}; a torch.Tensor is accepted")
     if torch.compiler.is_compiling():  # which can't trace what follows, and shows the error as it is
         return error
     message = str(error).partition("\n")[0]
-    foreign = not message.startswith("flash_cute.")
+    foreign = not is_ours(error)
     for argument, value in tensors.items():
         if foreign and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
-            return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
+            return ValueError(f"{face}: {argument} is {kind}; dense tensors are accepted")
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
-        return TypeError(f"{ours}expected {expected.removesuffix('.')}")
+        return TypeError(f"{face}: expected {expected.removesuffix('.')}")
+    elements = "torch.float16 and torch.bfloat16 are"
     for argument, tensor in tensors.items():
-        accepted = "torch.int32 is" if argument in LENGTHS else "torch.float16 and torch.bfloat16 are"
         if foreign and tensor.is_quantized:
-            return ValueError(f"{ours}{argument} is quantized; {accepted} accepted")
-        if ops.NAMELESS in message and str(tensor.dtype) not in accepted:
-            return ValueError(f"{ours}{argument} has dtype {tensor.dtype}; {accepted} accepted")
+            accepted = "torch.int32 is" if argument in LENGTHS else elements
+            return ValueError(f"{face}: {argument} is quantized; {accepted} accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"
-            return NotImplementedError(f"{ours}{where}; cuda and cpu are supported, all on one device")
-    return ops.as_python_error(error, name)
+            return NotImplementedError(f"{face}: {where}; cuda and cpu are supported, all on one device")
+    return ops.named(error, face, tensors, elements)
 
 
 # By function, for who misnames one: while a compiler traces, signatures are out of reach.

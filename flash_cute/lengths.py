@@ -9,6 +9,7 @@ import torch
 
 from flash_cute import cpu, ops, rules, torch_private
 from flash_cute.storage import require_stored
+from flash_cute.wording import OURS
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
@@ -171,5 +172,4 @@ def _staircase(last: int, most: int) -> int:
 
 
 def _error(sentence: str) -> ValueError:
-    """As the native library's errors: the name of the function that was called is put in place of forward."""
-    return ValueError(f"flash_cute.forward: {sentence}")
+    return ValueError(OURS + sentence)

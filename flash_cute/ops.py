@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, rules, torch_private
+from flash_cute import cpu, rules, torch_private, wording
 from flash_cute.rules import LENGTHS
 from flash_cute.storage import require_stored
 
@@ -150,30 +150,17 @@ def _composite(op):
     return kernel
 
 
-def as_python_error(error: Exception, name: str) -> Exception:
-    """What an operator threw, of the type that fits and under this name; foreign errors unchanged.
+def named(error: Exception, face: str, tensors: dict[str, torch.Tensor], elements: str) -> Exception:
+    """wording.named, and a sentence for a dtype that torch's stable ABI has no name for.
 
-    But for the RuntimeError in which torch says that the CPU's memory is used up.
+    tensors: of the call, by the names of its arguments; elements: the dtypes that are accepted of operands.
     """
-    message = str(error).partition("\n")[0]
-    _, refused, rest = message.partition("DefaultCPUAllocator: can't allocate memory: you tried to allocate ")
-    if refused:
-        size = rest.partition(".")[0]  # "5 bytes"
-        return torch.OutOfMemoryError(
-            f"flash_cute.{name}: out of memory: {size} could not be allocated on the CPU"
-        )
-    operator, _, sentence = message.partition(": ")
-    if operator not in ("flash_cute.forward", "flash_cute.backward", "flash_cute.softmax"):
-        return error
-    if isinstance(error, NotImplementedError):
-        kind = NotImplementedError
-    else:
-        kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
-    return kind(f"flash_cute.{name}: {sentence}")
-
-
-# In errors of torch's stable ABI about a dtype that it has no name for.
-NAMELESS = "Not yet supported ScalarType"
+    if "Not yet supported ScalarType" in str(error):
+        for argument, tensor in tensors.items():
+            accepted = "torch.int32 is" if argument in LENGTHS else elements
+            if str(tensor.dtype) not in accepted:
+                return ValueError(f"{face}: {argument} has dtype {tensor.dtype}; {accepted} accepted")
+    return wording.named(error, face)
 
 
 def for_outer_levels(op, *args, **options):
@@ -252,9 +239,7 @@ class _Attention(_Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError(
-            "flash_cute.forward: there is no forward-mode differentiation; use a gradient"
-        )
+        raise NotImplementedError(f"{wording.OURS}there is no forward-mode differentiation; use a gradient")
 
 
 class _Gradients(torch.autograd.Function):
@@ -273,7 +258,7 @@ class _Gradients(torch.autograd.Function):
         try:
             return op(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
-            raise as_python_error(error, "backward") from None
+            raise wording.named(error, "flash_cute.backward") from None
 
     @staticmethod
     def setup_context(ctx, inputs, output):

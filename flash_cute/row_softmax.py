@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 
 from flash_cute import ops, rules, torch_private
-from flash_cute.wording import shown
+from flash_cute.wording import named, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -77,17 +77,10 @@ def softmax(
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
-        of_lengths = "torch.int32 is"
-        for name, tensor, accepted in (
-            ("x", x, "torch.float32, torch.float16 and torch.bfloat16 are"),
-            ("seqused_k", seqused_k, of_lengths),
-            ("leftpad_k", leftpad_k, of_lengths),
-        ):
-            is_refused = tensor is not None and str(tensor.dtype) not in accepted
-            if ops.NAMELESS in str(error) and is_refused:
-                sentence = f"flash_cute.softmax: {name} has dtype {tensor.dtype}; {accepted} accepted"
-                raise ValueError(sentence) from None
-        raise ops.as_python_error(error, "softmax") from None
+        tensors = {"x": x, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        elements = "torch.float32, torch.float16 and torch.bfloat16 are"
+        raise ops.named(error, "flash_cute.softmax", tensors, elements) from None
 
 
 def _check_dense(name: str, x: torch.Tensor) -> None:
@@ -207,7 +200,7 @@ class _Gradient(ops._Function):
         try:
             return _softmax_backward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k)
         except RuntimeError as error:
-            raise ops.as_python_error(error, "softmax") from None
+            raise named(error, "flash_cute.softmax") from None
 
     @staticmethod
     def setup_context(ctx, inputs, output):

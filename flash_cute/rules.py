@@ -12,6 +12,7 @@ from flash_cute import (
     torch_private,
 )
 from flash_cute.torch_private import hint
+from flash_cute.wording import OURS
 
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
 RESULTS = "out", "lse", "dout", "dlse"
@@ -103,7 +104,7 @@ def vmap(op, info, in_dims, tensors, options):
         mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         if mapped.dim() == 1:
             accepted = "(batch,)" if name in LENGTHS else "(batch, heads, seqlen, head_dim)"
-            raise ValueError(f"flash_cute.forward: {name} has shape (); {accepted} is accepted")
+            raise ValueError(f"{OURS}{name} has shape (); {accepted} is accepted")
         if name not in LENGTHS:
             return mapped.flatten(0, 1)
         return mapped.flatten(0, 1).contiguous()
@@ -123,9 +124,8 @@ def vmap(op, info, in_dims, tensors, options):
 
 
 def vmap_varlen(op, info, in_dims, tensors, options):
-    name = "backward" if "dout" in tensors else "forward"
     raise NotImplementedError(
-        f"flash_cute.{name}: vmap can't map packed sequences; pack those of all its entries into one call"
+        f"{OURS}vmap can't map packed sequences; pack those of all its entries into one call"
     )
 
 
