@@ -1,6 +1,6 @@
 // The backward on a GPU: tensors to params, copies, the launch.
 #include "backward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 #ifdef FLASH_CUTE_WITH_CUDA
 
@@ -8,8 +8,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "calls.hpp"
 #include "device.hpp"
+#include "planned_call.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
@@ -128,7 +128,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
-  return add_backward_problem(plan, call.problem).text();
+  return add_problem(plan, call.problem).text();
 }
 
 }  // namespace flash_cute

@@ -12,7 +12,7 @@
 #include <limits>
 
 #include "forward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 namespace flash_cute {
 namespace {

@@ -1,6 +1,6 @@
 // The forward on a GPU: tensors to params, copies, the launch; what explain and supported tell.
 #include "forward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 #ifdef FLASH_CUTE_WITH_CUDA
 
@@ -10,8 +10,8 @@
 
 #include <limits>
 
-#include "calls.hpp"
 #include "device.hpp"
+#include "planned_call.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from flash_cute import lengths, ops
-from flash_cute.roofline import Explanation
-from flash_cute.rules import LENGTHS
+from flash_cute.explanation import Explanation, work
+from flash_cute.registration import LENGTHS
 from flash_cute.wording import is_ours, shown
 
 _BOOLS = bool, torch.SymBool
@@ -231,15 +231,18 @@ def explain(
     deterministic: bool = False,
     family: str | None = None,
     backward: bool = False,
+    internals: bool = False,
     **misnamed: NoReturn,
 ) -> Explanation:
     """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
 
-    With backward=True it is what the backward of that call would run, for all three gradients. Launches
-    nothing, but reads the lengths from the device to count the work; print() shows it.
+    With backward=True it is what the backward of that call would run, for all three gradients; internals=True
+    adds the kernel's tile and launch. Launches nothing, but reads the lengths from the device to count the
+    work; print() shows it.
     """
-    if not isinstance(backward, bool):
-        raise TypeError(f"flash_cute.explain: backward is {shown(backward)}; True or False is accepted")
+    for option, value in (("backward", backward), ("internals", internals)):
+        if not isinstance(value, bool):
+            raise TypeError(f"flash_cute.explain: {option} is {shown(value)}; True or False is accepted")
     given = _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q, cu_seqlens_k)
     op = ops.plan_backward if backward else ops.plan
     plan = json.loads(
@@ -247,9 +250,9 @@ def explain(
     )
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
-    if given:
-        plan |= lengths.work(q, k, plan["window_left"], plan["window_right"], given, backward)
-    return Explanation.of(plan | {"backward": backward}, q.device)
+    window = plan["window_left"], plan["window_right"]
+    plan |= work(q, k, window, given, backward, ops.autocast_dtype(q).itemsize)
+    return Explanation.of(plan | {"backward": backward}, q.device, internals)
 
 
 def supported() -> dict[str, Any]:

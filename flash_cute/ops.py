@@ -1,8 +1,8 @@
 """The native library's operators on Python's way to them: autocast, autograd, and the CPU's kernels.
 
 Schemas, defaults and validation live in C++ (csrc/). What tracing, vmap and FLOP counters ask is answered in
-flash_cute/rules.py. No kernel of _forward, _backward and their likes for packed sequences is in Python but on
-the CPU: calls without gradients, and compiled graphs with or without them, stay in C++.
+flash_cute/registration.py. No kernel of _forward, _backward and their likes for packed sequences is in Python
+but on the CPU: calls without gradients, and compiled graphs with or without them, stay in C++.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, rules, torch_private, wording
-from flash_cute.rules import LENGTHS
+from flash_cute import cpu, registration, torch_private, wording
+from flash_cute.registration import LENGTHS
 from flash_cute.storage import require_stored
 
 _forward = torch.ops.flash_cute._forward.default
@@ -235,7 +235,9 @@ class _Attention(_Function):
 
         names = "q", "k", "v", *call.names
         named, dims = (dict(zip(names, values, strict=True)) for values in (tensors, in_dims[1:]))
-        return (rules.vmap_varlen if call.packed else rules.vmap)(apply, info, (dims,), named, {})
+        return (registration.vmap_varlen if call.packed else registration.vmap)(
+            apply, info, (dims,), named, {}
+        )
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -317,4 +319,4 @@ _library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
 _library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
 for _name in ("forward", "forward_varlen", "backward", "backward_varlen"):
     _library.impl(f"_{_name}", getattr(cpu, _name), "CPU")
-rules.register(_library)
+registration.register(_library)

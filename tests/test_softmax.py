@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_cute
-from flash_cute.row_softmax import hidden_columns
+from flash_cute.softmax_op import hidden_columns
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "../calls.hpp"
+#include "../planned_call.hpp"
 #include "flash_cute/core/check.hpp"
 #include "flash_cute/softmax/plan.hpp"
 

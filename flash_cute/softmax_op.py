@@ -9,7 +9,8 @@ from numbers import Real
 
 import torch
 
-from flash_cute import ops, rules, torch_private
+from flash_cute import ops, registration, torch_private
+from flash_cute.masks import visible
 from flash_cute.wording import named, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
@@ -102,7 +103,7 @@ def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
 def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
     """The checks of a call by what is known while it is traced."""
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
-    sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
+    sizes = [None if tensor is None else registration.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
     steps = [torch_private.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
     if any(None in known for known in (*sizes, steps) if known):
@@ -228,18 +229,16 @@ def hidden_columns(
 ) -> torch.Tensor:
     """bool, of a shape that broadcasts to x's: where a row does not see a column."""
     columns = torch.arange(shape[-1], device=device)
+    rows = torch.arange(shape[-2], device=device).unsqueeze(1) if causal else 0
 
     def bound(length: torch.Tensor | None, default: int) -> torch.Tensor | int:
         if length is None:
             return default
         return length.clamp(0, shape[-1]).view(-1, *(1,) * (len(shape) - 1))
 
-    used = bound(seqused_k, shape[-1])
-    hidden = (columns < bound(leftpad_k, 0)) | (columns >= used)
-    if causal:
-        rows = torch.arange(shape[-2], device=device).unsqueeze(1)
-        hidden = hidden | (columns > rows - shape[-2] + used)
-    return hidden
+    used, skipped = bound(seqused_k, shape[-1]), bound(leftpad_k, 0)
+    right = 0 if causal else None
+    return ~visible(rows, columns, shape[-2] if causal else 0, used, right=right, skipped=skipped)
 
 
 def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
@@ -285,7 +284,7 @@ _library.impl("softmax", _composite, "CompositeImplicitAutograd")
 _library.impl("_softmax", _softmax_cpu, "CPU")
 _library.impl("_softmax_backward", _softmax_backward_cpu, "CPU")
 for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
-    _rule = rules.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
+    _rule = registration.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
     _library.impl(_op.name().split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
 torch.library.register_fake("flash_cute::_softmax", _traced, lib=_library)
 torch.library.register_fake("flash_cute::_softmax_backward", _traced_backward, lib=_library)
