@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,55 +27,25 @@ _backward_varlen = torch.ops.flash_cute._backward_varlen.default
 compiled = torch.ops.flash_cute.compiled.default
 
 
-def forward(
-    q,
-    k,
-    v,
-    causal=False,
-    *,
-    softmax_scale=None,
-    window_left=None,
-    window_right=None,
-    family=None,
-    deterministic=False,
-    **lengths,
-):
-    """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    options = _options(causal, softmax_scale, window_left, window_right, family)
-    if not lengths and _is_plain(q, k, v):
+def forward(q, k, v, lengths, options):
+    """The operator flash_cute::forward or, with cu_seqlens_q, forward_varlen on Python's way to its kernel.
+
+    lengths: those of LENGTHS that there are; options: the operator's (csrc/ops.cpp), without defaults.
+    """
+    deterministic = options.pop("deterministic", False)
+    if not _is_plain(q, k, v):
+        return _in_context(q, k, v, lengths, options, deterministic)
+    if not lengths:
         return _forward(q, k, v, **options)
-    return _in_context(q, k, v, lengths, options, deterministic)
+    return (_forward_varlen if "cu_seqlens_q" in lengths else _forward)(q, k, v, **lengths, **options)
 
 
-def forward_varlen(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k=None,
-    causal=False,
-    *,
-    softmax_scale=None,
-    window_left=None,
-    window_right=None,
-    family=None,
-    deterministic=False,
-    **lengths,
-):
-    """The operator flash_cute::forward_varlen, likewise."""
-    options = _options(causal, softmax_scale, window_left, window_right, family)
-    if not lengths and _is_plain(q, k, v):
-        return _forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    if cu_seqlens_k is not None:
-        lengths["cu_seqlens_k"] = cu_seqlens_k
-    return _in_context(q, k, v, {"cu_seqlens_q": cu_seqlens_q, **lengths}, options, deterministic)
-
-
-def plan(q, k, v, *args, backward=False, deterministic=False, **options) -> str:
+def plan(q, k, v, lengths, options, backward=False) -> str:
     """The operator flash_cute::plan, of what forward, or its backward, would run under autocast."""
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options |= {"backward": backward, "deterministic": deterministic}
-    return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), *args, **options)
+    options = options | {"backward": backward}
+    if torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True
+    return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), **lengths, **options)
 
 
 plan_backward = partial(plan, backward=True)
@@ -85,20 +56,6 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch_private.autocast_is_enabled():
         return tensors
     return tuple(torch.empty_like(tensor, dtype=autocast_dtype(tensor)) for tensor in tensors)
-
-
-def _options(causal, softmax_scale, window_left, window_right, family) -> dict[str, Any]:
-    """Those that are not an operator's defaults: each that is passed takes the host 0.3 us."""
-    options = {"causal": causal}
-    if softmax_scale is not None:
-        options["softmax_scale"] = softmax_scale
-    if window_left is not None:
-        options["window_left"] = window_left
-    if window_right is not None:
-        options["window_right"] = window_right
-    if family is not None:
-        options["family"] = family
-    return options
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -163,6 +120,12 @@ def named(error: Exception, face: str, tensors: dict[str, torch.Tensor], element
     return wording.named(error, face)
 
 
+def require_number(face: str, name: str, value: object, accepted: str) -> None:
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else wording.shown(value)
+        raise TypeError(f"{face}: {name} is {kind}; {accepted} is accepted")
+
+
 def for_outer_levels(op, *args, **options):
     """A public operator, for the levels of transforms around that of the Function whose forward calls this.
 
@@ -172,7 +135,7 @@ def for_outer_levels(op, *args, **options):
         return op(*args, **options)
 
 
-class _Function(torch.autograd.Function):
+class Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
         """apply for the one level of transforms that is being run. It takes 14 us less."""
@@ -181,6 +144,32 @@ class _Function(torch.autograd.Function):
         if torch_private.transforms_are_active():
             return torch_private.apply_at_level(cls, *args)
         return super(torch.autograd.Function, cls).apply(*args)
+
+
+def refuse_forward_mode(face: str) -> staticmethod:
+    """A Function's jvp."""
+
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{face}: there is no forward-mode differentiation; use a gradient")
+
+    return staticmethod(jvp)
+
+
+def differentiated_once(face: str) -> type[Function]:
+    """The base of a Function of gradients: they refuse to be differentiated."""
+
+    class Gradients(Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise NotImplementedError(f"{face}: there are no second derivatives; detach the gradients")
+
+        jvp = backward
+
+    return Gradients
 
 
 @dataclass(slots=True)
@@ -197,7 +186,7 @@ class _Call:
         return self.options | dict(zip(self.names, lengths, strict=True)) if lengths else self.options
 
 
-class _Attention(_Function):
+class _Attention(Function):
     """out and lse. Keeps q, k, v and these for the backward, which computes the weights again."""
 
     @staticmethod
@@ -239,13 +228,11 @@ class _Attention(_Function):
             apply, info, (dims,), named, {}
         )
 
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(f"{wording.OURS}there is no forward-mode differentiation; use a gradient")
+    jvp = refuse_forward_mode("flash_cute.forward")
 
 
-class _Gradients(torch.autograd.Function):
-    """dq, dk and dv, which refuse to be differentiated."""
+class _Gradients(differentiated_once("flash_cute.backward")):
+    """dq, dk and dv."""
 
     generate_vmap_rule = True
 
@@ -261,20 +248,6 @@ class _Gradients(torch.autograd.Function):
             return op(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
             raise wording.named(error, "flash_cute.backward") from None
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(
-            "flash_cute.backward: there are no second derivatives; detach the gradients"
-        )
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        _Gradients.backward(ctx)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,11 @@ Schemas, checks and the way to the GPU's kernels are in csrc/softmax.cpp.
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 
 from flash_cute import ops, registration, torch_private
 from flash_cute.masks import visible
-from flash_cute.wording import named, shown
+from flash_cute.wording import named, require_bool, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -57,11 +55,8 @@ def softmax(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
     _check_dense("x", x)
-    if not isinstance(causal, bool):
-        raise TypeError(f"flash_cute.softmax: causal is {shown(causal)}; True or False is accepted")
-    if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
-        kind = "a tensor" if isinstance(scale, torch.Tensor) else shown(scale)
-        raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
+    require_bool("flash_cute.softmax", "causal", causal)
+    ops.require_number("flash_cute.softmax", "scale", scale, "a number")
     if not 0 < scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"flash_cute.softmax: scale is {shown(scale)}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
@@ -90,10 +85,6 @@ def _check_dense(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"flash_cute.softmax: {name} is {kind}; dense tensors are accepted")
 
 
-def _refuse_forward_mode(*tangents):
-    raise NotImplementedError("flash_cute.softmax: there is no forward-mode differentiation; use a gradient")
-
-
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
     """The kernel of the public operator, which autograd sees through."""
     run = _Softmax.apply_here if ops.needs_gradient(x) else _softmax
@@ -115,10 +106,7 @@ def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, d
 
 def _unmapped(function, info, in_dims, tensors, options):
     """function(*tensors, *options) of mapped tensors; the last two are lengths, which fold the batch."""
-    mapped = [
-        x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, in_dims, strict=True)
-    ]
+    mapped = [registration.mapped(x, dim, info) for x, dim in zip(tensors, in_dims, strict=True)]
     folds = mapped[-1] is not None or mapped[-2] is not None
     if folds:
         batch = next(x for x in mapped if x is not None).shape[:2]
@@ -160,7 +148,7 @@ def _check_mapped(tensors, causal, dims):
             )
 
 
-class _Softmax(ops._Function):
+class _Softmax(ops.Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
@@ -190,11 +178,11 @@ class _Softmax(ops._Function):
         _check_mapped((x, *lengths), causal, dims)
         return _unmapped(_Softmax.apply, info, dims, (x, *lengths), (scale, causal))
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = ops.refuse_forward_mode("flash_cute.softmax")
 
 
-class _Gradient(ops._Function):
-    """The gradient of x, which refuses to be differentiated."""
+class _Gradient(ops.differentiated_once("flash_cute.softmax")):
+    """The gradient of x."""
 
     @staticmethod
     def forward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k):
@@ -204,20 +192,10 @@ class _Gradient(ops._Function):
             raise named(error, "flash_cute.softmax") from None
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("flash_cute.softmax: there are no second derivatives; detach the gradients")
-
-    @staticmethod
     def vmap(info, in_dims, dprobabilities, dlse, kept, scale, causal, *lengths):
         dims = *in_dims[:3], *in_dims[5:]
         tensors = dprobabilities, dlse, kept, *lengths
         return _unmapped(_Gradient.apply, info, dims, tensors, (scale, causal))
-
-    jvp = staticmethod(_refuse_forward_mode)
 
 
 def hidden_columns(

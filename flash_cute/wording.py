@@ -22,6 +22,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
+def require_bool(face: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{face}: {name} is {shown(value)}; True or False is accepted")
+
+
 def is_ours(error: Exception) -> bool:
     return str(error).partition(": ")[0].partition(".")[0] == "flash_cute"
 
