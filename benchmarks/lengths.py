@@ -223,7 +223,7 @@ def dense(problem: Ragged, inputs, offsets, family: str | None, device: torch.de
     alike = mean.inputs(device)
     run = prepare(family or CPU, mean, *alike)
     options = {"causal": problem.causal, "family": family, "backward": problem.direction != "forward"}
-    explain = partial(flash_cute.explain, **options)
+    explain = partial(flash_cute.explain, internals=True, **options)
     whole, its_own = attempt(partial(explain, *inputs[:3], cu_seqlens_q=offsets)), explain(*alike[:3])
     return run, problem.visited_flops(*tile(whole)) / mean.visited_flops(*tile(its_own))
 

@@ -40,6 +40,7 @@ def visited_flops(problem: Problem, inputs, family: str) -> int:
         window=problem.window,
         backward=problem.direction == "backward",
         family=None if family == contenders.CPU else family,
+        internals=True,
     )
     if plan["family"] == "cpu":
         return problem.flops

@@ -1,6 +1,6 @@
 // What explain tells of the backward on the CPU, which flash_cute/cpu.py computes.
 #include "backward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 namespace flash_cute {
 
@@ -9,7 +9,7 @@ std::string backward_plan_cpu(BackwardArguments const& arguments) {
   validate_keys_of_backward(problem);
   JsonObject plan;
   plan.add("family", "cpu").add("copies", std::vector<std::string>{}).add("workspace_bytes", 0);
-  return add_backward_problem(plan, problem).text();
+  return add_problem(plan, problem).text();
 }
 
 }  // namespace flash_cute

@@ -1,6 +1,6 @@
 // The backward on a GPU: tensors to params, copies, the launch.
 #include "backward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 #ifdef FLASH_CUTE_WITH_CUDA
 
@@ -8,8 +8,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "calls.hpp"
 #include "device.hpp"
+#include "planned_call.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
@@ -128,7 +128,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
-  return add_backward_problem(plan, call.problem).text();
+  return add_problem(plan, call.problem).text();
 }
 
 }  // namespace flash_cute
@@ -136,29 +136,9 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
 #else
 
 namespace flash_cute {
-namespace {
 
-[[noreturn]] void refuse() {
-  require(false,
-          "q is on a GPU, but this flash_cute was built without CUDA; install it again where torch has "
-          "CUDA and without FLASH_CUTE_CPU_ONLY");
-  throw std::logic_error("unreachable");
-}
-
-}  // namespace
-
-BackwardResult backward_cuda(BackwardArguments const&) { refuse(); }
-// The regions of the workspace and their bytes.
-std::string regions_of(BackwardCall const& call) {
-  JsonObject regions;
-  for (int i = 0; call.launches && i < kWorkspaceRegions; ++i) {
-    int64_t const bytes = call.launch.workspace.regions[i].bytes;
-    if (bytes > 0) regions.add(kWorkspaceRegionNames[i], bytes);
-  }
-  return regions.text();
-}
-
-std::string backward_plan_cuda(BackwardArguments const&) { refuse(); }
+BackwardResult backward_cuda(BackwardArguments const&) { refuse_gpu("q"); }
+std::string backward_plan_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 
 }  // namespace flash_cute
 

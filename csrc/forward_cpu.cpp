@@ -12,7 +12,7 @@
 #include <limits>
 
 #include "forward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 namespace flash_cute {
 namespace {
@@ -130,9 +130,8 @@ std::vector<Tensor> forward_cpu(AttentionArguments const& arguments) {
   try {
     return forward_in_own_type(arguments, problem);
   } catch (std::runtime_error const&) {  // of torch, whose operators refuse nothing else that is valid
-    require(false, "out of memory: out, which takes ", arguments.q.numel() * element_bytes(problem.element),
-            " bytes, lse or copies could not be allocated on the CPU");
-    throw;
+    refuse("out of memory: out, which takes ", arguments.q.numel() * element_bytes(problem.element),
+           " bytes, lse or copies could not be allocated on the CPU");
   }
 }
 

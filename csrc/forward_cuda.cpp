@@ -1,6 +1,6 @@
 // The forward on a GPU: tensors to params, copies, the launch; what explain and supported tell.
 #include "forward.hpp"
-#include "plan.hpp"
+#include "json.hpp"
 
 #ifdef FLASH_CUTE_WITH_CUDA
 
@@ -10,8 +10,8 @@
 
 #include <limits>
 
-#include "calls.hpp"
 #include "device.hpp"
+#include "planned_call.hpp"
 #include "tensors.hpp"
 
 namespace flash_cute {
@@ -128,18 +128,9 @@ std::string compiled_kernels() {
 #else
 
 namespace flash_cute {
-namespace {
 
-[[noreturn]] void refuse() {
-  throw std::runtime_error(
-      "flash_cute.forward: q is on a GPU, but this flash_cute was built without CUDA; install it again where "
-      "torch has CUDA and without FLASH_CUTE_CPU_ONLY");
-}
-
-}  // namespace
-
-ForwardResult forward_cuda(AttentionArguments const&) { refuse(); }
-std::string plan_cuda(AttentionArguments const&) { refuse(); }
+ForwardResult forward_cuda(AttentionArguments const&) { refuse_gpu("q"); }
+std::string plan_cuda(AttentionArguments const&) { refuse_gpu("q"); }
 std::string compiled_kernels() { return "[]"; }
 
 }  // namespace flash_cute

@@ -33,12 +33,6 @@ auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_se
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}});
 }
 
-// Errors of a backward under its own name.
-template <class Function>
-auto in_backward(Function&& function) {
-  return under_name("flash_cute.backward: ", std::forward<Function>(function));
-}
-
 template <auto function>
 auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                      bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
@@ -50,8 +44,7 @@ auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
                                      {{}, {}, seqused_q, seqused_k, leftpad_k}};
-  return in_backward(
-      [&] { return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic}); });
+  return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
 template <auto function>
@@ -66,8 +59,7 @@ auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
                                      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}};
-  return in_backward(
-      [&] { return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic}); });
+  return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
 template <auto forward_plan, auto backward_plan>
@@ -105,29 +97,26 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
     ++next;
     return found;
   };
-  auto const check = [&] {
-    Operand const operand_q = operand("q", q), operand_k = operand("k", k), operand_v = operand("v", v);
-    LengthOperands lengths;
-    size_t index = 0, given = 0;
-    for (MaybeSizes const* sizes : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
-      if (sizes->has_value()) {
-        lengths[index].emplace(operand(kLengthNames[index], **sizes)).step = steps.at(given++);
-      }
-      ++index;
+  Operand const operand_q = operand("q", q), operand_k = operand("k", k), operand_v = operand("v", v);
+  LengthOperands lengths;
+  size_t index = 0, given = 0;
+  for (MaybeSizes const* sizes : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
+    if (sizes->has_value()) {
+      lengths[index].emplace(operand(kLengthNames[index], **sizes)).step = steps.at(given++);
     }
-    AttentionProblem const problem = validate(
-        operand_q, operand_k, operand_v, {causal, softmax_scale, window_left, window_right, family}, lengths);
-    if (!out) return;
-    validate_keys_of_backward(problem);
-    BackwardOperands operands;
-    index = 0;
-    for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
-      if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
-      ++index;
-    }
-    validate_backward(operand_q, problem.packed, operands);
-  };
-  return out ? in_backward(check) : check();
+    ++index;
+  }
+  AttentionProblem const problem = validate(
+      operand_q, operand_k, operand_v, {causal, softmax_scale, window_left, window_right, family}, lengths);
+  if (!out) return;
+  validate_keys_of_backward(problem);
+  BackwardOperands operands;
+  index = 0;
+  for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
+    if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
+    ++index;
+  }
+  validate_backward(operand_q, problem.packed, operands);
 }
 
 }  // namespace

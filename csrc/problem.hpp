@@ -11,17 +11,28 @@
 
 namespace flash_cute {
 
-// Every error of the library is one sentence, which its face turns into a Python exception, under the name of
-// the function that was called in place of this one.
-inline constexpr char kErrorPrefix[] = "flash_cute.forward: ";
+// Every error of the library is one sentence. Its face makes an exception of Python's or JAX's of it, and
+// puts the function that was called in place of this, by which it knows that the error is the library's.
+inline constexpr char kErrorPrefix[] = "flash_cute: ";
 
 template <class... Parts>
-void require(bool condition, Parts const&... parts) {
-  if (condition) return;
+[[noreturn]] void refuse(Parts const&... parts) {
   std::ostringstream message;
   message << kErrorPrefix;
   (message << ... << parts);
   throw std::runtime_error(message.str());
+}
+
+template <class... Parts>
+void require(bool condition, Parts const&... parts) {
+  if (!condition) refuse(parts...);
+}
+
+// Throws for a tensor on a GPU where there are no kernels.
+[[noreturn]] inline void refuse_gpu(char const* name) {
+  refuse(name,
+         " is on a GPU, but this flash_cute was built without CUDA; install it again where torch has CUDA "
+         "and without FLASH_CUTE_CPU_ONLY");
 }
 
 struct AttentionProblem {

@@ -1,9 +1,8 @@
-// The operators of softmax: schemas and checks. The CPU's kernels are in flash_cute/row_softmax.py.
+// The operators of softmax: schemas and checks. The CPU's kernels are in flash_cute/softmax_op.py.
 #include "softmax.hpp"
 
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -11,8 +10,6 @@ namespace flash_cute {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
-
-constexpr char kName[] = "flash_cute.softmax: ";
 
 std::optional<Operand> operand(char const* name, MaybeTensor const& tensor) {
   if (!tensor) return std::nullopt;
@@ -36,25 +33,21 @@ void validate(Tensor const& x, SoftmaxOptions const& options) {
 
 template <auto function>
 auto forward(Tensor x, double scale, bool causal, MaybeTensor seqused_k, MaybeTensor leftpad_k) {
-  return under_name(kName, [&] {
-    SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
-    validate(x, options);
-    return function(x, options);
-  });
+  SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
+  validate(x, options);
+  return function(x, options);
 }
 
 template <auto function>
 auto backward(MaybeTensor dprobabilities, MaybeTensor dlse, Tensor kept, double scale, bool causal,
               MaybeTensor seqused_k, MaybeTensor leftpad_k) {
-  return under_name(kName, [&] {
-    SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
-    validate(kept, options);
-    auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
-    validate_softmax_backward(*operand("x", kept), first, second);
-    require_stored(first, dprobabilities);
-    require_stored(second, dlse);
-    return function(dprobabilities, dlse, kept, options);
-  });
+  SoftmaxOptions const options{scale, causal, seqused_k, leftpad_k};
+  validate(kept, options);
+  auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
+  validate_softmax_backward(*operand("x", kept), first, second);
+  require_stored(first, dprobabilities);
+  require_stored(second, dlse);
+  return function(dprobabilities, dlse, kept, options);
 }
 
 // The CPU's kernels themselves are Python's, which call these checks.
@@ -75,14 +68,12 @@ void check_traced(std::vector<int64_t> x, std::vector<ScalarType> dtypes, std::v
     ++next;
     return found;
   };
-  under_name(kName, [&] {
-    MaybeSizes const sizes = x;
-    Operand const kept = *operand("x", sizes);
-    auto const used = operand("seqused_k", seqused_k), skipped = operand("leftpad_k", leftpad_k);
-    validate_softmax(kept, scale, causal, used, skipped);
-    auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
-    validate_softmax_backward(kept, first, second);
-  });
+  MaybeSizes const sizes = x;
+  Operand const kept = *operand("x", sizes);
+  auto const used = operand("seqused_k", seqused_k), skipped = operand("leftpad_k", leftpad_k);
+  validate_softmax(kept, scale, causal, used, skipped);
+  auto const first = operand("dprobabilities", dprobabilities), second = operand("dlse", dlse);
+  validate_softmax_backward(kept, first, second);
 }
 
 }  // namespace
@@ -112,21 +103,12 @@ void validate_softmax(Operand const& x, double scale, bool causal, std::optional
   require(rows < std::numeric_limits<int>::max(), "x has ", rows, " rows; fewer than 2**31 - 1 are accepted");
   require(x.sizes[dims - 1] <= kMaxLength, "x has ", x.sizes[dims - 1], " columns; at most ", kMaxLength,
           " are accepted");
-  require(std::isfinite(float(scale)) && float(scale) > 0.f, "scale is ", scale,
-          "; a finite number > 0 is accepted");
+  require_scale("scale", scale);
   for (auto const& length : {seqused_k, leftpad_k}) {
     if (!length) continue;
-    require(length->type == ScalarType::Int, length->name, " has dtype ", DtypeOf{length->type},
-            "; torch.int32 is accepted");
-    require(length->device == x.device, length->name, " is on device ", name_of(length->device), " and x on ",
-            name_of(x.device), "; they must be the same");
-    int64_t elements = 1;
-    for (int64_t const size : length->sizes) elements *= size;
-    require(length->sizes.size() == 1 && length->sizes[0] == x.sizes[0], length->name, " has ", elements,
-            " elements in ", length->sizes.size(), " dimensions; (", x.sizes[0],
-            ",), as the batch is, is accepted");
-    require(length->sizes[0] <= 1 || length->step == 1, length->name, " has stride ", length->step,
-            "; a contiguous tensor is accepted");
+    require_type(*length, ScalarType::Int);
+    require_same_device(*length, x);
+    require_entries(*length, x.sizes[0], x.sizes[0]);
   }
 }
 
@@ -136,10 +118,8 @@ void validate_softmax_backward(Operand const& kept, std::optional<Operand> const
     bool same = gradient.sizes.size() == dims;
     for (size_t dim = 0; same && dim < dims; ++dim) same = gradient.sizes[dim] == kept.sizes[dim];
     require(same, gradient.name, " has another shape than the result that it is the gradient of");
-    require(gradient.type == type, gradient.name, " has dtype ", DtypeOf{gradient.type}, "; ", DtypeOf{type},
-            " is accepted");
-    require(gradient.device == kept.device, gradient.name, " is on device ", name_of(gradient.device),
-            " and x on ", name_of(kept.device), "; they must be the same");
+    require_type(gradient, type);
+    require_same_device(gradient, kept);
   };
   if (dprobabilities) check(*dprobabilities, kept.sizes.size(), kept.type);
   if (dlse) check(*dlse, kept.sizes.size() - 1, ScalarType::Float);
@@ -147,14 +127,9 @@ void validate_softmax_backward(Operand const& kept, std::optional<Operand> const
 
 #ifndef FLASH_CUTE_WITH_CUDA
 
-SoftmaxResult softmax_cuda(Tensor const&, SoftmaxOptions const&) {
-  throw std::runtime_error(
-      "flash_cute.softmax: x is on a GPU, but this flash_cute was built without CUDA; install it again where "
-      "torch has CUDA and without FLASH_CUTE_CPU_ONLY");
-}
-Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor const& x,
-                             SoftmaxOptions const& options) {
-  return std::get<0>(softmax_cuda(x, options));
+SoftmaxResult softmax_cuda(Tensor const&, SoftmaxOptions const&) { refuse_gpu("x"); }
+Tensor softmax_backward_cuda(MaybeTensor const&, MaybeTensor const&, Tensor const&, SoftmaxOptions const&) {
+  refuse_gpu("x");
 }
 
 #endif

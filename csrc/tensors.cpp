@@ -21,9 +21,8 @@ Tensor allocated(char const* name, int64_t elements, int64_t element_bytes, Allo
   } catch (std::runtime_error const&) {
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "allocating");  // tells an error of a kernel before
-    require(false, "out of memory: ", elements * element_bytes, " bytes for ", name,
-            " could not be allocated; the GPU has ", free, " of ", total, " bytes free");
-    throw;
+    refuse("out of memory: ", elements * element_bytes, " bytes for ", name,
+           " could not be allocated; the GPU has ", free, " of ", total, " bytes free");
   }
 }
 

@@ -43,8 +43,7 @@ std::optional<Family> family_named(std::optional<std::string> const& name) {
   }
   std::string shown = name->substr(0, 100);
   std::ranges::replace_if(shown, [](char letter) { return letter < ' ' || letter > '~'; }, '?');
-  require(false, "family is '", shown, "'; 'sm80', 'sm90' or None is accepted");
-  return std::nullopt;
+  refuse("family is '", shown, "'; 'sm80', 'sm90' or None is accepted");
 }
 
 void require_limit(char const* name, std::optional<int64_t> limit) {
@@ -66,12 +65,8 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = lengths;
   for (auto const& length : lengths) {
     if (!length) continue;
-    require(length->type == ScalarType::Int, length->name, " has dtype ", DtypeOf{length->type},
-            "; torch.int32 is accepted");
-    if (length->device != q.device) {
-      require(false, length->name, " is on device ", name_of(length->device), " and q on ", name_of(q.device),
-              "; they must be the same");
-    }
+    require_type(*length, ScalarType::Int);
+    require_same_device(*length, q);
   }
   int64_t batch = 0;
   if (cu_seqlens_q) {
@@ -84,10 +79,7 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   for (auto const& length : lengths) {
     if (!length) continue;
     int64_t const entries = &length == &cu_seqlens_k || &length == &cu_seqlens_q ? batch + 1 : batch;
-    require(length->sizes.size() == 1 && length->sizes[0] == entries, length->name, " has shape ",
-            ShapeOf{length->sizes}, "; (", entries, ",), as the batch is ", batch, ", is accepted");
-    require(entries <= 1 || length->step == 1, length->name, " has stride ", length->step,
-            "; a contiguous tensor is accepted");
+    require_entries(*length, entries, batch);
   }
   return batch;
 }
@@ -131,6 +123,29 @@ std::string name_of(Device const& device) {
   }
   if (device.has_index()) text << ':' << int(device.index());
   return text.str();
+}
+
+void require_type(Operand const& operand, ScalarType type) {
+  require(operand.type == type, operand.name, " has dtype ", DtypeOf{operand.type}, "; ", DtypeOf{type},
+          " is accepted");
+}
+
+void require_same_device(Operand const& operand, Operand const& like) {
+  if (operand.device == like.device) return;
+  refuse(operand.name, " is on device ", name_of(operand.device), " and ", like.name, " on ",
+         name_of(like.device), "; they must be the same");
+}
+
+void require_entries(Operand const& length, int64_t entries, int64_t batch) {
+  require(length.sizes.size() == 1 && length.sizes[0] == entries, length.name, " has shape ",
+          ShapeOf{length.sizes}, "; (", entries, ",), as the batch is ", batch, ", is accepted");
+  require(entries <= 1 || length.step == 1, length.name, " has stride ", length.step,
+          "; a contiguous tensor is accepted");
+}
+
+void require_scale(char const* name, double scale) {
+  require(std::isfinite(float(scale)) && float(scale) > 0.f, name, " is ", scale,
+          "; a finite number > 0 is accepted");
 }
 
 // Three calls of torch for each operand, as a GPU's kernel waits for them.
@@ -185,10 +200,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   for (Operand const* operand : {&k, &v}) {
     require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
             DtypeOf{q.type}, "; they must be the same");
-    if (operand->device != q.device) {
-      require(false, operand->name, " is on device ", name_of(operand->device), " and q on ",
-              name_of(q.device), "; they must be the same");
-    }
+    require_same_device(*operand, q);
   }
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
@@ -216,8 +228,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   require_rows("q", packed ? 1 : batch, sizes_q[1], sizes_q[rows]);
 
   double const scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
-  require(std::isfinite(float(scale)) && float(scale) > 0.f, "softmax_scale is ", scale,
-          "; a finite number > 0 is accepted");
+  require_scale("softmax_scale", scale);
   require_limit("window's left limit", options.window_left);
   require_limit("window's right limit", options.window_right);
   std::optional<Family> const family = family_named(options.family);
@@ -270,12 +281,8 @@ void validate_backward(Operand const& q, bool packed, BackwardOperands const& op
     ScalarType const type = is_lse ? ScalarType::Float : q.type;
     require(std::ranges::equal(operand.sizes, expected), operand.name, " has shape ", ShapeOf{operand.sizes},
             "; ", ShapeOf{expected}, ", as q has shape ", ShapeOf{sizes}, ", is accepted");
-    require(operand.type == type, operand.name, " has dtype ", DtypeOf{operand.type}, "; ", DtypeOf{type},
-            " is accepted");
-    if (operand.device != q.device) {
-      require(false, operand.name, " is on device ", name_of(operand.device), " and q on ", name_of(q.device),
-              "; they must be the same");
-    }
+    require_type(operand, type);
+    require_same_device(operand, q);
   }
 }
 

@@ -8,7 +8,6 @@
 #include <optional>
 #include <ostream>
 #include <string>
-#include <string_view>
 
 #include "problem.hpp"
 
@@ -100,21 +99,15 @@ void validate_keys_of_backward(AttentionProblem const& problem);
 // Throws if these do not belong to q, packed or not.
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
 
+// What the checks of attention and softmax share. Each throws if it does not hold.
+void require_type(Operand const& operand, ScalarType type);
+void require_same_device(Operand const& operand, Operand const& like);
+void require_entries(Operand const& length, int64_t entries, int64_t batch);  // (entries,), contiguous
+void require_scale(char const* name, double scale);                           // for kernels, in float
+
 // Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
 void require_stored(Operand const& operand, Tensor const& tensor);  // of it
 
 std::string name_of(Device const& device);
-
-// function(), whose errors come under another name than kErrorPrefix: "flash_cute.backward: ", say.
-template <class Function>
-auto under_name(std::string const& name, Function&& function) {
-  try {
-    return function();
-  } catch (std::runtime_error const& error) {
-    std::string_view const message = error.what();
-    if (!message.starts_with(kErrorPrefix)) throw;
-    throw std::runtime_error(name + std::string(message.substr(sizeof(kErrorPrefix) - 1)));
-  }
-}
 
 }  // namespace flash_cute

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         forward_varlen,
         supported,
     )
-    from flash_cute.partial import merge
-    from flash_cute.row_softmax import softmax
+    from flash_cute.merging import merge
+    from flash_cute.softmax_op import softmax
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
     for name in __all__:
-        module = {"reference": None, "softmax": "row_softmax", "merge": "partial"}.get(name, "interface")
+        module = {"reference": None, "softmax": "softmax_op", "merge": "merging"}.get(name, "interface")
         found = import_module(f"flash_cute.{module or name}")
         globals()[name] = getattr(found, name) if module else found
 

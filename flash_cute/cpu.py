@@ -8,11 +8,11 @@ too, nothing passes through the stable ABI but that there was one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from flash_cute import _C  # noqa: F401  importing it registers the operators
+from flash_cute.masks import Window, visible
 
 _ops = torch.ops.flash_cute
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -147,59 +147,21 @@ def ranges(
     return ranges
 
 
-class _Mask(NamedTuple):
-    """Query i sees key j iff i + shift - left <= j <= i + shift + right."""
+def _flash_blocks(window: Window) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Rows and the keys that they see for PyTorch's kernel, with a mask to add where that doesn't know it."""
+    if window.full or window.causal:
+        yield slice(0, window.seqlen_q), slice(0, window.seqlen_k), None
+        return
+    for rows, keys in window.blocks(_MASKED_ROWS):
+        yield rows, keys, _added(window, rows, keys)
 
-    seqlen_q: int
-    seqlen_k: int
-    left: int
-    right: int
 
-    @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, left: int | None, right: int | None) -> _Mask:
-        unlimited = q.shape[2] + k.shape[2]
-        limits = (unlimited if limit is None else limit for limit in (left, right))
-        return cls(q.shape[2], k.shape[2], *limits)
-
-    @property
-    def shift(self) -> int:
-        return self.seqlen_k - self.seqlen_q
-
-    @property
-    def blind(self) -> int:
-        """How many queries, the first ones, see no key."""
-        return min(max(0, -self.shift - self.right), self.seqlen_q)
-
-    @property
-    def causal(self) -> bool:
-        """Is it PyTorch's causal mask, which is aligned top left?"""
-        return self.left >= self.seqlen_k - 1 and self.right == 0 and self.shift == 0
-
-    @property
-    def full(self) -> bool:
-        return self.left >= self.seqlen_k - 1 and self.right >= self.seqlen_q - 1
-
-    def blocks(self, step: int = _MASKED_ROWS) -> Iterator[tuple[slice, slice]]:
-        """Rows that are not blind, `step` at a time, and the keys that they see."""
-        for begin in range(self.blind, self.seqlen_q, step):
-            rows = slice(begin, min(begin + step, self.seqlen_q))
-            first, last = begin + self.shift - self.left, rows.stop + self.shift + self.right
-            yield rows, slice(max(0, first), min(self.seqlen_k, last))
-
-    def flash_blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-        """Likewise for PyTorch's kernel, with a mask to add where that doesn't know it."""
-        if self.full or self.causal:
-            yield slice(0, self.seqlen_q), slice(0, self.seqlen_k), None
-            return
-        for rows, keys in self.blocks():
-            yield rows, keys, self.tensor(rows, keys)
-
-    def tensor(self, rows: slice, keys: slice) -> torch.Tensor:
-        """float32 (rows, keys): 0 where a query sees a key, else -inf."""
-        own = torch.arange(rows.start, rows.stop, device="cpu").unsqueeze(1) + self.shift
-        distance = torch.arange(keys.start, keys.stop, device="cpu") - own
-        hidden = (distance < -self.left) | (distance > self.right)
-        return torch.zeros(hidden.shape, **_FLOAT).masked_fill(hidden, -torch.inf)
+def _added(window: Window, rows: slice, keys: slice) -> torch.Tensor:
+    """float32 (rows, keys): 0 where a query sees a key, else -inf."""
+    places = (torch.arange(part.start, part.stop, device="cpu") for part in (rows, keys))
+    rows, keys = next(places).unsqueeze(1), next(places)
+    seen = visible(rows, keys, *window)
+    return torch.zeros(seen.shape, **_FLOAT).masked_fill(~seen, -torch.inf)
 
 
 def _dense(
@@ -211,32 +173,32 @@ def _dense(
     window_right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward where all the rows count."""
-    mask = _Mask.of(q, k, window_left, window_right)
-    if mask.blind or not (q.numel() and k.numel()):
+    window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
+    if window.blind or not (q.numel() and k.numel()):
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, **_FLOAT)
-        if q.numel() and k.numel() and mask.blind < mask.seqlen_q:
-            seeing = (slice(None), slice(None), slice(mask.blind, None))
+        if q.numel() and k.numel() and window.blind < window.seqlen_q:
+            seeing = (slice(None), slice(None), slice(window.blind, None))
             out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
         return out, lse
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **_FLOAT)
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows, keys, added in mask.flash_blocks():
+    for rows, keys, added in _flash_blocks(window):
         out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
             0.0,
-            mask.causal,
+            window.causal,
             attn_mask=added,
             scale=softmax_scale,
         )
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
     lowest, highest = (bound.item() for bound in lse.abs().aminmax())
     if not (lowest > 0 and highest < torch.inf):
-        for rows, keys in mask.blocks():
+        for rows, keys in window.blocks(_MASKED_ROWS):
             out[:, :, rows], lse[:, :, rows] = _plain(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], mask.tensor(rows, keys), softmax_scale
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], _added(window, rows, keys), softmax_scale
             )
     return out, lse
 
@@ -254,7 +216,7 @@ def _gradients(
     window_right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """backward where all the rows count, in float32."""
-    mask = _Mask.of(q, k, window_left, window_right)
+    window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
     dq, dk, dv = (torch.zeros(x.shape, **_FLOAT) for x in (q, k, v))
     if not (q.numel() and k.numel()):
         return dq, dk, dv
@@ -268,11 +230,11 @@ def _gradients(
     # column makes that the sum less dlse, and changes nothing else.
     q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
     lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
-    for rows, keys, added in mask.flash_blocks():
+    for rows, keys, added in _flash_blocks(window):
         of_rows = (x[:, :, rows] for x in (out, lse))
         parts = _flash_backward(
             *(dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows),
-            *(0.0, mask.causal),
+            *(0.0, window.causal),
             attn_mask=added,
             scale=softmax_scale,
         )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from difflib import get_close_matches
 from inspect import signature
-from numbers import Real
 from operator import index
 from typing import Any, NoReturn
 
 import torch
 
 from flash_cute import lengths, ops
-from flash_cute.roofline import Explanation
-from flash_cute.rules import LENGTHS
-from flash_cute.wording import shown
+from flash_cute.explanation import Explanation, work
+from flash_cute.registration import LENGTHS
+from flash_cute.wording import is_ours, require_bool, shown
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -74,11 +73,9 @@ def forward(
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691. docs/numerics.md says what is rounded when.
     """
-    dense = seqused_q is seqused_k is leftpad_k is None
-    given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
-    return _call(
-        "forward", ops.forward, q, k, v, causal, softmax_scale, window, given, family, deterministic, misnamed
-    )
+    options = _options("forward", causal, softmax_scale, window, family, deterministic, misnamed)
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k)
+    return _call("forward", ops.forward, q, k, v, given, options)
 
 
 def attention(
@@ -97,22 +94,9 @@ def attention(
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
-    dense = seqused_q is seqused_k is leftpad_k is None
-    given = {} if dense else _given(seqused_q, seqused_k, leftpad_k)
-    return _call(
-        "attention",
-        ops.forward,
-        q,
-        k,
-        v,
-        causal,
-        softmax_scale,
-        window,
-        given,
-        family,
-        deterministic,
-        misnamed,
-    )[0]
+    options = _options("attention", causal, softmax_scale, window, family, deterministic, misnamed)
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k)
+    return _call("attention", ops.forward, q, k, v, given, options)[0]
 
 
 def forward_varlen(
@@ -159,23 +143,9 @@ def forward_varlen(
         As forward. Offsets that decrease or leave the totals give out and lse of no meaning; with
         FLASH_CUTE_CHECK=1 they are a ValueError.
     """
-    given = {"cu_seqlens_q": cu_seqlens_q}
-    if not (cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None):
-        given |= _given(seqused_q, seqused_k, leftpad_k, None, cu_seqlens_k)
-    return _call(
-        "forward_varlen",
-        ops.forward_varlen,
-        q,
-        k,
-        v,
-        causal,
-        softmax_scale,
-        window,
-        given,
-        family,
-        deterministic,
-        misnamed,
-    )
+    options = _options("forward_varlen", causal, softmax_scale, window, family, deterministic, misnamed)
+    given = {"cu_seqlens_q": cu_seqlens_q} | _given(None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    return _call("forward_varlen", ops.forward, q, k, v, given, options)
 
 
 def attention_varlen(
@@ -196,23 +166,9 @@ def attention_varlen(
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
-    given = {"cu_seqlens_q": cu_seqlens_q}
-    if not (cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None):
-        given |= _given(seqused_q, seqused_k, leftpad_k, None, cu_seqlens_k)
-    return _call(
-        "attention_varlen",
-        ops.forward_varlen,
-        q,
-        k,
-        v,
-        causal,
-        softmax_scale,
-        window,
-        given,
-        family,
-        deterministic,
-        misnamed,
-    )[0]
+    options = _options("attention_varlen", causal, softmax_scale, window, family, deterministic, misnamed)
+    given = {"cu_seqlens_q": cu_seqlens_q} | _given(None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    return _call("attention_varlen", ops.forward, q, k, v, given, options)[0]
 
 
 def explain(
@@ -231,25 +187,25 @@ def explain(
     deterministic: bool = False,
     family: str | None = None,
     backward: bool = False,
+    internals: bool = False,
     **misnamed: NoReturn,
 ) -> Explanation:
     """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
 
-    With backward=True it is what the backward of that call would run, for all three gradients. Launches
-    nothing, but reads the lengths from the device to count the work; print() shows it.
+    With backward=True it is what the backward of that call would run, for all three gradients; internals=True
+    adds the kernel's tile and launch. Launches nothing, but reads the lengths from the device to count the
+    work; print() shows it.
     """
-    if not isinstance(backward, bool):
-        raise TypeError(f"flash_cute.explain: backward is {shown(backward)}; True or False is accepted")
-    given = _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q, cu_seqlens_k)
-    op = ops.plan_backward if backward else ops.plan
-    plan = json.loads(
-        _call("explain", op, q, k, v, causal, softmax_scale, window, given, family, deterministic, misnamed)
-    )
+    require_bool("flash_cute.explain", "backward", backward)
+    require_bool("flash_cute.explain", "internals", internals)
+    options = _options("explain", causal, softmax_scale, window, family, deterministic, misnamed)
+    given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    plan = json.loads(_call("explain", ops.plan_backward if backward else ops.plan, q, k, v, given, options))
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
-    if given:
-        plan |= lengths.work(q, k, plan["window_left"], plan["window_right"], given, backward)
-    return Explanation.of(plan | {"backward": backward}, q.device)
+    window = plan["window_left"], plan["window_right"]
+    plan |= work(q, k, window, given, backward, ops.autocast_dtype(q).itemsize)
+    return Explanation.of(plan | {"backward": backward}, q.device, internals)
 
 
 def supported() -> dict[str, Any]:
@@ -274,66 +230,62 @@ def supported() -> dict[str, Any]:
     }
 
 
-def _given(seqused_q, seqused_k, leftpad_k, cu_seqlens_q=None, cu_seqlens_k=None) -> dict[str, torch.Tensor]:
-    """The arguments by name, without those that are None."""
+def _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k) -> dict[str, torch.Tensor]:
+    """The tensors of lengths by name, without those that are None."""
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None:
+        return {}
     values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
     return {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
 
 
-def _call(name, op, q, k, v, causal, scale, window, given, family, deterministic, misnamed):
-    """Calls forward, forward_varlen or a plan of ops for the function so named, and raises what it throws.
+def _options(name, causal, scale, window, family, deterministic, misnamed) -> dict[str, Any]:
+    """The operator's options for a call of the function so named.
 
-    given: those of LENGTHS that there are.
+    Defaults are left out: each option that is passed takes the host 0.3 us.
     """
     if misnamed:
         raise TypeError(f"flash_cute.{name}: {_meant(name, *misnamed)}")
     if not isinstance(causal, _BOOLS):
-        raise TypeError(f"flash_cute.{name}: causal is {shown(causal)}; True or False is accepted")
-    if deterministic is not False and not isinstance(deterministic, bool):
-        raise TypeError(
-            f"flash_cute.{name}: deterministic is {shown(deterministic)}; True or False is accepted"
-        )
-    if not (scale is None or type(scale) is float or _is_number(scale)):
-        value = "a tensor" if isinstance(scale, torch.Tensor) else shown(scale)
-        raise TypeError(f"flash_cute.{name}: softmax_scale is {value}; a number or None is accepted")
-    if not (family is None or isinstance(family, str)):
-        raise TypeError(f"flash_cute.{name}: family is {shown(family)}; 'sm80', 'sm90' or None is accepted")
-    left, right = (None, None) if window is None else _limits(name, window)
+        require_bool(f"flash_cute.{name}", "causal", causal)
+    options = {"causal": causal}
+    if deterministic is not False:
+        require_bool(f"flash_cute.{name}", "deterministic", deterministic)
+        options["deterministic"] = deterministic
+    if scale is not None:
+        if type(scale) is not float:
+            ops.require_number(f"flash_cute.{name}", "softmax_scale", scale, "a number or None")
+        options["softmax_scale"] = scale
+    if family is not None:
+        if not isinstance(family, str):
+            sentence = f"family is {shown(family)}; 'sm80', 'sm90' or None is accepted"
+            raise TypeError(f"flash_cute.{name}: {sentence}")
+        options["family"] = family
+    if window is not None:
+        left, right = _limits(name, window)
+        if left is not None:
+            options["window_left"] = left
+        if right is not None:
+            options["window_right"] = right
+    return options
+
+
+def _call(name, op, q, k, v, given, options):
+    """Calls forward or a plan of ops for the function so named, and raises what it throws in its name."""
     try:
-        if q.is_nested and op is not ops.forward_varlen:
-            return _call_nested(name, op, q, k, v, causal, scale, window, given, family, deterministic)
-        if not given:  # by itself: passing on an empty dictionary takes 0.3 us
-            return op(
-                q,
-                k,
-                v,
-                causal,
-                softmax_scale=scale,
-                window_left=left,
-                window_right=right,
-                family=family,
-                deterministic=deterministic,
-            )
-        for value in given.values():  # which a compiler's fakes would complain about in words of their own
-            if not isinstance(value, torch.Tensor):
-                raise TypeError("named below")
-        if lengths.CHECKED:
-            lengths.check(q, k, v, given)
-        options = {"softmax_scale": scale, "window_left": left, "window_right": right, "family": family}
-        return op(q, k, v, causal=causal, deterministic=deterministic, **options, **given)
+        if q.is_nested and (op is not ops.forward or "cu_seqlens_q" not in given):
+            *packed, offsets = lengths.unwrapped(q, k, v, given)
+            results = _call(name, op, *packed, offsets, options)
+            return lengths.wrapped(*results, q) if op is ops.forward else results
+        if given:
+            # A compiler's fakes would complain about other types in words of their own.
+            for value in given.values():
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError("named below")
+            if lengths.CHECKED:
+                lengths.check(q, k, v, given)
+        return op(q, k, v, given, options)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise _in_python_terms(name, error, q=q, k=k, v=v, **given) from None
-
-
-def _call_nested(name, op, q, k, v, causal, scale, window, given, family, deterministic):
-    *tensors, given = lengths.unwrapped(q, k, v, given)
-    op = ops.forward_varlen if op is ops.forward else op
-    results = _call(name, op, *tensors, causal, scale, window, given, family, deterministic, misnamed=None)
-    return lengths.wrapped(*results, q) if op is ops.forward_varlen else results
-
-
-def _is_number(scale: object) -> bool:
-    return isinstance(scale, Real | torch.SymFloat | torch.SymInt) and not isinstance(scale, bool)
 
 
 def _meant(name: str, misnamed: str, *others: str) -> str:
@@ -391,33 +343,32 @@ def _is_integer(limit: object) -> bool:
 
 def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exception:
     """What an operator threw, as one sentence of the fitting type; what is not ours comes back unchanged."""
-    ours = f"flash_cute.{name}: "
+    face = f"flash_cute.{name}"
     for argument, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            return TypeError(f"{ours}{argument} is of type {kind}; a torch.Tensor is accepted")
+            return TypeError(f"{face}: {argument} is of type {kind}; a torch.Tensor is accepted")
     if torch.compiler.is_compiling():  # which can't trace what follows, and shows the error as it is
         return error
     message = str(error).partition("\n")[0]
-    foreign = not message.startswith("flash_cute.")
+    foreign = not is_ours(error)
     for argument, value in tensors.items():
         if foreign and (value.is_nested or value.layout != torch.strided):
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
-            return ValueError(f"{ours}{argument} is {kind}; dense tensors are accepted")
+            return ValueError(f"{face}: {argument} is {kind}; dense tensors are accepted")
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
-        return TypeError(f"{ours}expected {expected.removesuffix('.')}")
+        return TypeError(f"{face}: expected {expected.removesuffix('.')}")
+    elements = "torch.float16 and torch.bfloat16 are"
     for argument, tensor in tensors.items():
-        accepted = "torch.int32 is" if argument in LENGTHS else "torch.float16 and torch.bfloat16 are"
         if foreign and tensor.is_quantized:
-            return ValueError(f"{ours}{argument} is quantized; {accepted} accepted")
-        if ops.NAMELESS in message and str(tensor.dtype) not in accepted:
-            return ValueError(f"{ours}{argument} has dtype {tensor.dtype}; {accepted} accepted")
+            accepted = "torch.int32 is" if argument in LENGTHS else elements
+            return ValueError(f"{face}: {argument} is quantized; {accepted} accepted")
     for argument, tensor in tensors.items():
         if foreign and tensor.device.type not in ("cuda", "cpu"):
             where = f"{argument} is on device {tensor.device}"
-            return NotImplementedError(f"{ours}{where}; cuda and cpu are supported, all on one device")
-    return ops.as_python_error(error, name)
+            return NotImplementedError(f"{face}: {where}; cuda and cpu are supported, all on one device")
+    return ops.named(error, face, tensors, elements)
 
 
 # By function, for who misnames one: while a compiler traces, signatures are out of reach.

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths in Python: nested tensors, the values of lengths, the work that they make."""
+"""Sequences of unequal lengths in Python: nested tensors, the values of lengths."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import torch
 
-from flash_cute import cpu, ops, rules, torch_private
+from flash_cute import ops, registration, torch_private
 from flash_cute.storage import require_stored
+from flash_cute.wording import OURS
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
-Lengths = dict[str, torch.Tensor]  # those of rules.LENGTHS that are given
+Lengths = dict[str, torch.Tensor]  # those of registration.LENGTHS that are given
 
 
 def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths):
@@ -74,7 +75,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
     """
     if not are_known(q, *given.values()):
         return
-    rules.check(*ops.as_cast(q, k, v), **given)
+    registration.check(*ops.as_cast(q, k, v), **given)
     require_stored("forward", **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
@@ -116,60 +117,5 @@ def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
             room = values
 
 
-def work(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    window_left: int | None,
-    window_right: int | None,
-    given: Lengths,
-    backward: bool = False,
-) -> dict[str, int]:
-    """What a call, or its backward, has to do: FLOPs of the pairs that see each other, bytes read and written
-    at least once.
-    """
-    packed = "cu_seqlens_q" in given
-    offsets_q = given.get("cu_seqlens_q")
-    offsets_k = given.get("cu_seqlens_k", offsets_q)
-    heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
-    batch = len(offsets_q) - 1 if packed else q.shape[0]
-    size_q, size_k = (x.shape[0 if packed else 2] for x in (q, k))
-    queries = cpu.ranges(batch, size_q, offsets_q, given.get("seqused_q"), None)
-    keys = cpu.ranges(batch, size_k, offsets_k, given.get("seqused_k"), given.get("leftpad_k"))
-    counts = [(r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True)]
-    pairs = sum(_visible_pairs(*count, window_left, window_right) for count in counts)
-    rows_read, keys_read = (sum(side) for side in zip((0, 0), *counts, strict=True))
-    element = q.element_size()
-    lse_row = torch.float32.itemsize // element  # as many elements as a float has room for
-    if backward:  # reads q, out, dout and lse; writes dq, dk and dv
-        row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
-    else:
-        row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
-    return {
-        "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
-        "bytes": element * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
-    }
-
-
-def _visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
-    unlimited = seqlen_q + seqlen_k
-    left, right = (unlimited if limit is None else min(limit, unlimited) for limit in (left, right))
-
-    def up_to(limit: int) -> int:
-        """How many pairs have a key at most `limit` after the query's own: of the last query seqlen_k + limit
-        keys, of each before it one less, cut to those that there are.
-        """
-        return _staircase(seqlen_k + limit, seqlen_k) - _staircase(seqlen_k + limit - seqlen_q, seqlen_k)
-
-    return up_to(right) - up_to(-left - 1)
-
-
-def _staircase(last: int, most: int) -> int:
-    """The sum of 1, 2, ..., last, each cut to `most`."""
-    last = max(last, 0)
-    rising = min(last, most)
-    return rising * (rising + 1) // 2 + (last - rising) * most
-
-
 def _error(sentence: str) -> ValueError:
-    """As the native library's errors: the name of the function that was called is put in place of forward."""
-    return ValueError(f"flash_cute.forward: {sentence}")
+    return ValueError(OURS + sentence)

@@ -1,8 +1,8 @@
 """The native library's operators on Python's way to them: autocast, autograd, and the CPU's kernels.
 
 Schemas, defaults and validation live in C++ (csrc/). What tracing, vmap and FLOP counters ask is answered in
-flash_cute/rules.py. No kernel of _forward, _backward and their likes for packed sequences is in Python but on
-the CPU: calls without gradients, and compiled graphs with or without them, stay in C++.
+flash_cute/registration.py. No kernel of _forward, _backward and their likes for packed sequences is in Python
+but on the CPU: calls without gradients, and compiled graphs with or without them, stay in C++.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from flash_cute import cpu, rules, torch_private
-from flash_cute.rules import LENGTHS
+from flash_cute import cpu, registration, torch_private, wording
+from flash_cute.registration import LENGTHS
 from flash_cute.storage import require_stored
 
 _forward = torch.ops.flash_cute._forward.default
@@ -26,55 +27,25 @@ _backward_varlen = torch.ops.flash_cute._backward_varlen.default
 compiled = torch.ops.flash_cute.compiled.default
 
 
-def forward(
-    q,
-    k,
-    v,
-    causal=False,
-    *,
-    softmax_scale=None,
-    window_left=None,
-    window_right=None,
-    family=None,
-    deterministic=False,
-    **lengths,
-):
-    """The operator flash_cute::forward, whose schema is in csrc/ops.cpp, on Python's way to its kernel."""
-    options = _options(causal, softmax_scale, window_left, window_right, family)
-    if not lengths and _is_plain(q, k, v):
+def forward(q, k, v, lengths, options):
+    """The operator flash_cute::forward or, with cu_seqlens_q, forward_varlen on Python's way to its kernel.
+
+    lengths: those of LENGTHS that there are; options: the operator's (csrc/ops.cpp), without defaults.
+    """
+    deterministic = options.pop("deterministic", False)
+    if not _is_plain(q, k, v):
+        return _in_context(q, k, v, lengths, options, deterministic)
+    if not lengths:
         return _forward(q, k, v, **options)
-    return _in_context(q, k, v, lengths, options, deterministic)
+    return (_forward_varlen if "cu_seqlens_q" in lengths else _forward)(q, k, v, **lengths, **options)
 
 
-def forward_varlen(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k=None,
-    causal=False,
-    *,
-    softmax_scale=None,
-    window_left=None,
-    window_right=None,
-    family=None,
-    deterministic=False,
-    **lengths,
-):
-    """The operator flash_cute::forward_varlen, likewise."""
-    options = _options(causal, softmax_scale, window_left, window_right, family)
-    if not lengths and _is_plain(q, k, v):
-        return _forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    if cu_seqlens_k is not None:
-        lengths["cu_seqlens_k"] = cu_seqlens_k
-    return _in_context(q, k, v, {"cu_seqlens_q": cu_seqlens_q, **lengths}, options, deterministic)
-
-
-def plan(q, k, v, *args, backward=False, deterministic=False, **options) -> str:
+def plan(q, k, v, lengths, options, backward=False) -> str:
     """The operator flash_cute::plan, of what forward, or its backward, would run under autocast."""
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options |= {"backward": backward, "deterministic": deterministic}
-    return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), *args, **options)
+    options = options | {"backward": backward}
+    if torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True
+    return torch.ops.flash_cute.plan.default(*as_cast(q, k, v), **lengths, **options)
 
 
 plan_backward = partial(plan, backward=True)
@@ -85,20 +56,6 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch_private.autocast_is_enabled():
         return tensors
     return tuple(torch.empty_like(tensor, dtype=autocast_dtype(tensor)) for tensor in tensors)
-
-
-def _options(causal, softmax_scale, window_left, window_right, family) -> dict[str, Any]:
-    """Those that are not an operator's defaults: each that is passed takes the host 0.3 us."""
-    options = {"causal": causal}
-    if softmax_scale is not None:
-        options["softmax_scale"] = softmax_scale
-    if window_left is not None:
-        options["window_left"] = window_left
-    if window_right is not None:
-        options["window_right"] = window_right
-    if family is not None:
-        options["family"] = family
-    return options
 
 
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -150,30 +107,23 @@ def _composite(op):
     return kernel
 
 
-def as_python_error(error: Exception, name: str) -> Exception:
-    """What an operator threw, of the type that fits and under this name; foreign errors unchanged.
+def named(error: Exception, face: str, tensors: dict[str, torch.Tensor], elements: str) -> Exception:
+    """wording.named, and a sentence for a dtype that torch's stable ABI has no name for.
 
-    But for the RuntimeError in which torch says that the CPU's memory is used up.
+    tensors: of the call, by the names of its arguments; elements: the dtypes that are accepted of operands.
     """
-    message = str(error).partition("\n")[0]
-    _, refused, rest = message.partition("DefaultCPUAllocator: can't allocate memory: you tried to allocate ")
-    if refused:
-        size = rest.partition(".")[0]  # "5 bytes"
-        return torch.OutOfMemoryError(
-            f"flash_cute.{name}: out of memory: {size} could not be allocated on the CPU"
-        )
-    operator, _, sentence = message.partition(": ")
-    if operator not in ("flash_cute.forward", "flash_cute.backward", "flash_cute.softmax"):
-        return error
-    if isinstance(error, NotImplementedError):
-        kind = NotImplementedError
-    else:
-        kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
-    return kind(f"flash_cute.{name}: {sentence}")
+    if "Not yet supported ScalarType" in str(error):
+        for argument, tensor in tensors.items():
+            accepted = "torch.int32 is" if argument in LENGTHS else elements
+            if str(tensor.dtype) not in accepted:
+                return ValueError(f"{face}: {argument} has dtype {tensor.dtype}; {accepted} accepted")
+    return wording.named(error, face)
 
 
-# In errors of torch's stable ABI about a dtype that it has no name for.
-NAMELESS = "Not yet supported ScalarType"
+def require_number(face: str, name: str, value: object, accepted: str) -> None:
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else wording.shown(value)
+        raise TypeError(f"{face}: {name} is {kind}; {accepted} is accepted")
 
 
 def for_outer_levels(op, *args, **options):
@@ -185,7 +135,7 @@ def for_outer_levels(op, *args, **options):
         return op(*args, **options)
 
 
-class _Function(torch.autograd.Function):
+class Function(torch.autograd.Function):
     @classmethod
     def apply_here(cls, *args):
         """apply for the one level of transforms that is being run. It takes 14 us less."""
@@ -194,6 +144,32 @@ class _Function(torch.autograd.Function):
         if torch_private.transforms_are_active():
             return torch_private.apply_at_level(cls, *args)
         return super(torch.autograd.Function, cls).apply(*args)
+
+
+def refuse_forward_mode(face: str) -> staticmethod:
+    """A Function's jvp."""
+
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{face}: there is no forward-mode differentiation; use a gradient")
+
+    return staticmethod(jvp)
+
+
+def differentiated_once(face: str) -> type[Function]:
+    """The base of a Function of gradients: they refuse to be differentiated."""
+
+    class Gradients(Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise NotImplementedError(f"{face}: there are no second derivatives; detach the gradients")
+
+        jvp = backward
+
+    return Gradients
 
 
 @dataclass(slots=True)
@@ -210,7 +186,7 @@ class _Call:
         return self.options | dict(zip(self.names, lengths, strict=True)) if lengths else self.options
 
 
-class _Attention(_Function):
+class _Attention(Function):
     """out and lse. Keeps q, k, v and these for the backward, which computes the weights again."""
 
     @staticmethod
@@ -248,17 +224,15 @@ class _Attention(_Function):
 
         names = "q", "k", "v", *call.names
         named, dims = (dict(zip(names, values, strict=True)) for values in (tensors, in_dims[1:]))
-        return (rules.vmap_varlen if call.packed else rules.vmap)(apply, info, (dims,), named, {})
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(
-            "flash_cute.forward: there is no forward-mode differentiation; use a gradient"
+        return (registration.vmap_varlen if call.packed else registration.vmap)(
+            apply, info, (dims,), named, {}
         )
 
+    jvp = refuse_forward_mode("flash_cute.forward")
 
-class _Gradients(torch.autograd.Function):
-    """dq, dk and dv, which refuse to be differentiated."""
+
+class _Gradients(differentiated_once("flash_cute.backward")):
+    """dq, dk and dv."""
 
     generate_vmap_rule = True
 
@@ -273,21 +247,7 @@ class _Gradients(torch.autograd.Function):
         try:
             return op(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
-            raise as_python_error(error, "backward") from None
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError(
-            "flash_cute.backward: there are no second derivatives; detach the gradients"
-        )
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        _Gradients.backward(ctx)
+            raise wording.named(error, "flash_cute.backward") from None
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,4 +292,4 @@ _library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
 _library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
 for _name in ("forward", "forward_varlen", "backward", "backward_varlen"):
     _library.impl(f"_{_name}", getattr(cpu, _name), "CPU")
-rules.register(_library)
+registration.register(_library)

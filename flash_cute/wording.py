@@ -1,8 +1,16 @@
-"""How errors show values, and what they call arguments. Without torch, as flash_cute.jax is."""
+"""How errors show values, and under which name and in whose words they come.
+
+Needs torch for a name alone, as flash_cute.jax works without.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _MOST = 100
+
+# In front of each sentence that C++ (csrc/problem.hpp) or a module below the faces raises.
+OURS = "flash_cute: "
 
 
 def shown(value: object) -> str:
@@ -14,10 +22,35 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
-def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """An error, if it is ours, with names of arguments, and other words, in the terms of the caller."""
-    sentence = str(error)
-    if not sentence.startswith("flash_cute."):
+def require_bool(face: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{face}: {name} is {shown(value)}; True or False is accepted")
+
+
+def is_ours(error: Exception) -> bool:
+    return str(error).partition(": ")[0].partition(".")[0] == "flash_cute"
+
+
+def named(error: Exception, face: str, words: Mapping[str, str] | None = None) -> Exception:
+    """What a call threw, as the face of that name throws it: of the type that fits, and with its `words`.
+
+    What is not ours comes back unchanged, but for the RuntimeError in which torch says that the CPU's memory
+    is used up.
+    """
+    import torch
+
+    message = str(error).partition("\n")[0]
+    _, refused, rest = message.partition("DefaultCPUAllocator: can't allocate memory: you tried to allocate ")
+    if refused:
+        size = rest.partition(".")[0]  # "5 bytes"
+        return torch.OutOfMemoryError(f"{face}: out of memory: {size} could not be allocated on the CPU")
+    if not is_ours(error):
         return error
-    words = (word.partition("'s") for word in sentence.split(" "))
-    return type(error)(" ".join(names.get(word, word) + rest + end for word, rest, end in words))
+    sentence = message.partition(": ")[2]
+    kind = type(error)
+    if kind is RuntimeError:  # of C++
+        kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
+    if words:
+        parts = (word.partition("'s") for word in sentence.split(" "))
+        sentence = " ".join(words.get(word, word) + rest + end for word, rest, end in parts)
+    return kind(f"{face}: {sentence}")

@@ -37,7 +37,7 @@ from tolerance import assert_attention, assert_gradients, assert_ragged, assert_
 
 import flash_cute
 from benchmarks.contenders import families
-from flash_cute.row_softmax import hidden_columns
+from flash_cute.softmax_op import hidden_columns
 
 SOFTMAX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = ("seqused_k", "leftpad_k")

@@ -13,10 +13,10 @@ from cases import SHAPES, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
-from flash_cute import cpu, row_softmax
+from flash_cute import masks, softmax_op
 from flash_cute.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_cute.compat.flash_attn_interface import flash_attn_qkvpacked_func
-from flash_cute.rules import LENGTHS
+from flash_cute.registration import LENGTHS
 
 
 def inputs(device) -> dict[str, torch.Tensor]:
@@ -229,7 +229,8 @@ WRONG = {TypeError: WRONG_TYPES, ValueError: WRONG_VALUES}
 
 
 def assert_one_sentence(message: str, words: str, function: str = "forward") -> None:
-    assert message.startswith(f"flash_cute.{function}: "), message
+    """function: the name in front of the sentence; empty for an operator, which no face has called."""
+    assert message.startswith(f"flash_cute.{function}: " if function else "flash_cute: "), message
     assert "\n" not in message, message
     assert len(message) < 250, message
     for leftover in (".cpp", ".hpp", "Exception raised", "c10", "RuntimeError", "aten::"):
@@ -453,15 +454,16 @@ def test_wrong_gradients(device, change, words, is_packed, traced):
             bad = {name: None if x is None else mode.from_tensor(x) for name, x in bad.items()}
         with pytest.raises(RuntimeError) as caught:
             op(**bad)
-    assert_one_sentence(str(caught.value), words, "backward")
+    assert_one_sentence(str(caught.value), words, function="")
 
 
 def test_deterministic_is_a_bool(device):
     for function in (flash_cute.forward, flash_cute.attention, flash_cute.explain):
         with pytest.raises(TypeError, match=r"deterministic is 1; True or False is accepted"):
             call(function, inputs(device) | {"deterministic": 1})
-    with pytest.raises(TypeError, match=r"^flash_cute\.explain: backward is 1; True or False is accepted"):
-        call(flash_cute.explain, inputs(device) | {"backward": 1})
+    for name in ("backward", "internals"):
+        with pytest.raises(TypeError, match=rf"^flash_cute\.explain: {name} is 1; True or False is accepted"):
+            call(flash_cute.explain, inputs(device) | {name: 1})
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
@@ -495,10 +497,10 @@ def faces(device) -> dict[str, tuple]:
         "forward_varlen": ("forward_varlen", flash_cute.forward_varlen, varlen),
         "explain": ("explain", flash_cute.explain, padded),
         "autocast": ("forward", lambda q, k, v: under_autocast(q, k, v), floats),
-        "backward": ("backward", ops._backward, gradients),
+        "backward": ("", ops._backward, gradients),
         "softmax": ("softmax", flash_cute.softmax, {"x": x} | columns),
         "softmax_backward": (
-            "softmax",
+            "",
             lambda x, **gradients: ops._softmax_backward(kept=x, **gradients),
             {"x": x, "dprobabilities": x, "dlse": x[..., 0].float()},
         ),
@@ -572,7 +574,7 @@ def backward(big, one):
 
 def softmax_backward(big):
     """As autograd calls it; a forward of such a size would fail before."""
-    row_softmax._Gradient.apply(big, None, big, 1.0, False, None, None)
+    softmax_op._Gradient.apply(big, None, big, 1.0, False, None, None)
 
 
 # Calls for more memory than there is: of (1, 128, 2^28, 64) and (1, 128, 1, 64), or of (2^22, 2^20).
@@ -631,8 +633,8 @@ def test_what_is_raised_on_the_cpu_comes_out(monkeypatch, name, error):
     tensors = [x.requires_grad_() for x in inputs("cpu").values()]
     function = CPU_CALLS[name](*tensors)
     with monkeypatch.context() as patched:
-        patched.setattr(cpu._Mask, "of", interrupted)
-        patched.setattr(row_softmax, "hidden_columns", interrupted)
+        patched.setattr(masks.Window, "of", interrupted)
+        patched.setattr(softmax_op, "hidden_columns", interrupted)
         with pytest.raises(error, match=r"^raised inside$") as caught:
             function()
     assert type(caught.value) is error
@@ -661,7 +663,7 @@ def test_more_rows_than_tiles_are_counted_for(device, is_packed, where):
     lse = lse.transpose(0, 1) if is_packed else lse
     with pytest.raises(RuntimeError, match="k must") as caught:
         op(one, None, one, k, k, one, lse, **offsets, needs_dkv=False)
-    assert_one_sentence(str(caught.value), words, "backward")
+    assert_one_sentence(str(caught.value), words, function="")
     if where is None:
         with pytest.raises(ValueError, match="k must") as caught:
             flash_cute.explain(one, k, k, **offsets, backward=True)

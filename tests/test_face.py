@@ -13,7 +13,7 @@ import torch
 from cases import DTYPES, INSTANCES, MASKS, ROOT, SHAPES, Shape, make_inputs
 
 import flash_cute
-from flash_cute.roofline import Explanation
+from flash_cute.explanation import INTERNALS, Explanation
 
 
 @pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_explain_counts_more_than_64_bits_hold(heads, seqlen, causal, used, back
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 256])
 def test_explain_names_the_kernel(kernel, head_dim, dtype):
     q, k, v = make_inputs(Shape(2, 4, 2, 150, 190, head_dim), dtype, kernel.device)
-    plan = flash_cute.explain(q, k, v, causal=True, softmax_scale=0.5, family=kernel.family)
+    plan = flash_cute.explain(q, k, v, causal=True, softmax_scale=0.5, family=kernel.family, internals=True)
     assert plan["family"] == (kernel.family or "cpu")
     assert (plan["head_dim"], plan["softmax_scale"]) == (head_dim, 0.5)
     assert (plan["window_left"], plan["window_right"]) == (None, 0)
@@ -84,15 +84,20 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     plan = dict.fromkeys(names.split(), 1) | {"flops": 1, "bytes": 1, "copies": [], "backward": backward}
     plan |= {"family": "sm90", "element": "bf16", "window_left": None, "window_right": 0}
     shown = [
-        str(Explanation.of(plan | {"workspace_bytes": size}, torch.device("cpu"))) for size in (0, 2_500_000)
+        str(Explanation.of(plan | {"workspace_bytes": size}, torch.device("cpu"), internals=True))
+        for size in (0, 2_500_000)
     ]
     assert all(("sm90 backward, bf16" if backward else "sm90, bf16") in text for text in shown)
     assert "workspace none" in shown[0]
     assert "workspace 2.5 MB" in shown[1]
     assert "parts" not in shown[0]
     plan |= {"workspace_bytes": 0, "gqa_splits": 4, "lse_delta_mma": True}
-    shown = str(Explanation.of(plan, torch.device("cpu")))
+    shown = str(Explanation.of(plan, torch.device("cpu"), internals=True))
     assert "LSE and delta by a product, query heads that share K and V in 4 parts" in shown
+    for_users = Explanation.of(plan, torch.device("cpu"))
+    assert for_users.keys().isdisjoint(INTERNALS)
+    assert plan.keys() - INTERNALS <= for_users.keys()
+    assert not any(line.startswith(("tile", "block", "grid")) for line in str(for_users).splitlines())
 
 
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.
@@ -136,7 +141,7 @@ def test_the_launch_fits_the_problem(shape, causal, expected):
     gpu = torch.cuda.get_device_properties()
     if (gpu.major, gpu.minor, gpu.multi_processor_count) != (9, 0, 132):
         pytest.skip("these are the plans of the sm90 family on 132 multiprocessors")
-    plan = flash_cute.explain(*make_inputs(shape, torch.bfloat16, "cuda"), causal=causal)
+    plan = flash_cute.explain(*make_inputs(shape, torch.bfloat16, "cuda"), causal=causal, internals=True)
     assert {name: plan[name] for name in expected} == expected
     packing = f"({plan['packed_heads']} heads of each query)"
     assert (packing in str(plan)) == (plan["packed_heads"] > 1)
@@ -155,7 +160,8 @@ def test_a_plan_tells_which_backward_it_is(shape, expected):
     gpu = torch.cuda.get_device_properties()
     if (gpu.major, gpu.minor, gpu.multi_processor_count) != (9, 0, 132):
         pytest.skip("these are the plans of the sm90 family on 132 multiprocessors")
-    plan = flash_cute.explain(*make_inputs(shape, torch.bfloat16, "cuda"), causal=True, backward=True)
+    inputs = make_inputs(shape, torch.bfloat16, "cuda")
+    plan = flash_cute.explain(*inputs, causal=True, backward=True, internals=True)
     assert {name: plan[name] for name in expected} == expected
 
 

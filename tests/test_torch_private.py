@@ -45,7 +45,7 @@ def test_every_name():
         said[name][use] = result
     assert sorted(said) == names
     for name, results in said.items():
-        sentence = f"flash_cute: {torch_private.NAMES[name]} needs {name.replace(':', '.')}, which torch"
+        sentence = f": {torch_private.NAMES[name]} needs {name.replace(':', '.')}, which torch"
         failed = {use: result for use, result in results.items() if result != "works"}
         assert len(results) == 10
         assert not failed.keys() & {"call", "gradient"}, failed

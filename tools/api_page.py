@@ -20,7 +20,7 @@ sys.path.append(str(ROOT))
 
 import flash_cute  # noqa: E402
 from flash_cute import interface, reference  # noqa: E402
-from flash_cute.roofline import Explanation  # noqa: E402
+from flash_cute.explanation import Explanation  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 WIDTH = 118

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "../calls.hpp"
+#include "../planned_call.hpp"
 #include "flash_cute/core/check.hpp"
 #include "flash_cute/softmax/plan.hpp"
 
@@ -91,8 +91,8 @@ ffi::Error guarded(char const* name, Function&& function) {
     return ffi::Error::Success();
   } catch (std::exception const& error) {
     std::string const message = error.what();
-    if (!message.starts_with(kErrorPrefix)) return ffi::Error::Internal(message);
-    return ffi::Error::Internal(name + (": " + message.substr(sizeof(kErrorPrefix) - 1)));
+    bool const ours = message.starts_with(kErrorPrefix);
+    return ffi::Error::Internal(ours ? name + (": " + message.substr(sizeof(kErrorPrefix) - 1)) : message);
   }
 }
 

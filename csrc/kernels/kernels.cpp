@@ -1,8 +1,8 @@
 #include "../kernels.hpp"
 
 #include <mutex>
-#include <string>
 
+#include "../problem.hpp"
 #include "flash_cute/core/check.hpp"
 #include "flash_cute/core/dispatch.hpp"
 
@@ -12,10 +12,7 @@ Gpu const& gpu_at(int index) {
   constexpr int kMaxDevices = DeviceInfo::kMaxDevices;
   static Gpu devices[kMaxDevices];
   static std::once_flag read[kMaxDevices];
-  if (index >= kMaxDevices) {
-    throw std::runtime_error("flash_cute.forward: device index " + std::to_string(index) +
-                             " is not supported; it must be below " + std::to_string(kMaxDevices));
-  }
+  require(index < kMaxDevices, "device index ", index, " is not supported; it must be below ", kMaxDevices);
   std::call_once(read[index], [&] {
     auto attribute = [&](cudaDeviceAttr name) {
       int value = 0;

@@ -11,7 +11,7 @@ import torch
 import flash_cute
 from flash_cute.ops import autocast_dtype
 from flash_cute.storage import require_stored
-from flash_cute.wording import renamed, shown
+from flash_cute.wording import named, shown
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
@@ -32,16 +32,12 @@ _ACCEPTED = {
     "cu_seqlens_k_new": (None,),
 }
 # What flash_cute.forward calls otherwise than flash_attn does.
-_NAMES = {
-    "flash_cute.forward:": "flash_cute.compat:",
-    "flash_cute.forward_varlen:": "flash_cute.compat:",
-    "window": "window_size",
-}
+_NAMES = {"window": "window_size"}
 _NAMES_OF_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 
 
 def renaming(function: Callable, names: dict[str, str]) -> Callable:
-    """The function with errors in the words of its caller, as wording.renamed has them."""
+    """The function with errors in the words of its caller, as wording.named has them."""
 
     @wraps(function)
     def call(*args, **options):
@@ -50,7 +46,7 @@ def renaming(function: Callable, names: dict[str, str]) -> Callable:
         except (TypeError, ValueError, NotImplementedError) as error:
             if torch.compiler.is_compiling():  # which can't look into what an error says
                 raise
-            raise renamed(error, names) from None
+            raise named(error, "flash_cute.compat", names) from None
 
     return call
 

@@ -25,7 +25,7 @@ from math import prod
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from flash_cute import ops, torch_private
-from flash_cute.rules import LENGTHS
+from flash_cute.registration import LENGTHS
 
 OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = torch_private.parts_of_dtensor()
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from flash_cute import ops
-from flash_cute.wording import renamed
+from flash_cute.wording import named
 
 NAME = "flash_cute"
 
@@ -123,7 +123,7 @@ def _run(op, *tensors, **options):
     try:
         return op(*tensors, **options)
     except RuntimeError as error:
-        raise renamed(ops.as_python_error(error, "sdpa"), _NAMES) from None
+        raise named(error, "flash_cute.sdpa", _NAMES) from None
 
 
 def _refuse(

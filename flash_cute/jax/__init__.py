@@ -12,6 +12,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("flash_cute.jax needs jax; pip install 'flash_cute[jax]'", name="jax") from None
 
 from flash_cute.jax.dot_product_attention import attention
-from flash_cute.jax.row_softmax import softmax
+from flash_cute.jax.softmax_op import softmax
 
 __all__ = ["attention", "softmax"]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import ATTENTION
-from flash_cute.wording import shown
+from flash_cute.wording import require_bool
 
 _ROW_BYTES = 16  # rows of the kernels are multiples of so many bytes
 
@@ -75,8 +75,7 @@ def attention(
             raise ValueError(f"{ATTENTION}: {name} is given; None is accepted")
     options = {"is_causal": is_causal, "deterministic": deterministic, "return_residual": return_residual}
     for name, x in options.items():
-        if not isinstance(x, bool):
-            raise TypeError(f"{ATTENTION}: {name} is {shown(x)}; True or False is accepted")
+        require_bool(ATTENTION, name, x)
     arrays = {"query": query, "key": key, "value": value}
     arrays = {name: arguments.array(ATTENTION, name, x) for name, x in arrays.items()}
     has_batch = arrays["query"].ndim != 3

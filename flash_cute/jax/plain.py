@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from flash_cute import masks
+
 
 def _places(shape, dim):
     """int32: 0, 1, ... along a dimension, 1 element in the others."""
@@ -17,15 +19,9 @@ def _visible(seqlen_q, seqlen_k, lengths, options):
     used_q = seqlen_q if used_q is None else jnp.clip(used_q, 0, seqlen_q)
     used_k = seqlen_k if used_k is None else jnp.clip(used_k, 0, seqlen_k)
     rows, keys = (_places((1, seqlen_q, seqlen_k), dim) for dim in (1, 2))
-    visible = (rows < used_q) & (keys < used_k)
-    if skipped is not None:
-        visible &= keys >= skipped
-    own = rows + used_k - used_q
-    if options.left >= 0:
-        visible &= keys >= own - options.left
-    if options.right >= 0:
-        visible &= keys <= own + options.right
-    return visible
+    left, right = (None if limit < 0 else limit for limit in (options.left, options.right))
+    seen = masks.visible(rows, keys, used_q, used_k, left, right, 0 if skipped is None else skipped)
+    return seen & (rows < used_q)
 
 
 def attention(query, key, value, lengths, options):
@@ -54,14 +50,12 @@ def attention(query, key, value, lengths, options):
 def _hidden_columns(shape, lengths, causal):
     """bool, of a shape that broadcasts to x's: where a row does not see a column."""
     columns = _places(shape, len(shape) - 1)
+    rows, seqlen_q, right = (_places(shape, len(shape) - 2), shape[-2], 0) if causal else (0, 0, None)
     used, skipped = (
         default if y is None else jnp.clip(y, 0, shape[-1]).reshape(-1, *(1,) * (len(shape) - 1))
         for y, default in zip(lengths, (shape[-1], 0), strict=True)
     )
-    hidden = (columns < skipped) | (columns >= used)
-    if causal:
-        hidden = hidden | (columns > _places(shape, len(shape) - 2) - shape[-2] + used)
-    return hidden
+    return ~masks.visible(rows, columns, seqlen_q, used, right=right, skipped=skipped)
 
 
 def softmax(x, lengths, options):

@@ -160,7 +160,11 @@ def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], 
         cuda_libraries = f"-Lexternal/toolkit/lib64 -Lexternal/toolkit/lib {CUDA_LIBRARIES}"
     linked = {LIBRARY: (sources, of_torch, f"-Lexternal/torch/lib {TORCH_LIBRARIES}")}
     if toolkit:
-        linked[KERNELS] = (["csrc/kernels/calls.cpp", "csrc/kernels/kernels.cpp"], plain, cuda_libraries)
+        linked[KERNELS] = (
+            ["csrc/kernels/planned_call.cpp", "csrc/kernels/kernels.cpp"],
+            plain,
+            cuda_libraries,
+        )
     if of_jax:
         linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], of_jax, cuda_libraries)
     for library, (parts, rule, needed) in linked.items():

@@ -261,7 +261,7 @@ inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& pa
   SplitOrder const order = result.split_order(params, mask);
   int64_t const items = order.capacity * int64_t(order.packs_of_all.value);
   if (items > std::numeric_limits<int>::max() / 2) {
-    throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
+    throw std::runtime_error("flash_cute: there may be more than 2**30 tiles of queries");
   }
   split.slots = !split.is_uniform ? 2 * split.wanted_items : order.alike.parts > 1 ? int(items) : 0;
   result.blocks = smaller(int(items), multiprocessors * result.tile.blocks_per_sm);
@@ -297,7 +297,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     int64_t const tiles =
         m_blocks * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
     if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for numbers past the end
-      throw std::runtime_error("flash_cute.forward: there may be more than 2**30 tiles of queries");
+      throw std::runtime_error("flash_cute: there may be more than 2**30 tiles of queries");
     }
     result.section_tiles = persistent && mask.is_even() ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);

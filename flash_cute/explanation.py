@@ -1,11 +1,15 @@
-"""What a call would run, and the least time that its device would need for the work."""
+"""What a call would run, its work, and the least time that its device would need for that."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from flash_cute import cpu
+from flash_cute.masks import Window
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,62 @@ def scaled(value: float, unit: str) -> str:
     return f"{value / factor:.3g} {prefix}{unit}"
 
 
+# Keys of a kernel's plan that tell how it is made and launched, which no argument of a call chooses.
+INTERNALS = {
+    "block_m",
+    "block_n",
+    "stages",
+    "packed_heads",
+    "threads",
+    "registers",
+    "local_bytes",
+    "smem_bytes",
+    "grid",
+    "seqlen_k_used",
+    "gqa_splits",
+    "lse_delta_mma",
+    "workspace",
+}
+
+
+def work(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    window: tuple[int | None, int | None],
+    given: dict[str, torch.Tensor],
+    backward: bool,
+    element: int,
+) -> dict[str, int]:
+    """What a call, or its backward, has to do: FLOPs of the pairs that see each other, bytes read and written
+    at least once.
+
+    given: the tensors of lengths, which are read; element: bytes of one, which autocast may have made fewer.
+    """
+    packed = "cu_seqlens_q" in given
+    heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    size_q, size_k = (x.shape[0 if packed else 2] for x in (q, k))
+    if given:
+        offsets_q = given.get("cu_seqlens_q")
+        offsets_k = given.get("cu_seqlens_k", offsets_q)
+        batch = len(offsets_q) - 1 if packed else q.shape[0]
+        queries = cpu.ranges(batch, size_q, offsets_q, given.get("seqused_q"), None)
+        keys = cpu.ranges(batch, size_k, offsets_k, given.get("seqused_k"), given.get("leftpad_k"))
+        sizes = Counter((r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True))
+    else:
+        sizes = {(size_q, size_k): q.shape[0]}
+    pairs = sum(count * Window.of(*size, *window).pairs for size, count in sizes.items())
+    rows_read, keys_read = (sum(count * size[side] for size, count in sizes.items()) for side in (0, 1))
+    lse_row = torch.float32.itemsize // element  # as many elements as a float has room for
+    if backward:  # reads q, out, dout and lse; writes dq, dk and dv
+        row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
+    else:
+        row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
+    return {
+        "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
+        "bytes": element * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
+    }
+
+
 class Explanation(dict):
     """The plan of a call: a dict that prints as a table.
 
@@ -77,24 +137,26 @@ class Explanation(dict):
     and each output written once), roofline (None where the device's rates are unknown, else seconds, bound_by
     "compute" or "memory", and the rates).
 
-    Of a kernel also: element, bucket (the head_dim that it is compiled for), block_m, block_n, stages,
-    packed_heads (query heads that share a tile), threads, registers and local_bytes (spills) per thread,
-    smem_bytes, grid in blocks, workspace_bytes (for unequal lengths, for tiles that blocks take
-    one by one, and for every backward), seqlen_k_used.
-    Of a backward, whose kernel is the one that takes longest: gqa_splits (into how many the query heads that
-    share K and V are split, each with tiles of its own), lse_delta_mma (do LSE and delta come by a product?),
+    Of a kernel also: element, bucket (the head_dim that it is compiled for), workspace_bytes (for unequal
+    lengths, for tiles that blocks take one by one, and for every backward).
+
+    With internals=True, of a kernel: block_m, block_n, stages, packed_heads (query heads that share a tile),
+    threads, registers and local_bytes (spills) per thread, smem_bytes, grid in blocks, seqlen_k_used. Of a
+    backward, whose kernel is the one that takes longest: gqa_splits (into how many the query heads that share
+    K and V are split, each with tiles of its own), lse_delta_mma (do LSE and delta come by a product?),
     workspace (bytes of each of its regions).
     """
 
     @classmethod
-    def of(cls, plan: dict[str, Any], device: torch.device) -> Explanation:
+    def of(cls, plan: dict[str, Any], device: torch.device, internals: bool = False) -> Explanation:
         roofline = None
         if rates := rates_of(device):
             compute = plan["flops"] / rates.flops_per_second
             memory = plan["bytes"] / rates.bytes_per_second
             bound_by = "compute" if compute > memory else "memory"
             roofline = {"seconds": max(compute, memory), "bound_by": bound_by, **asdict(rates)}
-        return cls(plan, device=device_name(device), roofline=roofline)
+        shown = {key: value for key, value in plan.items() if internals or key not in INTERNALS}
+        return cls(shown, device=device_name(device), roofline=roofline)
 
     def __str__(self) -> str:
         limits = (self["window_left"], self["window_right"])
@@ -115,8 +177,15 @@ class Explanation(dict):
         if self["family"] == "cpu":
             types = "full and causal in the inputs' type, other masks and tiny scores in float32"
             return {"kernel": f"PyTorch's CPU flash attention; {types}"}
-        heads = self["packed_heads"]
         direction = " backward" if self["backward"] else ""
+        return {
+            "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
+            **(self._internal_rows() if "block_m" in self else {}),
+            "workspace": self._workspace_text(),
+        }
+
+    def _internal_rows(self) -> dict[str, str]:
+        heads = self["packed_heads"]
         rows = "queries" if heads == 1 else f"rows ({heads} heads of each query)"
         tile = f"{self['block_m']} {rows} x {self['block_n']} keys, {self['stages']} stages"
         if self.get("lse_delta_mma"):
@@ -124,12 +193,10 @@ class Explanation(dict):
         if self.get("gqa_splits", 1) > 1:
             tile += f", query heads that share K and V in {self['gqa_splits']} parts"
         return {
-            "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
             "tile": tile,
             "block": f"{self['threads']} threads, {self['registers']} registers, "
             f"{self['local_bytes']} bytes spilled, {self['smem_bytes'] / 1024:.4g} KiB shared memory",
             "grid": f"{self['grid']} blocks",
-            "workspace": self._workspace_text(),
         }
 
     def _workspace_text(self) -> str:

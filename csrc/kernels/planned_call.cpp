@@ -1,4 +1,4 @@
-#include "../calls.hpp"
+#include "../planned_call.hpp"
 
 #include <cmath>
 

@@ -5,12 +5,11 @@ Schemas, checks and the way to the GPU's kernels are in csrc/softmax.cpp.
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 
-from flash_cute import ops, rules, torch_private
-from flash_cute.wording import shown
+from flash_cute import ops, registration, torch_private
+from flash_cute.masks import visible
+from flash_cute.wording import named, require_bool, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -56,11 +55,8 @@ def softmax(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
     _check_dense("x", x)
-    if not isinstance(causal, bool):
-        raise TypeError(f"flash_cute.softmax: causal is {shown(causal)}; True or False is accepted")
-    if not isinstance(scale, Real | torch.SymInt | torch.SymFloat) or isinstance(scale, bool):
-        kind = "a tensor" if isinstance(scale, torch.Tensor) else shown(scale)
-        raise TypeError(f"flash_cute.softmax: scale is {kind}; a number is accepted")
+    require_bool("flash_cute.softmax", "causal", causal)
+    ops.require_number("flash_cute.softmax", "scale", scale, "a number")
     if not 0 < scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"flash_cute.softmax: scale is {shown(scale)}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
@@ -77,27 +73,16 @@ def softmax(
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
-        of_lengths = "torch.int32 is"
-        for name, tensor, accepted in (
-            ("x", x, "torch.float32, torch.float16 and torch.bfloat16 are"),
-            ("seqused_k", seqused_k, of_lengths),
-            ("leftpad_k", leftpad_k, of_lengths),
-        ):
-            is_refused = tensor is not None and str(tensor.dtype) not in accepted
-            if ops.NAMELESS in str(error) and is_refused:
-                sentence = f"flash_cute.softmax: {name} has dtype {tensor.dtype}; {accepted} accepted"
-                raise ValueError(sentence) from None
-        raise ops.as_python_error(error, "softmax") from None
+        tensors = {"x": x, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        elements = "torch.float32, torch.float16 and torch.bfloat16 are"
+        raise ops.named(error, "flash_cute.softmax", tensors, elements) from None
 
 
 def _check_dense(name: str, x: torch.Tensor) -> None:
     if x.is_nested or x.layout != torch.strided or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise ValueError(f"flash_cute.softmax: {name} is {kind}; dense tensors are accepted")
-
-
-def _refuse_forward_mode(*tangents):
-    raise NotImplementedError("flash_cute.softmax: there is no forward-mode differentiation; use a gradient")
 
 
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
@@ -109,7 +94,7 @@ def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
 def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
     """The checks of a call by what is known while it is traced."""
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
-    sizes = [None if tensor is None else rules.hints(tensor.shape) for tensor in tensors]
+    sizes = [None if tensor is None else registration.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
     steps = [torch_private.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
     if any(None in known for known in (*sizes, steps) if known):
@@ -121,10 +106,7 @@ def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, d
 
 def _unmapped(function, info, in_dims, tensors, options):
     """function(*tensors, *options) of mapped tensors; the last two are lengths, which fold the batch."""
-    mapped = [
-        x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(tensors, in_dims, strict=True)
-    ]
+    mapped = [registration.mapped(x, dim, info) for x, dim in zip(tensors, in_dims, strict=True)]
     folds = mapped[-1] is not None or mapped[-2] is not None
     if folds:
         batch = next(x for x in mapped if x is not None).shape[:2]
@@ -166,7 +148,7 @@ def _check_mapped(tensors, causal, dims):
             )
 
 
-class _Softmax(ops._Function):
+class _Softmax(ops.Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
@@ -196,34 +178,24 @@ class _Softmax(ops._Function):
         _check_mapped((x, *lengths), causal, dims)
         return _unmapped(_Softmax.apply, info, dims, (x, *lengths), (scale, causal))
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = ops.refuse_forward_mode("flash_cute.softmax")
 
 
-class _Gradient(ops._Function):
-    """The gradient of x, which refuses to be differentiated."""
+class _Gradient(ops.differentiated_once("flash_cute.softmax")):
+    """The gradient of x."""
 
     @staticmethod
     def forward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k):
         try:
             return _softmax_backward(dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k)
         except RuntimeError as error:
-            raise ops.as_python_error(error, "softmax") from None
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("flash_cute.softmax: there are no second derivatives; detach the gradients")
+            raise named(error, "flash_cute.softmax") from None
 
     @staticmethod
     def vmap(info, in_dims, dprobabilities, dlse, kept, scale, causal, *lengths):
         dims = *in_dims[:3], *in_dims[5:]
         tensors = dprobabilities, dlse, kept, *lengths
         return _unmapped(_Gradient.apply, info, dims, tensors, (scale, causal))
-
-    jvp = staticmethod(_refuse_forward_mode)
 
 
 def hidden_columns(
@@ -235,18 +207,16 @@ def hidden_columns(
 ) -> torch.Tensor:
     """bool, of a shape that broadcasts to x's: where a row does not see a column."""
     columns = torch.arange(shape[-1], device=device)
+    rows = torch.arange(shape[-2], device=device).unsqueeze(1) if causal else 0
 
     def bound(length: torch.Tensor | None, default: int) -> torch.Tensor | int:
         if length is None:
             return default
         return length.clamp(0, shape[-1]).view(-1, *(1,) * (len(shape) - 1))
 
-    used = bound(seqused_k, shape[-1])
-    hidden = (columns < bound(leftpad_k, 0)) | (columns >= used)
-    if causal:
-        rows = torch.arange(shape[-2], device=device).unsqueeze(1)
-        hidden = hidden | (columns > rows - shape[-2] + used)
-    return hidden
+    used, skipped = bound(seqused_k, shape[-1]), bound(leftpad_k, 0)
+    right = 0 if causal else None
+    return ~visible(rows, columns, shape[-2] if causal else 0, used, right=right, skipped=skipped)
 
 
 def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
@@ -292,7 +262,7 @@ _library.impl("softmax", _composite, "CompositeImplicitAutograd")
 _library.impl("_softmax", _softmax_cpu, "CPU")
 _library.impl("_softmax_backward", _softmax_backward_cpu, "CPU")
 for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
-    _rule = rules.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
+    _rule = registration.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
     _library.impl(_op.name().split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
 torch.library.register_fake("flash_cute::_softmax", _traced, lib=_library)
 torch.library.register_fake("flash_cute::_softmax_backward", _traced_backward, lib=_library)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import MAX_LENGTH, SOFTMAX
-from flash_cute.wording import shown
+from flash_cute.wording import require_bool
 
 _MAX_ROWS = 2**31 - 2
 
@@ -44,8 +44,7 @@ def softmax(
         NotImplementedError: a second derivative is asked for.
     """
     x = arguments.array(SOFTMAX, "x", x)
-    if not isinstance(causal, bool):
-        raise TypeError(f"{SOFTMAX}: causal is {shown(causal)}; True or False is accepted")
+    require_bool(SOFTMAX, "causal", causal)
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(f"{SOFTMAX}: x has dtype {x.dtype}; float32, float16 and bfloat16 are accepted")
     has_lengths = seqused_k is not None or leftpad_k is not None

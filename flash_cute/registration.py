@@ -12,6 +12,7 @@ from flash_cute import (
     torch_private,
 )
 from flash_cute.torch_private import hint
+from flash_cute.wording import OURS
 
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
 RESULTS = "out", "lse", "dout", "dlse"
@@ -93,20 +94,25 @@ def hints(sizes: torch.Size) -> list[int | None]:
     return [hint(size) for size in sizes]
 
 
+def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor | None:
+    """The tensor with what vmap maps over in front."""
+    if tensor is None:
+        return None
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def vmap(op, info, in_dims, tensors, options):
     """The mapped dimension becomes a part of the batch."""
 
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
-        tensor = tensors[name]
+        tensor = mapped(tensors[name], dim, info)
         if tensor is None:
             return None
-        mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        if mapped.dim() == 1:
+        if tensor.dim() == 1:
             accepted = "(batch,)" if name in LENGTHS else "(batch, heads, seqlen, head_dim)"
-            raise ValueError(f"flash_cute.forward: {name} has shape (); {accepted} is accepted")
-        if name not in LENGTHS:
-            return mapped.flatten(0, 1)
-        return mapped.flatten(0, 1).contiguous()
+            raise ValueError(f"{OURS}{name} has shape (); {accepted} is accepted")
+        tensor = tensor.flatten(0, 1)
+        return tensor.contiguous() if name in LENGTHS else tensor
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}
     q, dim = tensors["q"], in_dims[0]["q"]
@@ -123,9 +129,8 @@ def vmap(op, info, in_dims, tensors, options):
 
 
 def vmap_varlen(op, info, in_dims, tensors, options):
-    name = "backward" if "dout" in tensors else "forward"
     raise NotImplementedError(
-        f"flash_cute.{name}: vmap can't map packed sequences; pack those of all its entries into one call"
+        f"{OURS}vmap can't map packed sequences; pack those of all its entries into one call"
     )
 
 
