@@ -19,7 +19,10 @@ namespace {
 
 ForwardCall plan_call(AttentionArguments const& arguments) {
   AttentionProblem const problem = validate(arguments);  // before the device, of which it may complain
-  return plan_forward_call(problem, length_params(arguments.lengths), gpu_at(arguments.q.get_device_index()));
+  std::optional<Tensor> const& table = arguments.lengths.block_table;
+  return plan_forward_call(
+      problem, length_params(arguments.lengths, problem.cached), gpu_at(arguments.q.get_device_index()),
+      table ? static_cast<int const*>(table->const_data_ptr()) : nullptr, table ? table->stride(0) : 0);
 }
 
 }  // namespace
@@ -49,6 +52,12 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   int const unreachable = call.unreachable();
   Readable const q = readable("a copy of q", q_whole, varlen);
   bool const whole_rows = varlen && !call.launch.splits();  // see reason_to_copy
+  if (call.problem.cached && whole_rows) {
+    for (auto const& [name, cache] : {std::pair{"k", &k_whole}, {"v", &v_whole}}) {
+      require(is_readable(*cache, true), name, " is a cache, which is not copied, but ",
+              reason_to_copy(*cache, true));
+    }
+  }
   Readable const k = readable("a copy of k", k_whole, whole_rows, unreachable);
   Readable const v = readable("a copy of v", v_whole, whole_rows, unreachable);
   // out has q's layout, which may be one that the kernels can't write.

@@ -13,24 +13,26 @@ using MaybeTensor = std::optional<Tensor>;
 template <auto function>
 auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
             std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,
-            MaybeTensor seqused_k, MaybeTensor leftpad_k, std::optional<std::string> family) {
+            MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
+            std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
-                   {causal, softmax_scale, window_left, window_right, family},
-                   {{}, {}, seqused_q, seqused_k, leftpad_k}});
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {{}, {}, seqused_q, seqused_k, leftpad_k, block_table}});
 }
 
 template <auto function>
 auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
             std::optional<double> softmax_scale, std::optional<int64_t> window_left,
             std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-            MaybeTensor leftpad_k, std::optional<std::string> family) {
+            MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
+            std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
-                   {causal, softmax_scale, window_left, window_right, family},
-                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}});
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table}});
 }
 
 template <auto function>
@@ -66,13 +68,14 @@ template <auto forward_plan, auto backward_plan>
 std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
                  std::optional<int64_t> window_left, std::optional<int64_t> window_right,
                  MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
-                 MaybeTensor seqused_k, MaybeTensor leftpad_k, bool backward, bool deterministic,
-                 std::optional<std::string> family) {
-  AttentionArguments const attention{q,
-                                     k,
-                                     v,
-                                     {causal, softmax_scale, window_left, window_right, family},
-                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}};
+                 MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
+                 bool backward, bool deterministic, std::optional<std::string> family) {
+  AttentionArguments const attention{
+      q,
+      k,
+      v,
+      {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table}};
   if (!backward) return forward_plan(attention);
   return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
@@ -89,8 +92,9 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
                   std::vector<ScalarType> dtypes, std::vector<Device> devices, std::vector<int64_t> steps,
                   bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                   std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
-                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes out,
-                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family) {
+                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes block_table,
+                  bool batch_invariant, MaybeSizes out, MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse,
+                  std::optional<std::string> family) {
   size_t next = 0;
   auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
     Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
@@ -100,14 +104,16 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   Operand const operand_q = operand("q", q), operand_k = operand("k", k), operand_v = operand("v", v);
   LengthOperands lengths;
   size_t index = 0, given = 0;
-  for (MaybeSizes const* sizes : {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k}) {
+  for (MaybeSizes const* sizes :
+       {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k, &block_table}) {
     if (sizes->has_value()) {
       lengths[index].emplace(operand(kLengthNames[index], **sizes)).step = steps.at(given++);
     }
     ++index;
   }
-  AttentionProblem const problem = validate(
-      operand_q, operand_k, operand_v, {causal, softmax_scale, window_left, window_right, family}, lengths);
+  AttentionProblem const problem =
+      validate(operand_q, operand_k, operand_v,
+               {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths);
   if (!out) return;
   validate_keys_of_backward(problem);
   BackwardOperands operands;
@@ -129,15 +135,19 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   "bool causal=False, *, float? softmax_scale=None, SymInt? window_left=None, SymInt? " \
   "window_right=None, "
 #define FLASH_CUTE_LENGTHS(type) type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, "
+// What only a forward has.
+#define FLASH_CUTE_CACHE(type) type "? block_table=None, bool batch_invariant=False, "
 #define FLASH_CUTE_MAYBE_OFFSETS(type) type "? cu_seqlens_q=None, " type "? cu_seqlens_k=None, "
 #define FLASH_CUTE_MAYBE_RESULTS(type) \
   type "? out=None, " type "? lse=None, " type "? dout=None, " type "? dlse=None, "
 #define FLASH_CUTE_DETERMINISTIC "bool deterministic=False, "
 #define FLASH_CUTE_FAMILY "str? family=None) "
 #define FLASH_CUTE_RESULTS FLASH_CUTE_FAMILY "-> (Tensor out, Tensor lse)"
-#define FLASH_CUTE_PADDED FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
-#define FLASH_CUTE_PACKED \
-  FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor")
+#define FLASH_CUTE_PADDED \
+  FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_CACHE("Tensor")
+#define FLASH_CUTE_PACKED                                                               \
+  FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") \
+      FLASH_CUTE_CACHE("Tensor")
 #define FLASH_CUTE_BACKWARD              \
   FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS( \
       "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
@@ -154,13 +164,13 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   library.def("_backward_varlen(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD
                   FLASH_CUTE_INPUT_GRADIENTS);
   library.def("plan(" FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor")
-                  FLASH_CUTE_LENGTHS(
+                  FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_CACHE(
                       "Tensor") "bool backward=False, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY "-> str");
   library.def("compiled() -> str");
   library.def(
       "_check(int[] q, int[] k, int[] v, ScalarType[] dtypes, Device[] devices, int[] "
       "steps, " FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("int[]") FLASH_CUTE_LENGTHS("int[]")
-          FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
+          FLASH_CUTE_CACHE("int[]") FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
   library.def("_forward_cpu(" FLASH_CUTE_PADDED FLASH_CUTE_FAMILY "-> Tensor[]");
   library.def("_forward_varlen_cpu(" FLASH_CUTE_PACKED FLASH_CUTE_FAMILY "-> ()");
   library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD "-> ()");

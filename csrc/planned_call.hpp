@@ -38,9 +38,11 @@ struct BackwardCall {
   }
 };
 
-// lengths: pointers to those that were given; read if the problem is varlen.
+// lengths: pointers to those that were given; read if the problem is varlen. block_table, table_stride: of a
+// cache in pages.
 FLASH_CUTE_API ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths,
-                                             Gpu const& gpu);
+                                             Gpu const& gpu, int const* block_table = nullptr,
+                                             int64_t table_stride = 0);
 FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths,
                                                Gpu const& gpu, bool needs_dq, bool needs_dkv,
                                                bool deterministic);

@@ -43,6 +43,9 @@ struct AttentionProblem {
   std::optional<Family> family;                      // nullopt: the device decides
   bool packed;                                       // the sequences lie one behind the other
   bool varlen;                                       // tensors of lengths were given, packed or not
+  bool cached = false;                               // k and v are a cache, which is never copied
+  int pages = 0, page_size = 0;                      // of a cache in pages
+  bool batch_invariant = false;
 
   // That of sequences which are all as long as the shape says.
   WindowMask mask() const {

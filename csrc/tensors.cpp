@@ -138,12 +138,13 @@ Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef size
                    [&] { return torch::stable::new_empty(like, sizes, type); });
 }
 
-LengthParams length_params(Lengths const& lengths) {
+LengthParams length_params(Lengths const& lengths, bool cached) {
   auto pointer = [](std::optional<Tensor> const& tensor) {
     return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;
   };
-  return {.cu_seqlens_q = pointer(lengths.offsets_q()),
-          .cu_seqlens_k = pointer(lengths.offsets_k()),
+  return {.cu_seqlens_q = pointer(lengths.cu_seqlens_q),
+          .cu_seqlens_k =
+              cached ? nullptr : pointer(lengths.cu_seqlens_k ? lengths.cu_seqlens_k : lengths.cu_seqlens_q),
           .seqused_q = pointer(lengths.seqused_q),
           .seqused_k = pointer(lengths.seqused_k),
           .leftpad_k = pointer(lengths.leftpad_k)};

@@ -40,7 +40,8 @@ Readable readable(char const* name, Tensor const& whole, bool varlen, int first 
 // Contiguous memory for a tensor's elements, with head_dim padded (padded_head_dim).
 Tensor padded_like(char const* name, Tensor const& tensor);
 
-LengthParams length_params(Lengths const& lengths);
+// cached: are the keys a cache, which has no offsets?
+LengthParams length_params(Lengths const& lengths, bool cached = false);
 
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.

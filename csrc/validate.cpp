@@ -62,7 +62,7 @@ void require_rows(char const* name, int64_t entries, int64_t heads, int64_t seql
 
 // Returns how many sequences there are: the offsets of packed ones say so, else q's batch.
 int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
-  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = lengths;
+  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table] = lengths;
   for (auto const& length : lengths) {
     if (!length) continue;
     require_type(*length, ScalarType::Int);
@@ -78,8 +78,17 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   }
   for (auto const& length : lengths) {
     if (!length) continue;
+    if (&length == &block_table) continue;
     int64_t const entries = &length == &cu_seqlens_k || &length == &cu_seqlens_q ? batch + 1 : batch;
     require_entries(*length, entries, batch);
+  }
+  if (block_table) {
+    auto const& sizes = block_table->sizes;
+    require(sizes.size() == 2 && sizes[0] == batch && sizes[1] >= 1,
+            "block_table must have shape (batch, max_pages), where the batch is ", batch, ", got ",
+            ShapeOf{sizes});
+    require(sizes[1] == 1 || block_table->step == 1,
+            "block_table must be contiguous in its last dimension, got stride ", block_table->step);
   }
   return batch;
 }
@@ -164,16 +173,29 @@ void require_stored(Operand const& operand, Tensor const& tensor) {
           stored);
 }
 
+void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef strides, void const* data) {
+  int const bytes = element_bytes(operand.type);
+  require(operand.sizes[3] == 1 || strides[3] == 1, operand.name,
+          " is a cache, which is not copied; its last dimension must have stride 1, got ", strides[3]);
+  for (int dim = 0; dim < 3; ++dim) {
+    require(operand.sizes[dim] <= 1 || strides[dim] * bytes % kRowAlignment == 0, operand.name,
+            " is a cache, which is not copied; its stride of dimension ", dim, " must be a multiple of ",
+            kRowAlignment / bytes, ", got ", strides[dim]);
+  }
+  require(reinterpret_cast<uintptr_t>(data) % kRowAlignment == 0, operand.name,
+          " is a cache, which is not copied; it must start at a multiple of ", kRowAlignment, " bytes");
+}
+
 AttentionProblem validate(AttentionArguments const& arguments) {
-  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k] = arguments.lengths;
-  std::optional<Tensor> const* const given[] = {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k,
-                                                &leftpad_k};
+  auto const& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table] = arguments.lengths;
+  std::optional<Tensor> const* const given[] = {&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
+                                                &seqused_k,    &leftpad_k,    &block_table};
   LengthOperands lengths;
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (!*given[index]) continue;
     Tensor const& tensor = **given[index];
     Operand& length = lengths[index].emplace(operand(kLengthNames[index], tensor));
-    if (tensor.dim() == 1) length.step = tensor.stride(0);
+    if (tensor.dim() > 0) length.step = tensor.stride(tensor.dim() - 1);
   }
   Operand const q = operand("q", arguments.q), k = operand("k", arguments.k), v = operand("v", arguments.v);
   AttentionProblem const problem = validate(q, k, v, arguments.options, lengths);
@@ -183,19 +205,33 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (lengths[index]) require_stored(*lengths[index], **given[index]);
   }
+  if (problem.cached) {
+    require_readable_cache(k, arguments.k.strides(), arguments.k.const_data_ptr());
+    require_readable_cache(v, arguments.v.strides(), arguments.v.const_data_ptr());
+  }
   return problem;
 }
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths) {
   require(lengths[0] || !lengths[1], "cu_seqlens_k is given without cu_seqlens_q");
-  bool const packed = lengths[0].has_value();
-  size_t const dims = packed ? 3 : 4;
+  bool const packed = lengths[0].has_value(), paged = lengths[5].has_value();
+  // Beside packed queries keys may be a cache of (batch, heads, capacity, head_dim).
+  bool const cached = paged || (packed && k.sizes.size() == 4);
+  size_t const dims = packed ? 3 : 4, dims_k = cached ? 4 : dims;
   for (Operand const* operand : {&q, &k, &v}) {
-    require(operand->sizes.size() == dims, operand->name, " has ", operand->sizes.size(), " dimensions; ",
-            packed ? "3, (total, heads, head_dim), are accepted with cu_seqlens_q"
-                   : "4, (batch, heads, seqlen, head_dim), are accepted");
+    char const* const accepted =
+        operand != &q && paged    ? "4, (pages, heads, page_size, head_dim), are accepted with block_table"
+        : operand == &q && packed ? "3, (total, heads, head_dim), are accepted with cu_seqlens_q"
+        : packed ? "3, (total, heads, head_dim), or 4, (batch, heads, capacity, head_dim), are "
+                   "accepted with cu_seqlens_q"
+                 : "4, (batch, heads, seqlen, head_dim), are accepted";
+    require(operand->sizes.size() == (operand == &q ? dims : dims_k), operand->name, " has ",
+            operand->sizes.size(), " dimensions; ", accepted);
   }
+  require(!cached || !lengths[1],
+          "cu_seqlens_k must be None where k is a cache of 4 dimensions; seqused_k has its "
+          "lengths");
   ElementType const element = element_type(q);
   for (Operand const* operand : {&k, &v}) {
     require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
@@ -204,25 +240,41 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   }
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
-  for (size_t dim = 0; dim < dims; ++dim) {
+  for (size_t dim = 0; dim < dims_k; ++dim) {
     require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{sizes_v}, " and k ", ShapeOf{sizes_k},
             "; they must be the same");
   }
   int64_t const head_dim = sizes_q[dims - 1];
-  require(packed || sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
+  require(packed || cached || sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
           "; they must be the same");
-  require(sizes_k[dims - 1] == head_dim, "k has head_dim ", sizes_k[dims - 1], " and q ", head_dim,
+  require(sizes_k[dims_k - 1] == head_dim, "k has head_dim ", sizes_k[dims_k - 1], " and q ", head_dim,
           "; they must be the same");
   require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim, "; 1 to ", kMaxHeadDim,
           " are accepted");
   require(sizes_q[1] == sizes_k[1] || (sizes_k[1] > 0 && sizes_q[1] % sizes_k[1] == 0), "q has ", sizes_q[1],
           " heads and k ", sizes_k[1], "; the heads of q must be a multiple of those of k");
-  int const rows = packed ? 0 : 2;
-  for (Operand const* operand : {&q, &k}) {
-    require(operand->sizes[rows] <= kMaxLength, operand->name, packed ? " has total " : " has seqlen ",
-            operand->sizes[rows], "; at most ", kMaxLength, " is accepted");
-  }
+  int const rows = packed ? 0 : 2, rows_k = cached ? 2 : rows;
+  require(sizes_q[rows] <= kMaxLength, "q has ", packed ? "total " : "seqlen ", sizes_q[rows], "; at most ",
+          kMaxLength, " is accepted");
+  require(sizes_k[rows_k] <= kMaxLength, "k has ", packed && !cached ? "total " : "seqlen ", sizes_k[rows_k],
+          "; at most ", kMaxLength, " is accepted");
   int64_t const batch = batch_of(q, lengths);
+  int64_t seqlen_k = sizes_k[rows_k];
+  if (paged) {
+    require(sizes_k[0] >= 1 && sizes_k[2] >= 1, "k must have at least one page and one row in it, got shape ",
+            ShapeOf{sizes_k});
+    require(sizes_k[0] <= kMaxLength, "k must have at most ", kMaxLength, " pages, got ", sizes_k[0]);
+    int64_t const width = lengths[5]->sizes[1];
+    require(width <= kMaxLength / seqlen_k, "block_table must name at most ", kMaxLength,
+            " keys of a sequence, got ", width, " pages of ", seqlen_k);
+    seqlen_k *= width;
+  } else if (cached) {
+    require(sizes_k[0] == batch, "k has batch ", sizes_k[0], " and cu_seqlens_q ", batch,
+            "; they must be the same");
+  }
+  require(!options.batch_invariant || q.device.type() != DeviceType::CPU,
+          "batch_invariant must be False on the CPU, got True");
+  require(!cached || head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");
   require_rows("q", packed ? 1 : batch, sizes_q[1], sizes_q[rows]);
@@ -236,7 +288,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
           "', but q is on the CPU; None is accepted there");
 
   return {
-      .shape = {int(batch), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]), int(sizes_k[rows]),
+      .shape = {int(batch), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]), int(seqlen_k),
                 int(head_dim)},
       .element = element,
       .softmax_scale = float(scale),
@@ -245,11 +297,16 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .family = family,
       .packed = packed,
       .varlen = std::any_of(lengths.begin(), lengths.end(), [](auto const& l) { return l.has_value(); }),
+      .cached = cached,
+      .pages = paged ? int(sizes_k[0]) : 0,
+      .page_size = paged ? int(sizes_k[2]) : 0,
+      .batch_invariant = options.batch_invariant,
   };
 }
 
 AttentionProblem validate(BackwardArguments const& arguments) {
   AttentionProblem const problem = validate(arguments.attention);
+  require(!problem.cached, "there are no gradients through a cache");
   validate_keys_of_backward(problem);
   BackwardOperands operands{operand("out", arguments.out), operand("lse", arguments.lse)};
   if (arguments.dout) operands[2].emplace(operand("dout", *arguments.dout));

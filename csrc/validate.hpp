@@ -24,6 +24,7 @@ struct AttentionOptions {
   std::optional<double> softmax_scale;
   std::optional<int64_t> window_left, window_right;
   std::optional<std::string> family;
+  bool batch_invariant = false;
 };
 
 // Written as Python does.
@@ -39,13 +40,13 @@ struct Lengths {
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) offsets; packed with the first
   std::optional<Tensor> seqused_q, seqused_k;        // (batch,) how many rows count, from the first
   std::optional<Tensor> leftpad_k;                   // (batch,) how many of those keys do not, at the begin
-
-  std::optional<Tensor> const& offsets_q() const { return cu_seqlens_q; }
-  std::optional<Tensor> const& offsets_k() const { return cu_seqlens_k ? cu_seqlens_k : cu_seqlens_q; }
+  std::optional<Tensor> block_table = {};            // (batch, max_pages) pages of a cache
 };
 
 struct AttentionArguments {
-  Tensor q, k, v;  // (batch, heads, seqlen, head_dim); packed: (total, heads, head_dim)
+  // (batch, heads, seqlen, head_dim); packed: (total, heads, head_dim), or a cache of k and v beside packed
+  // queries. In pages, k and v are (pages, heads, page_size, head_dim).
+  Tensor q, k, v;
   AttentionOptions options;
   Lengths lengths = {};
 
@@ -78,9 +79,9 @@ struct Operand {
 constexpr int64_t kMaxHeadDim = 256;
 
 // Those of Lengths, in its order.
-using LengthOperands = std::array<std::optional<Operand>, 5>;
-inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
-                                               "leftpad_k"};
+using LengthOperands = std::array<std::optional<Operand>, 6>;
+inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q",
+                                               "seqused_k",    "leftpad_k",    "block_table"};
 
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
@@ -104,6 +105,9 @@ void require_type(Operand const& operand, ScalarType type);
 void require_same_device(Operand const& operand, Operand const& like);
 void require_entries(Operand const& length, int64_t entries, int64_t batch);  // (entries,), contiguous
 void require_scale(char const* name, double scale);                           // for kernels, in float
+
+// Throws if kernels can't read a cache where it lies: name, sizes and strides of a tensor of four dimensions.
+void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef strides, void const* data);
 
 // Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
 void require_stored(Operand const& operand, Tensor const& tensor);  // of it

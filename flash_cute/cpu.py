@@ -31,6 +31,12 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **options)
     return tuple(results) if results else _forward(q, k, v, *args, **options)
 
 
+def _gathered(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """The rows of each sequence's pages, (batch, heads, max_pages * page_size, head_dim)."""
+    pages = cache[block_table.long().clamp(0, cache.shape[0] - 1)]
+    return pages.transpose(1, 2).flatten(2, 3)
+
+
 def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
     """flash_cute::_forward_varlen: out like q, and lse, float32 (heads_q, total_q)."""
     _ops._forward_varlen_cpu.default(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)
@@ -56,8 +62,11 @@ def _offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None) -> d
 
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-             leftpad_k=None, **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+             leftpad_k=None, block_table=None, batch_invariant=False,
+             **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
+    if block_table is not None:
+        k, v = _gathered(k, block_table), _gathered(v, block_table)
     mask = _scale_and_window(q, causal, **options)
     packed = cu_seqlens_q is not None
     if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
@@ -65,6 +74,7 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
 
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **_FLOAT)
+    cu_seqlens_k = None if k.dim() == 4 else cu_seqlens_k  # of a cache beside packed queries
     q, k, v, outs, lses = _entries(packed, q, k, v, out, lse)
     for queries, keys in _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
         outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask)
@@ -99,7 +109,7 @@ def _entries(packed: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors as batches, of packed sequences with one entry: all have heads, then rows."""
     if not packed:
         return list(tensors)
-    return [(x.transpose(0, 1) if x.dim() == 3 else x).unsqueeze(0) for x in tensors]
+    return [x if x.dim() == 4 else (x.transpose(0, 1) if x.dim() == 3 else x).unsqueeze(0) for x in tensors]
 
 
 def _places(
@@ -120,8 +130,11 @@ def _places(
     rows = ranges(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
     keys = ranges(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
     for sequence in range(batch):
-        entry = slice(0, 1) if packed else slice(sequence, sequence + 1)
-        yield (entry, slice(None), rows[sequence]), (entry, slice(None), keys[sequence])
+        entry_q, entry_k = (
+            slice(0, 1) if offsets is not None else slice(sequence, sequence + 1)
+            for offsets in (cu_seqlens_q, cu_seqlens_k)
+        )
+        yield (entry_q, slice(None), rows[sequence]), (entry_k, slice(None), keys[sequence])
 
 
 def ranges(

@@ -83,6 +83,7 @@ INTERNALS = {
     "local_bytes",
     "smem_bytes",
     "grid",
+    "splits",
     "seqlen_k_used",
     "gqa_splits",
     "lse_delta_mma",
@@ -105,10 +106,12 @@ def work(
     """
     packed = "cu_seqlens_q" in given
     heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
-    size_q, size_k = (x.shape[0 if packed else 2] for x in (q, k))
+    size_q, size_k = (x.shape[0 if x.dim() == 3 else 2] for x in (q, k))
+    if "block_table" in given:
+        size_k *= given["block_table"].shape[1]
     if given:
         offsets_q = given.get("cu_seqlens_q")
-        offsets_k = given.get("cu_seqlens_k", offsets_q)
+        offsets_k = given.get("cu_seqlens_k", offsets_q) if k.dim() == 3 else None
         batch = len(offsets_q) - 1 if packed else q.shape[0]
         queries = cpu.ranges(batch, size_q, offsets_q, given.get("seqused_q"), None)
         keys = cpu.ranges(batch, size_k, offsets_k, given.get("seqused_k"), given.get("leftpad_k"))

@@ -30,6 +30,8 @@ def forward(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
@@ -52,6 +54,13 @@ def forward(
             them hold, NaN too, is never used.
         leftpad_k: int32 (batch,), on q's device: how many keys at each sequence's begin don't count, though
             j counts them: keys leftpad_k <= j < seqused_k do. Default none.
+        block_table: int32 (batch, max_pages), on q's device: k and v are a cache in pages, (pages, heads_kv,
+            page_size, head_dim) of any page size, and sequence b has key j in row j % page_size of page
+            block_table[b, j // page_size]. Pages may be shared. Entries behind a sequence's seqused_k, and
+            what its pages hold there, are never used. There are no gradients, and nothing is copied: the last
+            dimension must be contiguous and other strides multiples of 16 bytes. On a GPU it needs Hopper.
+        batch_invariant: a query's out and LSE don't depend, to the bit, on what else is in the call, in which
+            chunks queries come and where keys lie, at a price (docs/decoding.md). It needs Hopper.
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
@@ -73,8 +82,10 @@ def forward(
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691. docs/numerics.md says what is rounded when.
     """
-    options = _options("forward", causal, softmax_scale, window, family, deterministic, misnamed)
-    given = _given(None, None, seqused_q, seqused_k, leftpad_k)
+    options = _options(
+        "forward", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
+    )
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
     return _call("forward", ops.forward, q, k, v, given, options)
 
 
@@ -89,13 +100,17 @@ def attention(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
-    options = _options("attention", causal, softmax_scale, window, family, deterministic, misnamed)
-    given = _given(None, None, seqused_q, seqused_k, leftpad_k)
+    options = _options(
+        "attention", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
+    )
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
     return _call("attention", ops.forward, q, k, v, given, options)[0]
 
 
@@ -112,6 +127,8 @@ def forward_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
@@ -122,13 +139,16 @@ def forward_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim), otherwise as in forward.
-        k, v: (total_k, heads_kv, head_dim), likewise.
+        k, v: (total_k, heads_kv, head_dim), likewise. Or a cache beside packed queries, without cu_seqlens_k
+            and without gradients: (batch, heads_kv, capacity, head_dim), or with block_table pages as in
+            forward; seqused_k has the lengths. A cache is never copied.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), on q's device: sequence b has the rows cu_seqlens[b]
             to cu_seqlens[b + 1] - 1. They don't decrease, from 0 or more to the total or less. cu_seqlens_k
-            is cu_seqlens_q by default.
+            is cu_seqlens_q by default, but of a cache.
         seqused_q, seqused_k: int32 (batch,), on q's device: how many of a sequence's rows count, from its
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
+        block_table, batch_invariant: as in forward.
         causal, softmax_scale, window, deterministic, family: as in forward. The mask is that of each sequence
             alone, by its own lengths.
 
@@ -143,8 +163,12 @@ def forward_varlen(
         As forward. Offsets that decrease or leave the totals give out and lse of no meaning; with
         FLASH_CUTE_CHECK=1 they are a ValueError.
     """
-    options = _options("forward_varlen", causal, softmax_scale, window, family, deterministic, misnamed)
-    given = {"cu_seqlens_q": cu_seqlens_q} | _given(None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    options = _options(
+        "forward_varlen", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
+    )
+    given = {"cu_seqlens_q": cu_seqlens_q} | _given(
+        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+    )
     return _call("forward_varlen", ops.forward, q, k, v, given, options)
 
 
@@ -161,13 +185,19 @@ def attention_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
-    options = _options("attention_varlen", causal, softmax_scale, window, family, deterministic, misnamed)
-    given = {"cu_seqlens_q": cu_seqlens_q} | _given(None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    options = _options(
+        "attention_varlen", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
+    )
+    given = {"cu_seqlens_q": cu_seqlens_q} | _given(
+        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+    )
     return _call("attention_varlen", ops.forward, q, k, v, given, options)[0]
 
 
@@ -184,6 +214,8 @@ def explain(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
     backward: bool = False,
@@ -198,8 +230,10 @@ def explain(
     """
     require_bool("flash_cute.explain", "backward", backward)
     require_bool("flash_cute.explain", "internals", internals)
-    options = _options("explain", causal, softmax_scale, window, family, deterministic, misnamed)
-    given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    options = _options(
+        "explain", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
+    )
+    given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table)
     plan = json.loads(_call("explain", ops.plan_backward if backward else ops.plan, q, k, v, given, options))
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
@@ -230,15 +264,17 @@ def supported() -> dict[str, Any]:
     }
 
 
-def _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k) -> dict[str, torch.Tensor]:
+def _given(
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+) -> dict[str, torch.Tensor]:
     """The tensors of lengths by name, without those that are None."""
-    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is leftpad_k is None:
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is leftpad_k is block_table is None:
         return {}
-    values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
+    values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
     return {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
 
 
-def _options(name, causal, scale, window, family, deterministic, misnamed) -> dict[str, Any]:
+def _options(name, causal, scale, window, family, deterministic, batch_invariant, misnamed) -> dict[str, Any]:
     """The operator's options for a call of the function so named.
 
     Defaults are left out: each option that is passed takes the host 0.3 us.
@@ -251,6 +287,9 @@ def _options(name, causal, scale, window, family, deterministic, misnamed) -> di
     if deterministic is not False:
         require_bool(f"flash_cute.{name}", "deterministic", deterministic)
         options["deterministic"] = deterministic
+    if batch_invariant is not False:
+        require_bool(f"flash_cute.{name}", "batch_invariant", batch_invariant)
+        options["batch_invariant"] = batch_invariant
     if scale is not None:
         if type(scale) is not float:
             ops.require_number(f"flash_cute.{name}", "softmax_scale", scale, "a number or None")

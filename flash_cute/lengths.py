@@ -94,7 +94,8 @@ def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
 
 
 def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
-    if "cu_seqlens_q" in given:
+    table = given.get("block_table") if side == "k" else None
+    if "cu_seqlens_q" in given and tensor.dim() == 3:
         name = f"cu_seqlens_{side}" if f"cu_seqlens_{side}" in given else "cu_seqlens_q"
         offsets, total = given[name].tolist(), tensor.shape[0]
         for sequence, (begin, end) in enumerate(pairwise(offsets)):
@@ -104,6 +105,8 @@ def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
                     f"from 0 to {side}'s total {total}, are accepted"
                 )
         room = [end - begin for begin, end in pairwise(offsets)]
+    elif table is not None:
+        room = [tensor.shape[2] * table.shape[1]] * table.shape[0]
     else:
         room = [tensor.shape[2]] * tensor.shape[0]
     for name, meaning in ((f"seqused_{side}", "its rows"), (f"leftpad_{side}", "its keys that count")):
@@ -114,7 +117,15 @@ def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
                     raise _error(
                         f"sequence {sequence} has {name} {value}; 0 to {most}, {meaning}, are accepted"
                     )
-            room = values
+            room = values if name.startswith("seqused") else room
+    if table is not None:
+        for sequence, (pages, used) in enumerate(zip(table.tolist(), room, strict=True)):
+            for page in pages[: -(-used // tensor.shape[2])]:
+                if not 0 <= page < tensor.shape[0]:
+                    raise _error(
+                        f"sequence {sequence} has page {page} in block_table; 0 to {tensor.shape[0] - 1} "
+                        "are accepted"
+                    )
 
 
 def _error(sentence: str) -> ValueError:

@@ -73,14 +73,18 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
 
     lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
     """
+    packed = "cu_seqlens_q" in lengths
+    cached = "block_table" in lengths or (packed and k.dim() == 4)
     if torch_private.autocast_is_enabled():
         require_stored("forward", q=q, k=k, v=v)
-        q, k, v = (_autocast(tensor) for tensor in (q, k, v))
-    packed = "cu_seqlens_q" in lengths
+        q, *cache = (_autocast(tensor) for tensor in ((q,) if cached else (q, k, v)))
+        k, v = cache or (k, v)
     transformed = torch_private.transforms_are_active()
     # dynamo cannot look below the wrappers of a transform.
     hidden = transformed and torch.compiler.is_dynamo_compiling()
-    if not (hidden or needs_gradient(q, k, v)):
+    if cached and needs_gradient(q, k, v):
+        raise NotImplementedError(f"{wording.OURS}there are no gradients through a cache; detach q, k and v")
+    if cached or not (hidden or needs_gradient(q, k, v)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward

@@ -14,7 +14,7 @@ from flash_cute import (
 from flash_cute.torch_private import hint
 from flash_cute.wording import OURS
 
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k"
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table"
 RESULTS = "out", "lse", "dout", "dlse"
 TENSORS = "q", "k", "v", *LENGTHS, *RESULTS
 
@@ -31,9 +31,7 @@ def check(q, k, v, causal=False, *, window_left=None, window_right=None, **optio
     sizes = {name: hints(tensor.shape) for name, tensor in given.items()}
     shapes = [hints(tensor.shape) for tensor in (q, k, v)]
     steps = [
-        hint(tensor.stride(0)) if tensor.dim() == 1 else 1
-        for name, tensor in given.items()
-        if name in LENGTHS
+        hint(tensor.stride(-1)) if tensor.dim() else 1 for name, tensor in given.items() if name in LENGTHS
     ]
     if any(None in known for known in (*shapes, *sizes.values(), steps)):
         return
@@ -103,6 +101,8 @@ def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor |
 
 def vmap(op, info, in_dims, tensors, options):
     """The mapped dimension becomes a part of the batch."""
+    if tensors.get("block_table") is not None:
+        raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
         tensor = mapped(tensors[name], dim, info)
@@ -148,15 +148,20 @@ def vmapped(op, rule, tensor_names=TENSORS):
     return kernel
 
 
-def _flops(q: tuple[int, ...], k: tuple[int, ...], v, *args, **kwargs) -> int:
+def _flops(q: tuple[int, ...], k: tuple[int, ...], v, *args, block_table=None, **kwargs) -> int:
     """As PyTorch counts its own attention: both products of all pairs, those that a mask hides too."""
-    return 4 * q[0] * q[1] * q[2] * k[2] * q[3]
+    return 4 * q[0] * q[1] * q[2] * _keys(k, block_table) * q[3]
 
 
-def _flops_varlen(q: tuple[int, ...], k: tuple[int, ...], v, cu_seqlens_q, *args, **kwargs) -> int:
+def _keys(k: tuple[int, ...], block_table: tuple[int, int] | None) -> int:
+    """The keys of a sequence that has all rows of a batch's entry, or of its pages."""
+    return k[2] * (block_table[1] if block_table else 1)
+
+
+def _flops_varlen(q, k, v, cu_seqlens_q, *args, block_table=None, **kwargs) -> int:
     """Likewise, as if every sequence had keys of mean number: the lengths are on the device."""
     total_q, heads, head_dim = q
-    mean_k = -(-k[0] // max(1, cu_seqlens_q[0] - 1))
+    mean_k = _keys(k, block_table) if len(k) == 4 else -(-k[0] // max(1, cu_seqlens_q[0] - 1))
     return 4 * heads * head_dim * total_q * mean_k
 
 

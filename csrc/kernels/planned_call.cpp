@@ -46,7 +46,7 @@ auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find
 // the keys. Of sequences of unequal lengths the kernels see to it.
 WindowMask reachable_mask(AttentionProblem const& problem) {
   WindowMask mask = problem.mask();
-  if (!problem.varlen) mask.seqlen_k -= mask.first_reachable_key();
+  if (!problem.varlen && !problem.batch_invariant) mask.seqlen_k -= mask.first_reachable_key();
   return mask;
 }
 
@@ -95,7 +95,8 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
 
 }  // namespace
 
-ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu) {
+ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
+                              int const* block_table, int64_t table_stride) {
   ForwardCall call{problem,
                    kernel_for(Pass::forward, problem, gpu, plain_kernel),
                    make_params<ForwardParams>(problem, lengths, gpu.info),
@@ -103,6 +104,13 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
                    true,
                    {}};
   call.params.softmax = {problem.softmax_scale * float(M_LOG2E)};
+  call.params.batch_invariant = problem.batch_invariant;
+  call.params.cache = {.given = problem.cached,
+                       .table = block_table,
+                       .table_stride = table_stride,
+                       .table_width = problem.page_size > 0 ? problem.shape.seqlen_k / problem.page_size : 0,
+                       .pages = problem.pages,
+                       .page_size = problem.page_size};
   ForwardParams planned = call.params;
   WindowMask mask = call.mask;
   if (is_empty(planned.shape)) {
@@ -110,7 +118,13 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     planned.shape = {1, 1, 1, 1, 1, planned.shape.head_dim};
     mask = WindowMask::make(1, 1, 0, 0);
     planned.lengths = {};
+    planned.cache = {};
   }
+  bool const splits_keys = call.kernel.family == Family::sm90;
+  require(splits_keys || problem.pages == 0, "block_table needs kernels of family 'sm90' (Hopper); got ",
+          name_of(call.kernel.family));
+  require(splits_keys || !problem.batch_invariant,
+          "batch_invariant needs kernels of family 'sm90' (Hopper); got ", name_of(call.kernel.family));
   call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned, mask);
   if (call.launch.splits()) {
     call.kernel = forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);

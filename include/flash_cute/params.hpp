@@ -56,11 +56,13 @@ struct LengthParams {
   bool given = false;         // else the batch is uniform, as the shape says
 };
 
-// Keys and values in pages: k and v of ForwardParams are (pages, heads, page_size, head_dim).
-struct PageParams {
+// Keys and values in a cache, whose rows are read where they lie. In pages, k and v of ForwardParams are
+// (pages, heads, page_size, head_dim).
+struct CacheParams {
+  bool given = false;
   int const* table = nullptr;  // (batch, table_width) numbers of pages; null where keys are not in pages
   int64_t table_stride = 0;    // from one sequence to the next
-  int table_width = 0, count = 0, size = 0;
+  int table_width = 0, pages = 0, page_size = 0;
 };
 
 struct ForwardParams {
@@ -72,7 +74,8 @@ struct ForwardParams {
   SoftmaxParams softmax;
   DeviceInfo device;
   LengthParams lengths;
-  PageParams pages;
+  CacheParams cache;
+  bool batch_invariant;  // do a query's results not depend on what is computed beside it?
 };
 
 }  // namespace flash_cute

@@ -15,10 +15,10 @@ constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
 // How keys are cut into parts; see SplitOrder.
 struct SplitPlan {
-  int wanted_items = 0, least_blocks = 0;  // no wanted_items: they are not cut
-  bool is_uniform = false;
+  PartLengths lengths = {};    // no wanted_items: keys are not cut
+  bool is_uniform = false;     // are all sequences as long as the shape says?
   int rows = 0;                // of a slot
-  int slots = 0;               // 0 where no sequence can be cut
+  int slots = 0;               // 0 where no sequence is cut
   int64_t partial_offset = 0;  // of the partial results in the workspace
 };
 
@@ -35,7 +35,7 @@ struct ForwardPlan {
                                 // partial results
   SplitPlan split = {};
 
-  bool splits() const { return split.wanted_items > 0; }
+  bool splits() const { return split.lengths.wanted_items > 0; }
   Variant variant() const { return splits() ? Variant::split : Variant::plain; }
 
   // Of params with operands and the workspace.
@@ -53,12 +53,7 @@ struct ForwardPlan {
     }
   }
   SplitOrder split_order(ForwardParams const& params, WindowMask const& mask) const {
-    if (split.is_uniform) {
-      return SplitOrder::make_uniform(params, mask, rows, mask.is_longest_last(), tile.block_n,
-                                      split.wanted_items, split.least_blocks);
-    }
-    return SplitOrder::make(params, rows, prepares, mask.is_longest_last(), tile.block_n, split.wanted_items,
-                            split.least_blocks);
+    return SplitOrder::make(params, mask, rows, split.lengths, prepares, split.is_uniform);
   }
   int* tile_counter(ForwardParams const& params) const {
     void* const workspace = params.lengths.workspace;
@@ -67,6 +62,12 @@ struct ForwardPlan {
 };
 
 namespace plan {
+
+constexpr int kMaxTiles = std::numeric_limits<int>::max() / 2;  // the rest is for numbers past the end
+
+[[noreturn]] inline void throw_too_many_tiles() {
+  throw std::runtime_error("flash_cute: there may be more than 2**30 tiles of queries");
+}
 
 inline PackedRows rows_sm90(ForwardTile const& tile, int packed) {
   return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
@@ -236,35 +237,41 @@ inline ForwardPlan split_with_tile(ForwardTiles const& tiles, ProblemShape const
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
   if (family != Family::sm90 || tiles.few.warps == 0) return false;
-  if (params.pages.table) return true;
-  UniformBatch const mean = of_equal_lengths(params, mask, 1);
-  ForwardPlan const split = split_with_tile(tiles, mean.shape);
-  if (split.tile == tiles.few) return true;
-  constexpr int kLong = 2048;  // keys
-  return mean.shape.seqlen_k >= kLong && count_tiles(mean.shape, split.rows) < params.device.multiprocessors;
+  if (params.cache.given || params.batch_invariant) return true;
+  ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
+  constexpr int kSome = 256, kLong = 2048;  // keys
+  ForwardPlan const split = split_with_tile(tiles, mean);
+  if (split.tile == tiles.few && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
+  return mean.seqlen_k >= kLong && count_tiles(mean, split.rows) < params.device.multiprocessors;
 }
 
 inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& params,
                               WindowMask const& mask) {
-  int const multiprocessors = params.device.multiprocessors;
-  UniformBatch const mean = of_equal_lengths(params, mask, 1);
-  ForwardPlan result = split_with_tile(tiles, mean.shape);
-  constexpr int kLeastKeys = 256;
+  constexpr int kLeastKeys = 256, kFixedKeys = 1024;
+  ForwardPlan result = split_with_tile(tiles, of_equal_lengths(params, mask, 1).shape);
+  ForwardTile const& tile = result.tile;
+  PackedRows const& rows = result.rows;
   SplitPlan& split = result.split;
-  split.wanted_items = (params.lengths.given ? 2 : 1) * multiprocessors;
-  split.least_blocks = kLeastKeys / result.tile.block_n;
-  split.rows =
-      result.rows.groups *
-      int(smaller<int64_t>(result.rows.used(), int64_t(result.rows.packed.value) * params.shape.seqlen_q));
+  int const blocks = params.device.multiprocessors * tile.blocks_per_sm;
   split.is_uniform = !params.lengths.given;
+  split.lengths = {.block_n = tile.block_n,
+                   .wanted_items = (split.is_uniform ? 1 : 2) * blocks,
+                   .least_blocks = kLeastKeys / tile.block_n,
+                   .fixed_blocks = params.batch_invariant ? kFixedKeys / tile.block_n : 0};
+  int64_t const rows_of_head = int64_t(rows.packed.value) * params.shape.seqlen_q;
+  split.rows = rows.groups * int(smaller<int64_t>(rows.used(), rows_of_head));
 
+  int64_t const packs_of_all =
+      params.shape.heads_kv * rows.packs(params.shape.heads_q / params.shape.heads_kv);
+  if (SplitOrder::list_capacity(params, rows, split.lengths) * packs_of_all > kMaxTiles)
+    throw_too_many_tiles();
   SplitOrder const order = result.split_order(params, mask);
-  int64_t const items = order.capacity * int64_t(order.packs_of_all.value);
-  if (items > std::numeric_limits<int>::max() / 2) {
-    throw std::runtime_error("flash_cute: there may be more than 2**30 tiles of queries");
-  }
-  split.slots = !split.is_uniform ? 2 * split.wanted_items : order.alike.parts > 1 ? int(items) : 0;
-  result.blocks = smaller(int(items), multiprocessors * result.tile.blocks_per_sm);
+  int const items = order.capacity * int(packs_of_all);
+  bool const is_whole = split.is_uniform && order.alike.parts == 1;
+  split.slots = is_whole                                     ? 0
+                : split.is_uniform || params.batch_invariant ? items
+                                                             : 2 * split.lengths.wanted_items;
+  result.blocks = smaller(items, blocks);
   result.prepares = !split.is_uniform && params.shape.batch > SplitOrder::kFewSequences;
   result.workspace_bytes = result.prepares
                                ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
@@ -296,9 +303,7 @@ inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& 
     int64_t const m_blocks = m_block_capacity(params, result.rows);
     int64_t const tiles =
         m_blocks * params.shape.heads_kv * result.rows.packs(params.shape.heads_q / params.shape.heads_kv);
-    if (tiles > std::numeric_limits<int>::max() / 2) {  // the rest is for numbers past the end
-      throw std::runtime_error("flash_cute: there may be more than 2**30 tiles of queries");
-    }
+    if (tiles > plan::kMaxTiles) plan::throw_too_many_tiles();
     result.section_tiles = persistent && mask.is_even() ? 0 : 2 * multiprocessors;
     result.blocks = persistent ? smaller(int(tiles), multiprocessors) : int(tiles);
     result.prepares = !persistent || params.shape.batch > VarlenOrder::kFewSequences;

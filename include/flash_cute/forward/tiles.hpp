@@ -57,7 +57,7 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 0.87,
                 0.935,
-                {.block_m = 64, .block_n = 128, .stages = 5, .warps = 4, .stages_q = 2},
+                {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:

@@ -16,43 +16,54 @@ struct SplitSequence : Sequence {
 // may see or not.
 struct alignas(16) SplitRecord : SequenceRecord {
   int k_first;                 // as of PartTile
-  int block_begin, block_end;  // blocks of keys that some query of the sequence sees, at least one
+  int block_begin, block_end;  // blocks of keys of all parts
   int part_blocks, parts;
+};
+
+// How long parts are.
+struct PartLengths {
+  int block_n;
+  int wanted_items;  // tiles of all parts, about
+  int least_blocks;  // of a part
+  int fixed_blocks;  // of each part, where results must not depend on other sequences; else 0
 };
 
 // All tiles of a sequence are cut at the same keys, and those of a part run side by side, so that L2 serves
 // them by one read. Parts have at least ceil(blocks of keys of all tiles / wanted_items) blocks, and a
 // sequence that has no more is not cut, so there are fewer than 2 x wanted_items tiles of cut sequences,
 // whatever the lengths. These come first: the number of such a tile is the slot of its partial result.
+// Parts of a fixed length start at multiples of it.
 struct SplitOrder : VarlenOrder {
   using Record = SplitRecord;
   static constexpr bool kSplits = true;
   static constexpr int kFewSequences = 40;  // see VarlenOrder
-  int block_n;
-  int wanted_items, least_blocks;
+  PartLengths lengths;
   SplitRecord alike;     // of sequence 0 of a uniform batch, whose others are as it is; parts is 0 else
   Divisor blocks_alike;  // M blocks of each of these
 
-  static SplitOrder make(ForwardParams const& params, PackedRows const& rows, bool is_prepared,
-                         bool descending, int block_n, int wanted_items, int least_blocks) {
-    SplitOrder order{VarlenOrder::make(params, rows, 0, is_prepared, descending),
-                     block_n,
-                     wanted_items,
-                     least_blocks,
-                     {},
-                     {}};
-    order.capacity = list_capacity(params, rows, wanted_items);
+  // is_uniform: are all sequences as long as the shape says?
+  template <class Mask>
+  static SplitOrder make(ForwardParams const& params, Mask const& mask, PackedRows const& rows,
+                         PartLengths const& lengths, bool is_prepared, bool is_uniform) {
+    SplitOrder order{
+        VarlenOrder::make(params, rows, 0, is_prepared, mask.is_longest_last()), lengths, {}, {}};
+    order.capacity = int(list_capacity(params, rows, lengths));
+    if (is_uniform) {
+      SplitSequence const sequence = sequence_of(params, mask, 0);
+      order.alike = order.record(0, sequence, 0, order.part_blocks(order.work(sequence) * order.batch));
+      order.blocks_alike = Divisor(order.alike.m_blocks * order.alike.parts);
+      order.capacity = order.batch * int(order.blocks_alike.value);
+    }
     return order;
   }
-  template <class Mask>
-  static SplitOrder make_uniform(ForwardParams const& params, Mask const& mask, PackedRows const& rows,
-                                 bool descending, int block_n, int wanted_items, int least_blocks) {
-    SplitOrder order = make(params, rows, false, descending, block_n, wanted_items, least_blocks);
-    SplitSequence const sequence = sequence_of(params, mask, 0);
-    order.alike = order.record(0, sequence, 0, order.part_blocks(order.work(sequence) * order.batch));
-    order.blocks_alike = Divisor(order.alike.m_blocks * order.alike.parts);
-    order.capacity = order.batch * int(order.blocks_alike.value);
-    return order;
+
+  // M blocks, those of parts counted one by one.
+  static int64_t list_capacity(ForwardParams const& params, PackedRows const& rows,
+                               PartLengths const& lengths) {
+    int64_t const m_blocks = m_block_capacity(params, rows);
+    int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
+    if (lengths.fixed_blocks == 0) return m_blocks + ceil_div(lengths.wanted_items, packs_of_all);
+    return m_blocks * (1 + ceil_div(params.shape.seqlen_k, lengths.block_n * lengths.fixed_blocks));
   }
 
   FLASH_CUTE_HOST_DEVICE bool is_uniform() const { return alike.parts > 0; }
@@ -62,12 +73,6 @@ struct SplitOrder : VarlenOrder {
     record.batch = blocks_alike.quotient(m_block);
     record.first_block = record.batch * int(blocks_alike.value);
     return record;
-  }
-
-  // M blocks, those of parts counted one by one.
-  static int list_capacity(ForwardParams const& params, PackedRows const& rows, int wanted_items) {
-    int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
-    return int(m_block_capacity(params, rows)) + ceil_div(wanted_items, packs_of_all);
   }
 
   FLASH_CUTE_HOST_DEVICE SplitRecord* prepared() const { return reinterpret_cast<SplitRecord*>(header + 1); }
@@ -83,8 +88,8 @@ struct SplitOrder : VarlenOrder {
 
   // Blocks of keys that some query of the sequence sees, one at least.
   FLASH_CUTE_HOST_DEVICE BlockRange visited(SplitSequence const& s) const {
-    int const begin = s.k_first / block_n, end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
-    return {begin, larger(begin + 1, ceil_div(end, block_n))};
+    int const begin = s.k_first / lengths.block_n, end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
+    return {begin, larger(begin + 1, ceil_div(end, lengths.block_n))};
   }
   // Blocks of keys of all the sequence's tiles.
   FLASH_CUTE_HOST_DEVICE int64_t work(SplitSequence const& s) const {
@@ -92,21 +97,25 @@ struct SplitOrder : VarlenOrder {
     return int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * (blocks.end - blocks.begin);
   }
   FLASH_CUTE_HOST_DEVICE int part_blocks(int64_t work_of_all) const {
-    int64_t const even = (work_of_all + wanted_items - 1) / wanted_items;
-    return int(larger<int64_t>(least_blocks, smaller<int64_t>(even, 1 << 30)));
+    if (lengths.fixed_blocks > 0) return lengths.fixed_blocks;
+    int64_t const even = (work_of_all + lengths.wanted_items - 1) / lengths.wanted_items;
+    return int(larger<int64_t>(lengths.least_blocks, smaller<int64_t>(even, 1 << 30)));
+  }
+  // Where the first part starts.
+  FLASH_CUTE_HOST_DEVICE int first_block(SplitSequence const& s) const {
+    int const begin = visited(s).begin, fixed = lengths.fixed_blocks;
+    return fixed > 0 ? begin / fixed * fixed : begin;
   }
   FLASH_CUTE_HOST_DEVICE int parts(SplitSequence const& s, int part_blocks) const {
-    BlockRange const blocks = visited(s);
-    return ceil_div(blocks.end - blocks.begin, part_blocks);
+    return ceil_div(visited(s).end - first_block(s), part_blocks);
   }
 
   FLASH_CUTE_HOST_DEVICE SplitRecord record(int b, SplitSequence const& s, int first_block,
                                             int part_blocks) const {
-    BlockRange const blocks = visited(s);
     SplitRecord record{VarlenOrder::record(b, s, first_block),
                        s.k_first,
-                       blocks.begin,
-                       blocks.end,
+                       this->first_block(s),
+                       visited(s).end,
                        part_blocks,
                        parts(s, part_blocks)};
     record.k_begin = s.k_begin - s.k_first;

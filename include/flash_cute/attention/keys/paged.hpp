@@ -15,14 +15,14 @@ struct PagedRows : VarlenRows {
   bool packed;  // keys of all sequences lie one behind the other
 
   static PagedRows of(ForwardParams const& params) {
-    PageParams const& pages = params.pages;
+    CacheParams const& cache = params.cache;
     PagedRows rows{};
     rows.entry_rows = {.q = entry_rows_of(params.q), .k = 0, .v = 0, .out = entry_rows_of(params.out)};
-    rows.table = pages.table;
-    rows.table_stride = pages.table_stride;
-    rows.table_last = larger(0, pages.table_width - 1);
-    rows.last_page = larger(0, pages.count - 1);
-    rows.page_size = Divisor(larger(1, pages.size));
+    rows.table = cache.table;
+    rows.table_stride = cache.table_stride;
+    rows.table_last = larger(0, cache.table_width - 1);
+    rows.last_page = larger(0, cache.pages - 1);
+    rows.page_size = Divisor(larger(1, cache.page_size));
     rows.packed = params.lengths.cu_seqlens_k != nullptr;
     return rows;
   }
