@@ -225,15 +225,13 @@ REFUSED = {
     "attention_chunk": (128, "128; 0 is accepted"),
     "rotary_cos": (torch.ones(4), "a tensor; None is accepted"),
     "rotary_sin": (torch.ones(4), "a tensor; None is accepted"),
-    "cache_batch_idx": (torch.ones(4), "a tensor; None is accepted"),
-    "page_table": (torch.ones(4), "a tensor; None is accepted"),
     "cu_seqlens_k_new": (torch.ones(4), "a tensor; None is accepted"),
 }
 REFUSALS = [
     pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
     for module, name in SIGNATURES
     for option in inspect.signature(getattr(module, name)).parameters
-    if option in REFUSED
+    if option in REFUSED and (option, name) != ("block_table", "flash_attn_with_kvcache")
 ]
 
 
@@ -331,6 +329,26 @@ CACHES = {  # rows that count before the call, in a cache of 60, and at its begi
     "new rows behind a number": (40, None, 3),
     "new rows, left padding": ((50, 8, 7), (10, 0, 7), 10),
 }
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
+def test_kvcache_in_pages_and_chosen_entries(device, module):
+    """As the same rows in a cache of their own; new rows are refused."""
+    function, table_name = getattr(module, KVCACHE), "block_table" if module is fa2 else "page_table"
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(Shape(5, 4, 2, 2, 16, 32), DTYPE, device, "contiguous"))
+    used = torch.tensor([30, 7], dtype=torch.int32, device=device)
+    table = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32, device=device)
+    gathered = [x[table.long().clamp(0)].flatten(1, 2) for x in (k, v)]
+    options = {"cache_seqlens": used, "causal": True}
+    expected = function(q[:2], *gathered, **options)
+    torch.testing.assert_close(function(q[:2], k, v, **{table_name: table}, **options), expected)
+    chosen = torch.tensor([3, 3, 0], dtype=torch.int32, device=device)
+    out = function(q[:3], k, v, cache_batch_idx=chosen, cache_seqlens=9)
+    torch.testing.assert_close(out, function(q[:3], k[chosen.long()], v[chosen.long()], cache_seqlens=9))
+    with pytest.raises(ValueError, match="k and v must be None with pages"):
+        function(q[:2], k, v, k[:2, :1], v[:2, :1], **{table_name: table}, **options)
+    with pytest.raises(ValueError, match="and no pages beside it"):
+        function(q[:2], k, v, cache_batch_idx=chosen[:2], **{table_name: table}, **options)
 
 
 @pytest.mark.parametrize("arguments", ["full", "causal", "window"])

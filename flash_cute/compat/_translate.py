@@ -76,14 +76,24 @@ def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, 
     return _forward_varlen(q, k, v, **lengths, **options)
 
 
-def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causal, window_size, **refused):
+def with_cache(
+    q, cache, new, cache_seqlens, cache_leftpad, block_table, softmax_scale, causal, window_size, **refused
+):
     """(out, lse) as of dense, after what is new is written into the cache behind its cache_seqlens rows.
 
-    cache, new: (k, v); both new ones may be None. cache_seqlens: int, int32 (batch,), or None, which is all.
-    cache_leftpad: int32 (batch,) or None.
+    cache, new: (k, v); both new ones may be None, and must be with a block_table. cache_seqlens: int, int32
+    (batch,), or None, which is all. cache_leftpad: int32 (batch,) or None. block_table: int32 (batch,
+    max_pages), where cache is in pages, (pages, page_size, heads_kv, head_dim), or None.
     """
     options = _options(softmax_scale, causal, window_size, False, refused)
     k, v = new
+    if block_table is not None:
+        check_tensor("block_table", block_table)
+        if k is not None or v is not None:
+            raise ValueError(
+                "flash_cute.compat: k and v must be None with pages or cache_batch_idx; write them into the "
+                "cache before the call"
+            )
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError(
             "flash_cute.compat: of k, v and cache_seqlens some are None; all three, or None for k and v, are "
@@ -93,6 +103,8 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
     count = 0 if k is None else _heads_first(k=k, v=v)[0].shape[2]
     require_stored("compat", cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
     most = cache[0].shape[1] - count
+    if block_table is not None and block_table.dim() == 2:
+        most *= block_table.shape[1]
     if most < 0:
         raise ValueError(
             f"flash_cute.compat: k has {count} rows and k_cache {cache[0].shape[1]}; no more than these are "
@@ -105,6 +117,8 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
             _check_rows(q, cache_seqlens, most)
             used = used.clamp(0, most)
     lengths = {"seqused_k": used if used is None else used + count, "leftpad_k": cache_leftpad}
+    if block_table is not None:
+        lengths["block_table"] = block_table
     if k is not None:
         # What else is wrong with a call, one on meta tensors says before a row is written.
         on_meta = {name: x if x is None else x.to("meta") for name, x in lengths.items()}
@@ -117,6 +131,19 @@ def with_cache(q, cache, new, cache_seqlens, cache_leftpad, softmax_scale, causa
             cache[0][entry, row], cache[1][entry, row] = k, v
     out, lse = _forward_of_cache(*tensors, **lengths, **options)
     return out.transpose(1, 2), lse
+
+
+def one_column(cache_batch_idx, block_table):
+    """The block table that names the entries of a cache, or its pages; None where neither is asked for."""
+    if cache_batch_idx is None:
+        return block_table
+    check_tensor("cache_batch_idx", cache_batch_idx)
+    if block_table is not None or cache_batch_idx.dim() != 1:
+        raise ValueError(
+            f"flash_cute.compat: cache_batch_idx must have shape (batch,), and no pages beside it, got "
+            f"{tuple(cache_batch_idx.shape)}"
+        )
+    return cache_batch_idx[:, None]
 
 
 def _check_new(q, cache, new, cache_seqlens, cache_leftpad):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from flash_cute.compat._translate import dense, packed, renaming, unstacked, with_cache
+from flash_cute.compat._translate import dense, one_column, packed, renaming, unstacked, with_cache
 
 __version__ = "2.8.3"  # the release whose functions these are
 
@@ -206,14 +206,17 @@ def flash_attn_with_kvcache(
             Values of a tensor for which the cache has no room are cut to those for which it has.
         cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
         rotary_interleaved: not needed, as rotary_cos and rotary_sin are None. Nor is num_splits.
-        cache_batch_idx, block_table: None. The others: as in flash_attn_func.
+        cache_batch_idx: int32 (batch,), which entry of the cache each sequence has; default its own.
+        block_table: int32 (batch, max_pages), of a cache in pages, (pages, page_size, heads_kv, head_dim).
+            With either of the two k and v must be None. The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
     """
-    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
-    refused |= {"block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    refused |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
+    table = one_column(cache_batch_idx, block_table)
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad, table
     out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
     return (out, lse) if return_softmax_lse else out
 

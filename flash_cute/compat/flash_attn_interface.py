@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from flash_cute.compat._translate import check_tensor, dense, integer, packed, renaming, unstacked, with_cache
+from flash_cute.compat._translate import (
+    check_tensor,
+    dense,
+    integer,
+    one_column,
+    packed,
+    renaming,
+    unstacked,
+    with_cache,
+)
 from flash_cute.wording import shown
 
 
@@ -167,7 +176,8 @@ def flash_attn_with_kvcache(
 
     Args:
         k, v, cache_seqlens, cache_leftpad, rotary_interleaved: as in flash_cute.compat.flash_attn.
-        page_table, cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, cache_batch_idx: None.
+        cache_batch_idx, page_table: as cache_batch_idx and block_table there.
+        cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin: None.
         max_seqlen_q, rotary_seqlens, scheduler_metadata: not needed. The others: as in flash_attn_func.
 
     Returns:
@@ -175,9 +185,9 @@ def flash_attn_with_kvcache(
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
-    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "page_table": page_table}
-    refused |= {"cache_batch_idx": cache_batch_idx}
+    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     refused |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad
+    table = one_column(cache_batch_idx, page_table)
+    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad, table
     out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out

@@ -27,13 +27,15 @@ struct PagedRows : VarlenRows {
     return rows;
   }
 
-  // Where a key of the tile's sequence lies. A number of a page that makes no sense is cut to the pages that
-  // there are.
-  FLASH_CUTE_HOST_DEVICE RowCoord in_page(PartTile const& tile, int key) const {
-    int const index = page_size.quotient(key);
-    int const page = table[tile.batch * table_stride + smaller(index, table_last)];
-    return {larger(0, smaller(page, last_page)), key - index * int(page_size.value)};
+  // The page that has a key of the tile's sequence, and its row there. A number of a page that makes no sense
+  // is cut to the pages that there are.
+  FLASH_CUTE_HOST_DEVICE int page(PartTile const& tile, int key) const {
+    int const index = smaller(page_size.quotient(key), table_last);
+    return larger(0, smaller(table[tile.batch * table_stride + index], last_page));
   }
+  FLASH_CUTE_HOST_DEVICE int row_in_page(int key) const { return page_size.remainder(key); }
+
+  // Of keys that are not in pages.
   FLASH_CUTE_HOST_DEVICE RowCoord in_entry(PartTile const& tile, int key) const {
     return {packed ? 0 : tile.batch, tile.k_begin + key};
   }

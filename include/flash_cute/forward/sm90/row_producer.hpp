@@ -17,6 +17,8 @@ struct ForwardRowProducerSm90 {
   // The threads of a row copy a panel of it, 16 bytes each; those of the warpgroup copy kRows rows at once.
   static constexpr int kChunk = 8, kChunks = Traits::kPanel / kChunk;
   static constexpr int kRows = kWarpgroupThreads / kChunks, kPasses = Traits::kBlockN / kRows;
+  static constexpr int kLanes = 32, kRowsOfWarp = kLanes / kChunks;
+  static_assert(kPasses * kRowsOfWarp <= kLanes, "a lane finds one row");
   static_assert(kRows % 8 == 0 && Traits::kBlockN % kRows == 0,
                 "a thread's rows have one place in the swizzle");
   typename Traits::SharedStorage& shared;
@@ -47,11 +49,24 @@ struct ForwardRowProducerSm90 {
     if (thread() == 0) load_q(problem, tile, rows);
     at_q.advance();
     int const requested_at = smaller(kRequestedAhead, blocks.left());
+    int ahead = find_page(problem.operands, tile, blocks.block);
     do {
+      int const page = ahead;
+      if (blocks.left() > 0) ahead = find_page(problem.operands, tile, blocks.next());
       if (blocks.left() == requested_at && thread() == 0) take(at_queue);
-      load_rows(problem.operands, tile, params.k, shared.ring_k, at_k, shared.k, blocks.block);
-      load_rows(problem.operands, tile, params.v, shared.ring_v, at_v, shared.v, blocks.block);
+      load_rows(problem.operands, tile, params.k, shared.ring_k, at_k, shared.k, blocks.block, page);
+      load_rows(problem.operands, tile, params.v, shared.ring_v, at_v, shared.v, blocks.block, page);
     } while (blocks.advance());
+  }
+
+  // Each lane finds the page of one of the warp's rows of a block, a block ahead: the table's answer is there
+  // when a stage is free. found_key: the row, among the block's.
+  CUTE_DEVICE static int found_key() {
+    int const lane = thread() % kLanes;
+    return thread() / kLanes * kRowsOfWarp + lane / kRowsOfWarp * kRows + lane % kRowsOfWarp;
+  }
+  CUTE_DEVICE static int find_page(PagedRows const& operands, PartTile const& tile, int block) {
+    return operands.table ? operands.page(tile, block * Traits::kBlockN + found_key()) : 0;
   }
 
   template <class Problem>
@@ -72,7 +87,7 @@ struct ForwardRowProducerSm90 {
   // Rows that no query sees become zeros, whatever lies there.
   CUTE_DEVICE void load_rows(PagedRows const& operands, PartTile const& tile, TensorView const& view,
                              TmaRing<Traits::kStages>& ring, PipelineState<Traits::kStages>& at,
-                             Element* stages, int block) {
+                             Element* stages, int block, int page) {
     int const chunk = thread() % kChunks, row = first_row();
     int const swizzled = chunk ^ (Traits::kPanel == 64 ? row % 8 : row / 2 % 4);
     Element* const target =
@@ -93,10 +108,11 @@ struct ForwardRowProducerSm90 {
     };
     auto& full = ring.acquire(at);
     if (operands.table) {
+      int const found_row = operands.row_in_page(block * Traits::kBlockN + found_key());
+      int64_t const found = page * view.batch_stride + found_row * view.row_stride;
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        RowCoord const at_key = operands.in_page(tile, first_key + pass * kRows);
-        copy_row(pass, head + at_key.entry * view.batch_stride + at_key.row * view.row_stride);
+        copy_row(pass, head + __shfl_sync(~0u, found, pass * kRowsOfWarp + thread() % kLanes / kChunks));
       }
     } else {
       RowCoord const at_key = operands.in_entry(tile, first_key);
