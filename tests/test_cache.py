@@ -248,10 +248,12 @@ def test_graph_replays_with_other_lengths_and_tables(kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", BUCKETS)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_batch_invariance(kernel, head_dim, dtype):
+@pytest.mark.parametrize("window", [None, (9500, 0)], ids=["causal", "window"])
+def test_batch_invariance(kernel, head_dim, dtype, window):
     """A query's bits are those that it has alone: in any batch, packed or paged, in chunks of any size."""
     device, heads_q, heads_kv = kernel.device, 4, 2
-    lengths = [3000, 1, 5000, 1024, 1025, 77]
+    lengths = [3000, 1, 20000, 1024, 1025, 77]  # up to 20 parts
+    options = {"causal": True, "window": window, "batch_invariant": True}
     k, v = ([torch.randn(n, heads_kv, head_dim, device=device).to(dtype) for n in lengths] for _ in range(2))
     queries = [SEEDS.choice([1, 2, 17, 70, 300]) for _ in lengths]
     queries = [min(n, rows) for n, rows in zip(queries, lengths, strict=True)]
@@ -261,7 +263,7 @@ def test_batch_invariance(kernel, head_dim, dtype):
         """Queries of sequence b, of which the last one of the slice stands at its own key."""
         end = lengths[b] - queries[b] + rows.stop
         part = [x.transpose(0, 1)[None] for x in (q[b][rows], k[b][:end], v[b][:end])]
-        out, lse = flash_cute.forward(*part, causal=True, batch_invariant=True)
+        out, lse = flash_cute.forward(*part, **options)
         return out[0].transpose(0, 1), lse[0]
 
     expected = [alone(b, slice(0, n)) for b, n in enumerate(queries)]
@@ -276,7 +278,7 @@ def test_batch_invariance(kernel, head_dim, dtype):
     chosen = [SEEDS.randrange(len(lengths)) for _ in range(SEEDS.choice([3, 50]))]
     offsets = [torch.tensor([0, *(len(x[b]) for b in chosen)], device=device).cumsum(0).int() for x in (q, k)]
     packed = [torch.cat([x[b] for b in chosen]) for x in (q, k, v)]
-    results = [flash_cute.forward_varlen(*packed, *offsets, causal=True, batch_invariant=True)]
+    results = [flash_cute.forward_varlen(*packed, *offsets, **options)]
     page_size = SEEDS.choice([1, 16, 64, 100])
     pages = [-(-n // page_size) for n in lengths]
     table = torch.zeros(len(chosen), max(pages), dtype=torch.int32)
@@ -297,10 +299,9 @@ def test_batch_invariance(kernel, head_dim, dtype):
             packed[0],
             *(x.transpose(1, 2) for x in caches),
             offsets[0],
-            causal=True,
             seqused_k=used,
             block_table=table.to(device),
-            batch_invariant=True,
+            **options,
         )
     )
     for out, lse in results:

@@ -139,7 +139,7 @@ def _refuse(
         raise NotImplementedError("flash_cute.sdpa: block_table must be None, got a tensor")
     if num_splits == 1:  # PyTorch promises that a result does not depend on the rest of the batch
         raise NotImplementedError(
-            "flash_cute.sdpa: num_splits must be None, got 1: there is no batch invariance"
+            "flash_cute.sdpa: num_splits must be None, got 1; flash_cute.forward has batch_invariant"
         )
 
 

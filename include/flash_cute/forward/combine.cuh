@@ -26,18 +26,20 @@ struct CombineRow {
   static constexpr int kAtOnce = kHeadDim <= 128 ? 8 : 4;  // parts of a warp whose loads overlap
   using Sums = float2[kCombineWarps][kChunks][kLanes];
   PartialResults const& partial;
-  int slot, stride, parts;  // of the tile's first part, and from one to the next
+  int slot, stride;  // of the tile's first part, and from one to the next
+  int begin, end;    // the parts, of which lane i of 32 has those that are i modulo 32
   int row;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % kLanes; }
-  CUTE_DEVICE int slot_of(int part) const { return slot + part * stride; }
+  CUTE_DEVICE int slot_of(int part) const { return slot + (part - begin) * stride; }
+  CUTE_DEVICE bool exists(int part) const { return begin <= part && part < end; }
   CUTE_DEVICE float lse_of(int part) const {
-    return part < parts ? partial.lse_of(slot_of(part), row) : -INFINITY;
+    return exists(part) ? partial.lse_of(slot_of(part), row) : -INFINITY;
   }
 
   CUTE_DEVICE float highest_lse() const {
     float highest = -INFINITY;
-    for (int part = lane(); part < parts; part += kLanes) highest = fmaxf(highest, lse_of(part));
+    for (int part = lane(); part < end; part += kLanes) highest = fmaxf(highest, lse_of(part));
     CUTE_UNROLL
     for (int step = kLanes / 2; step > 0; step /= 2) {
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
@@ -48,9 +50,9 @@ struct CombineRow {
   // The parts member, member + team, member + 2 team, ... Returns the sum of all parts' weights.
   CUTE_DEVICE float add(float reference, int member, int team, float2 (&total)[kChunks]) const {
     float sum = 0.f;
-    for (int first = 0; first < parts; first += kLanes) {
+    for (int first = 0; first < end; first += kLanes) {
       float const own_weight = expf(lse_of(first + lane()) - reference);
-      for (int i = member; i < smaller(kLanes, parts - first); i += kAtOnce * team) {
+      for (int i = member; i < smaller(kLanes, end - first); i += kAtOnce * team) {
         float2 values[kAtOnce][kChunks];
         CUTE_UNROLL
         for (int n = 0; n < kAtOnce; ++n) {
@@ -59,8 +61,8 @@ struct CombineRow {
           CUTE_UNROLL
           for (int chunk = 0; chunk < kChunks; ++chunk) {
             int const column = chunk * kLanes + lane();
-            bool const exists = i + n * team < kLanes && part < parts && column * kWidth < partial.head_dim;
-            values[n][chunk] = exists ? out[column] : float2{};
+            bool const is_value = i + n * team < kLanes && exists(part) && column * kWidth < partial.head_dim;
+            values[n][chunk] = is_value ? out[column] : float2{};
           }
         }
         CUTE_UNROLL
@@ -106,9 +108,12 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
   PartTile const tile = problem.tile(list, slot);
   auto const mask = problem.mask(tile);
   PackedRows const& rows = problem.rows();
-  int const team = tile.parts <= Combine::kAtOnce       ? 1
-                   : tile.parts <= 2 * Combine::kAtOnce ? 2
-                                                        : kCombineWarps;
+  // Parts of a fixed length are added up as their place among all parts of the sequence says.
+  int const fixed_blocks = problem.order.lengths.fixed_blocks;
+  int const begin = fixed_blocks > 0 ? (tile.block_begin / fixed_blocks - tile.part) % 32 : 0;
+  int const team = fixed_blocks == 0 && tile.parts <= Combine::kAtOnce       ? 1
+                   : fixed_blocks == 0 && tile.parts <= 2 * Combine::kAtOnce ? 2
+                                                                             : kCombineWarps;
   int const teams = kCombineWarps / team, member = warp % team;
   int const group_rows = partial.rows / rows.groups;
   wait_for_grid_before();
@@ -118,8 +123,8 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
     int const row = first + warp / team, group = row / group_rows, of_group = row - group * group_rows;
     int const query = tile.m_begin + group * rows.queries + rows.query(of_group);
     bool const is_row = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
-    Combine const combine{partial, slot - tile.part * tile.tiles_of_part, tile.tiles_of_part, tile.parts,
-                          row};
+    Combine const combine{
+        partial, slot - tile.part * tile.tiles_of_part, tile.tiles_of_part, begin, begin + tile.parts, row};
     float2 total[Combine::kChunks]{};
     float sum = 0.f, reference = 0.f;
     if (is_row) {

@@ -106,21 +106,26 @@ struct ForwardRowProducerSm90 {
             copies);
       }
     };
-    auto& full = ring.acquire(at);
+    // Found before a stage is free.
+    Element const* sources[kPasses];
     if (operands.table) {
       int const found_row = operands.row_in_page(block * Traits::kBlockN + found_key());
       int64_t const found = page * view.batch_stride + found_row * view.row_stride;
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        copy_row(pass, head + __shfl_sync(~0u, found, pass * kRowsOfWarp + thread() % kLanes / kChunks));
+        sources[pass] = head + __shfl_sync(~0u, found, pass * kRowsOfWarp + thread() % kLanes / kChunks);
       }
     } else {
       RowCoord const at_key = operands.in_entry(tile, first_key);
-      Element const* source = head + at_key.entry * view.batch_stride + at_key.row * view.row_stride;
+      Element const* const first = head + at_key.entry * view.batch_stride + at_key.row * view.row_stride;
       CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass, source += kRows * view.row_stride) copy_row(pass, source);
+      for (int pass = 0; pass < kPasses; ++pass) sources[pass] = first + pass * kRows * view.row_stride;
     }
-    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+    if (thread() % kLanes == 0) ring.acquire(at);  // one lane asks, 128 would slow each other down
+    __syncwarp();
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) copy_row(pass, sources[pass]);
+    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&ring.full[at.stage]));
     at.advance();
   }
 };

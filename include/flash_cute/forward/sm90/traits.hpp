@@ -40,11 +40,11 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static constexpr bool kSplits = Instance::variant == Variant::split;  // whose producer keeps boxes
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kSplits ? 56 : 24;
+  static constexpr bool kSplits = Instance::variant == Variant::split;  // whose producer finds rows
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 1 ? 88 : kSplits ? 72 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
-                                            : kConsumers == 1 ? 200
-                                            : kSplits         ? 224
+                                            : kConsumers == 1 ? 168
+                                            : kSplits         ? 216
                                                               : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
