@@ -50,6 +50,7 @@ def named(error: Exception, face: str, words: Mapping[str, str] | None = None) -
     kind = type(error)
     if kind is RuntimeError:  # of C++
         kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
+        kind = RuntimeError if " failed: " in sentence else kind  # of CUDA, see core/check.hpp
     if words:
         parts = (word.partition("'s") for word in sentence.split(" "))
         sentence = " ".join(words.get(word, word) + rest + end for word, rest, end in parts)

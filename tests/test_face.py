@@ -118,20 +118,20 @@ PLANS = {
     "long causal, 96": (Shape(4, 21, 21, 4096, 4096, 96), True, {"block_m": 192}),
     "fits 192": (SHAPES["rows_that_fit_192"], False, {"block_m": 192}),
     "few queries": (Shape(1, 4, 4, 100, 4096, 64), False, {"block_m": 128, "packed_heads": 1}),
-    "one query": (Shape(4, 32, 8, 1, 4096, 128), True, {"packed_heads": 4, "grid": 32}),
-    "few queries of 8 heads": (Shape(1, 32, 4, 30, 4096, 128), True, {"packed_heads": 8, "grid": 8}),
+    "one query": (Shape(4, 32, 8, 1, 4096, 128), True, {"packed_heads": 4, "grid": 128}),
+    "few queries of 8 heads": (Shape(1, 32, 4, 30, 4096, 128), True, {"packed_heads": 8, "grid": 128}),
     "groups that fill tiles": (Shape(1, 32, 4, 1024, 1024, 128), False, {"packed_heads": 1}),
     "a group larger than a warpgroup's rows": (
         Shape(1, 65, 1, 1, 512, 128),
         False,
-        {"packed_heads": 33, "grid": 2},
+        {"packed_heads": 33, "grid": 4},
     ),
     "two warpgroups' rows of heads": (
         Shape(16, 128, 1, 1, 8192, 128),
         False,
-        {"packed_heads": 64, "grid": 32},
+        {"packed_heads": 64, "grid": 128},
     ),
-    "a prime number of heads": (Shape(1, 134, 2, 1, 512, 128), False, {"packed_heads": 34, "grid": 4}),
+    "a prime number of heads": (Shape(1, 134, 2, 1, 512, 128), False, {"packed_heads": 34, "grid": 8}),
 }
 
 

@@ -87,7 +87,12 @@ def test_instances_that_take_longest_come_first(build, monkeypatch):
     kernels = [
         f"{direction}_{family}" for family in ("sm80", "sm90") for direction in ("backward", "forward")
     ]
-    assert names == [f"{kernel}_bf16_{head_dim}" for head_dim in (256, 64) for kernel in kernels]
+    expected = []
+    for head_dim in (256, 64):
+        expected += [f"{kernel}_bf16_{head_dim}" for kernel in kernels] + [
+            f"forward_sm90_bf16_{head_dim}_split"
+        ]
+    assert names == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("false", False), ("no", False), ("1", True)])

@@ -22,6 +22,7 @@
 #include "flash_cute/forward/plan.hpp"
 #include "flash_cute/forward/tiles.hpp"
 #include "flash_cute/params.hpp"
+#include "flash_cute/scheduler/split_order.hpp"
 #include "flash_cute/scheduler/static_scheduler.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 #include "flash_cute/scheduler/varlen_order.hpp"
@@ -492,12 +493,49 @@ PYBIND11_MODULE(flash_cute_host, module) {
     return blocks;
   });
 
+  // Every tile of every part, cut sequences first, as a list has them: (entry, head, m_begin, first key,
+  // keys, blocks of keys of the part, slot, part, parts). lengths: as of PartLengths.
+  module.def("split_tiles", [](VarlenBatch const& batch, int block_m, int groups, int packed,
+                               std::array<int, 4> const& lengths) {
+    auto const [block_n, wanted_items, least_blocks, fixed_blocks] = lengths;
+    ForwardParams const& params = batch.params;
+    SplitOrder const order =
+        SplitOrder::make(params, batch.mask, PackedRows(block_m / groups, groups, packed),
+                         {block_n, wanted_items, least_blocks, fixed_blocks}, false, false);
+    std::vector<std::pair<int, SplitSequence>> sequences;
+    int64_t work = 0;
+    for (int b = 0; b < params.shape.batch; ++b) {
+      sequences.emplace_back(b, SplitOrder::sequence_of(params, batch.mask, b));
+      if (sequences.back().second.used > 0) work += order.work(sequences.back().second);
+    }
+    int const part_blocks = order.part_blocks(work), packs = order.packs_of_all.value;
+    std::ranges::stable_partition(sequences, [&](auto const& s) {
+      return s.second.used > 0 && order.parts(s.second, part_blocks) > 1;
+    });
+    std::vector<std::tuple<int, int, int, int, int, std::pair<int, int>, int, int, int>> tiles;
+    int first_block = 0;
+    for (auto const& [b, sequence] : sequences) {
+      if (sequence.used == 0) continue;
+      SplitRecord const record = order.record(b, sequence, first_block, part_blocks);
+      int const m_blocks = record.m_blocks * record.parts;
+      for (int index = first_block * packs; index < (first_block + m_blocks) * packs; ++index) {
+        PartTile const tile = order.tile(record, index);
+        tiles.emplace_back(tile.batch, tile.head, tile.m_begin, tile.k_first, tile.seqlen_k,
+                           std::pair(tile.block_begin, tile.block_end), tile.slot, tile.part, tile.parts);
+      }
+      first_block += m_blocks;
+    }
+    return std::pair(tiles, order.capacity);
+  });
+
   py::class_<ForwardPlan>(module, "ForwardPlan")
       .def_readonly("tile", &ForwardPlan::tile)
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepares", &ForwardPlan::prepares)
       .def_readonly("dynamic", &ForwardPlan::dynamic)
       .def_readonly("order", &ForwardPlan::order)
+      .def_property_readonly("splits", &ForwardPlan::splits)
+      .def_property_readonly("slots", [](ForwardPlan const& plan) { return plan.split.slots; })
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })
       .def_property_readonly("tile_queries",

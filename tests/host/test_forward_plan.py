@@ -68,6 +68,7 @@ def test_grids(host, shape, family, head_dim):
     batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
     sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
     chosen = plan(host, family, head_dim, sizes, CAUSAL)
+    assume(not chosen.splits)
     blocks = -(-seqlen_q // chosen.tile_queries) * batch * heads_kv * -(-group // chosen.packed_heads)
     assert chosen.workspace_bytes == 0
     if family == "sm80":
@@ -123,6 +124,7 @@ def test_sections_of_dynamic_tiles(host, heads, sections):
 def test_dynamic_tiles_are_all_tiles(host, batch, heads_kv, group, seqlen, head_dim):
     sizes = (batch, heads_kv * group, heads_kv, seqlen, seqlen, head_dim)
     chosen = plan(host, "sm90", head_dim, sizes, CAUSAL)
+    assume(not chosen.splits)
     tiles = [chosen.order(index) for index in range(chosen.order.tiles())]
     starts = range(0, seqlen, chosen.tile_queries)
     heads = [(head, head // group) for head in range(heads_kv * group)]
