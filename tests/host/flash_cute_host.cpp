@@ -535,6 +535,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("dynamic", &ForwardPlan::dynamic)
       .def_readonly("order", &ForwardPlan::order)
       .def_property_readonly("splits", &ForwardPlan::splits)
+      .def_property_readonly("partial_offset",
+                             [](ForwardPlan const& plan) { return plan.split.partial_offset; })
       .def_property_readonly("slots", [](ForwardPlan const& plan) { return plan.split.slots; })
       .def_readonly("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_property_readonly("packed_heads", [](ForwardPlan const& plan) { return plan.rows.packed.value; })

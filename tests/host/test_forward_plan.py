@@ -159,3 +159,14 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
     )
     assert chosen.prepares == bool(more)
     assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
+
+
+@given(shapes, st.sampled_from([64, 128, 256]))
+def test_partial_results_lie_behind_the_tile_counter(host, shape, head_dim):
+    """Blocks add to the counter even where each of them has one tile."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, 100 * seqlen_k, head_dim
+    chosen = plan(host, "sm90", head_dim, sizes)
+    assume(chosen.slots > 0)
+    assert chosen.partial_offset >= 4
+    assert chosen.workspace_bytes > chosen.partial_offset

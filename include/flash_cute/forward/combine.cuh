@@ -103,6 +103,8 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
   __shared__ VarlenList<typename Problem::Order> list;
   __shared__ typename Combine::Sums sums;
   list.template make<kCombineThreads>(params, problem.limits, problem.order, nullptr);
+  // Also where nothing is cut: the kernel behind this one waits for this one alone.
+  wait_for_grid_before();
   int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
   if (slot >= list.split_blocks * int(problem.order.packs_of_all.value)) return;
   PartTile const tile = problem.tile(list, slot);
@@ -116,7 +118,6 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
                                                                              : kCombineWarps;
   int const teams = kCombineWarps / team, member = warp % team;
   int const group_rows = partial.rows / rows.groups;
-  wait_for_grid_before();
 
   int const share = tile.part * gridDim.y + blockIdx.y, shares = tile.parts * gridDim.y;
   for (int first = share * teams; first < partial.rows; first += shares * teams) {

@@ -276,8 +276,8 @@ inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& pa
   result.prepares = !split.is_uniform && params.shape.batch > SplitOrder::kFewSequences;
   result.workspace_bytes = result.prepares
                                ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
-                           : items > result.blocks ? sizeof(int)
-                                                   : 0;
+                           : items > result.blocks || split.slots > 0 ? sizeof(int)  // the tile counter
+                                                                      : 0;
   constexpr int64_t kAlignment = 256;
   split.partial_offset = ceil_div(result.workspace_bytes, kAlignment) * kAlignment;
   result.workspace_bytes =
