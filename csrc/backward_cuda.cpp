@@ -21,32 +21,22 @@ BackwardCall plan_call(AttentionProblem const& problem, BackwardArguments const&
                             arguments.needs_dq, arguments.needs_dkv, arguments.deterministic);
 }
 
-// A gradient like `whole`, and where a kernel writes it: there, or to a copy that is copied back.
-struct Gradient {
-  Tensor result, target;
-
+// A gradient like `whole`.
+struct Gradient : Target {
   Gradient(char const* name, Tensor const& whole, bool varlen, bool zeros)
-      : result(allocate_like(name, whole)),
-        target(is_readable(result, varlen) ? result : padded_like(name, whole)) {
-    if (zeros && result.numel() > 0) torch::stable::zero_(target);
+      : Target(name, allocate_like(name, whole), varlen) {
+    if (zeros && result.numel() > 0) torch::stable::zero_(memory);
   }
   explicit Gradient(Tensor const& like)  // not asked for
-      : result(torch::stable::new_empty(like, {0})), target(result) {}
+      : Target(torch::stable::new_empty(like, {0})) {}
 
-  TensorView view(int first) const {
-    return target.numel() > 0 ? Readable{target, first}.view() : TensorView{};
-  }
-  void finish() {
-    if (target.get() == result.get() || result.numel() == 0) return;
-    int64_t const dims = result.dim(), head_dim = result.size(dims - 1);
-    torch::stable::copy_(result, torch::stable::narrow(target, dims - 1, 0, head_dim));
-  }
+  TensorView view(int first) const { return memory.numel() > 0 ? Target::view(first) : TensorView{}; }
 };
 
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments.attention;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, no_out] = arguments.attention;
   BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);

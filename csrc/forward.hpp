@@ -8,7 +8,8 @@
 
 namespace flash_cute {
 
-// out like q, lse float32 (batch, heads_q, seqlen_q); packed: (heads_q, total_q).
+// out like q, or the tensor that was given for it; lse float32 (batch, heads_q, seqlen_q); packed: (heads_q,
+// total_q).
 using ForwardResult = std::tuple<Tensor, Tensor>;
 
 ForwardResult forward_cuda(AttentionArguments const& arguments);

@@ -28,7 +28,7 @@ ForwardCall plan_call(AttentionArguments const& arguments) {
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths] = arguments;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, given_out] = arguments;
   ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -36,7 +36,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   ProblemShape const& shape = params.shape;
   bool const varlen = call.launch.varlen, packed = call.problem.packed;
 
-  Tensor out = allocate_like("out", q_whole);
+  Tensor out = given_out ? *given_out : allocate_like("out", q_whole);
   int32_t const float32 = aoti_torch_dtype_float32();
   Tensor lse =
       packed ? allocate("lse", q_whole, float32, sizeof(float), {shape.heads_q, shape.seqlen_q})
@@ -60,13 +60,11 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   }
   Readable const k = readable("a copy of k", k_whole, whole_rows, unreachable);
   Readable const v = readable("a copy of v", v_whole, whole_rows, unreachable);
-  // out has q's layout, which may be one that the kernels can't write.
-  bool const direct = is_readable(out, varlen);
-  Tensor const target = direct ? out : padded_like("a copy of out", q_whole);
+  Target target("a copy of out", out, varlen);  // of a layout that the kernels may not be able to write
   params.q = q.view();
   params.k = k.view();
   params.v = v.view();
-  params.out = Readable{target, 0}.view();
+  params.out = target.view();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
 
   std::optional<Tensor> workspace;
@@ -75,11 +73,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     params.lengths.workspace = workspace->mutable_data_ptr();
   }
   call.run(current_stream(device_index));
-  if (!direct) {
-    int64_t const head_dim = call.problem.shape.head_dim;
-    torch::stable::copy_(out,
-                         torch::stable::narrow(const_cast<Tensor&>(target), target.dim() - 1, 0, head_dim));
-  }
+  target.finish();
   return {out, lse};
 }
 

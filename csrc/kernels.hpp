@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "flash_cute/append/launch.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/softmax/launch.hpp"
@@ -45,6 +46,8 @@ struct SoftmaxKernels {
   decltype(&RowSoftmaxLaunch<ElementType::fp32>::forward) forward, backward;
 };
 FLASH_CUTE_API SoftmaxKernels softmax_kernels(ElementType element);
+
+FLASH_CUTE_API decltype(&AppendLaunch<ElementType::fp32>::run) append_kv_launch(ElementType element);
 
 // Every instance of this build. A forward is listed once for each tile that its launch chooses from, a
 // backward once and without a tile.

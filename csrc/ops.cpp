@@ -35,6 +35,20 @@ auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_se
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table}});
 }
 
+// Of padded and packed calls, with a tensor to write out into.
+template <auto function>
+auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<double> softmax_scale,
+          std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
+          MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
+          MaybeTensor block_table, bool batch_invariant, std::optional<std::string> family) {
+  return function({q,
+                   k,
+                   v,
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
+                   out});
+}
+
 template <auto function>
 auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                      bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
@@ -80,13 +94,16 @@ std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double
   return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
 
+// Returns lse alone, as no result may be an argument.
+Tensor lse_of_forward(AttentionArguments const& arguments) { return std::get<1>(forward_cuda(arguments)); }
+
 // What C++ does for the CPU's kernels beside forward_cpu.
-void check_packed(AttentionArguments const& arguments) { validate(arguments); }
+void check_forward(AttentionArguments const& arguments) { validate(arguments); }
 void check_backward(BackwardArguments const& arguments) { validate(arguments); }
 
 using MaybeSizes = std::optional<std::vector<int64_t>>;
 
-// The checks of a call, of the backward if it has an out, for tensors of which only this is known; dtypes and
+// The checks of a call, of the backward if it has an lse, for tensors of which only this is known; dtypes and
 // devices are those of the tensors that are given, in this order, steps the strides of those of lengths.
 void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<int64_t> v,
                   std::vector<ScalarType> dtypes, std::vector<Device> devices, std::vector<int64_t> steps,
@@ -115,6 +132,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
       validate(operand_q, operand_k, operand_v,
                {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths);
   if (!out) return;
+  if (!lse) return validate_out(operand_q, operand("out", *out));
   validate_keys_of_backward(problem);
   BackwardOperands operands;
   index = 0;
@@ -148,6 +166,9 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 #define FLASH_CUTE_PACKED                                                               \
   FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") \
       FLASH_CUTE_CACHE("Tensor")
+#define FLASH_CUTE_INTO(out)                                                                                \
+  FLASH_CUTE_TENSORS out FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor") FLASH_CUTE_LENGTHS("Tensor") \
+      FLASH_CUTE_CACHE("Tensor") FLASH_CUTE_FAMILY
 #define FLASH_CUTE_BACKWARD              \
   FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS( \
       "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
@@ -158,6 +179,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 STABLE_TORCH_LIBRARY(flash_cute, library) {
   library.def("forward(" FLASH_CUTE_PADDED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
   library.def("_forward(" FLASH_CUTE_PADDED FLASH_CUTE_RESULTS);
+  library.def("_forward_out(" FLASH_CUTE_INTO("Tensor(a!) out, ") "-> Tensor");
   library.def("_backward(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD FLASH_CUTE_INPUT_GRADIENTS);
   library.def("forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
   library.def("_forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_RESULTS);
@@ -173,6 +195,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
           FLASH_CUTE_CACHE("int[]") FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
   library.def("_forward_cpu(" FLASH_CUTE_PADDED FLASH_CUTE_FAMILY "-> Tensor[]");
   library.def("_forward_varlen_cpu(" FLASH_CUTE_PACKED FLASH_CUTE_FAMILY "-> ()");
+  library.def("_forward_out_cpu(" FLASH_CUTE_INTO("Tensor out, ") "-> ()");
   library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD "-> ()");
   library.def("_backward_varlen_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD "-> ()");
 }
@@ -180,6 +203,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
   library.impl("_forward", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cuda>));
   library.impl("_forward_varlen", TORCH_BOX(&flash_cute::packed<flash_cute::forward_cuda>));
+  library.impl("_forward_out", TORCH_BOX(&flash_cute::into<flash_cute::lse_of_forward>));
   library.impl("_backward", TORCH_BOX(&flash_cute::backward_padded<flash_cute::backward_cuda>));
   library.impl("_backward_varlen", TORCH_BOX(&flash_cute::backward_packed<flash_cute::backward_cuda>));
   library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cuda, flash_cute::backward_plan_cuda>)));
@@ -189,7 +213,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
 // Python, a KeyboardInterrupt too, would not pass through C++ behind the stable ABI.
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
   library.impl("_forward_cpu", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cpu>));
-  library.impl("_forward_varlen_cpu", TORCH_BOX(&flash_cute::packed<flash_cute::check_packed>));
+  library.impl("_forward_varlen_cpu", TORCH_BOX(&flash_cute::packed<flash_cute::check_forward>));
+  library.impl("_forward_out_cpu", TORCH_BOX(&flash_cute::into<flash_cute::check_forward>));
   library.impl("_backward_cpu", TORCH_BOX(&flash_cute::backward_padded<flash_cute::check_backward>));
   library.impl("_backward_varlen_cpu", TORCH_BOX(&flash_cute::backward_packed<flash_cute::check_backward>));
   library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cpu, flash_cute::backward_plan_cpu>)));

@@ -114,6 +114,17 @@ Readable readable(char const* name, Tensor const& whole, bool varlen, int first)
   return {copy, 0};
 }
 
+Target::Target(char const* name, Tensor const& result, bool varlen)
+    : result(result), memory(is_readable(result, varlen) ? result : padded_like(name, result)) {
+  memory.mutable_data_ptr();  // one that is copied on write has memory of its own from here on
+}
+
+void Target::finish() {
+  if (memory.get() == result.get() || result.numel() == 0) return;
+  int64_t const dims = result.dim(), head_dim = result.size(dims - 1);
+  torch::stable::copy_(result, torch::stable::narrow(memory, dims - 1, 0, head_dim));
+}
+
 Tensor padded_like(char const* name, Tensor const& tensor) {
   auto const sizes = tensor.sizes();
   size_t const dims = sizes.size();

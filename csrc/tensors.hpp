@@ -37,6 +37,17 @@ struct Readable {
 // name: for errors. first: the rows before it are not needed; a copy does not have them.
 Readable readable(char const* name, Tensor const& whole, bool varlen, int first = 0);
 
+// A result, and the memory where a kernel writes it: its own, or some that finish() copies to it.
+struct Target {
+  Tensor result, memory;
+
+  Target(char const* name, Tensor const& result, bool varlen);  // name: of the copy, for errors
+  explicit Target(Tensor const& result) : result(result), memory(result) {}
+
+  TensorView view(int first = 0) const { return Readable{memory, first}.view(); }
+  void finish();
+};
+
 // Contiguous memory for a tensor's elements, with head_dim padded (padded_head_dim).
 Tensor padded_like(char const* name, Tensor const& tensor);
 

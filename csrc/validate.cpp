@@ -14,21 +14,6 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-// Writes a shape, and costs nothing until an error is written.
-struct ShapeOf {
-  IntHeaderOnlyArrayRef sizes;
-
-  friend std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
-    char const* separator = "";
-    text << '(';
-    for (int64_t const size : shape.sizes) {
-      text << separator << size;
-      separator = ", ";
-    }
-    return text << (shape.sizes.size() == 1 ? ",)" : ")");
-  }
-};
-
 ElementType element_type(Operand const& q) {
   require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16,
           "q must have dtype torch.float16 or torch.bfloat16, got ", DtypeOf{q.type},
@@ -93,11 +78,17 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   return batch;
 }
 
-Operand operand(char const* name, Tensor const& tensor) {
-  return {name, tensor.sizes(), tensor.scalar_type(), tensor.device()};
-}
-
 }  // namespace
+
+std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
+  char const* separator = "";
+  text << '(';
+  for (int64_t const size : shape.sizes) {
+    text << separator << size;
+    separator = ", ";
+  }
+  return text << (shape.sizes.size() == 1 ? ",)" : ")");
+}
 
 std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype) {
   switch (dtype.type) {
@@ -120,6 +111,12 @@ std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype) {
       }
       return text;
   }
+}
+
+Operand operand(char const* name, Tensor const& tensor) {
+  int64_t const dims = tensor.dim();
+  return {name, tensor.sizes(), tensor.scalar_type(), tensor.device(),
+          dims > 0 ? tensor.stride(dims - 1) : 1};
 }
 
 std::string name_of(Device const& device) {
@@ -155,6 +152,13 @@ void require_entries(Operand const& length, int64_t entries, int64_t batch) {
 void require_scale(char const* name, double scale) {
   require(std::isfinite(float(scale)) && float(scale) > 0.f, name, " is ", scale,
           "; a finite number > 0 is accepted");
+}
+
+void require_no_overlap(Operand const& operand, IntHeaderOnlyArrayRef strides) {
+  for (size_t dim = 0; dim < operand.sizes.size(); ++dim) {
+    require(operand.sizes[dim] <= 1 || strides[dim] != 0, operand.name,
+            " is written, so its elements must not overlap, but its stride of dimension ", dim, " is 0");
+  }
 }
 
 // Three calls of torch for each operand, as a GPU's kernel waits for them.
@@ -193,9 +197,7 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   LengthOperands lengths;
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (!*given[index]) continue;
-    Tensor const& tensor = **given[index];
-    Operand& length = lengths[index].emplace(operand(kLengthNames[index], tensor));
-    if (tensor.dim() > 0) length.step = tensor.stride(tensor.dim() - 1);
+    lengths[index].emplace(operand(kLengthNames[index], **given[index]));
   }
   Operand const q = operand("q", arguments.q), k = operand("k", arguments.k), v = operand("v", arguments.v);
   AttentionProblem const problem = validate(q, k, v, arguments.options, lengths);
@@ -204,6 +206,12 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   require_stored(v, arguments.v);
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (lengths[index]) require_stored(*lengths[index], **given[index]);
+  }
+  if (arguments.out) {
+    Operand const out = operand("out", *arguments.out);
+    validate_out(q, out);
+    require_stored(out, *arguments.out);
+    require_no_overlap(out, arguments.out->strides());
   }
   if (problem.cached) {
     require_readable_cache(k, arguments.k.strides(), arguments.k.const_data_ptr());
@@ -302,6 +310,13 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .page_size = paged ? int(sizes_k[2]) : 0,
       .batch_invariant = options.batch_invariant,
   };
+}
+
+void validate_out(Operand const& q, Operand const& out) {
+  require(std::ranges::equal(out.sizes, q.sizes), "out has shape ", ShapeOf{out.sizes}, " and q ",
+          ShapeOf{q.sizes}, "; they must be the same");
+  require_type(out, q.type);
+  require_same_device(out, q);
 }
 
 AttentionProblem validate(BackwardArguments const& arguments) {

@@ -33,6 +33,12 @@ struct DtypeOf {
 };
 std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype);
 
+// Likewise, and costs nothing until an error is written.
+struct ShapeOf {
+  IntHeaderOnlyArrayRef sizes;
+};
+std::ostream& operator<<(std::ostream& text, ShapeOf const& shape);
+
 // Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for
 // all. A sequence's rows are offsets[b] .. offsets[b + 1] - 1 of a packed tensor, all of entry b of a padded
 // one.
@@ -49,6 +55,7 @@ struct AttentionArguments {
   Tensor q, k, v;
   AttentionOptions options;
   Lengths lengths = {};
+  std::optional<Tensor> out = {};  // that a forward writes into; like q
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
@@ -62,9 +69,13 @@ inline ElementType element_of(ScalarType type) {
   }
 }
 
-// Of the types that are accepted, lengths among them.
+// Of the types that are accepted, lengths and places among them.
 inline int element_bytes(ScalarType type) {
-  return type == ScalarType::Int ? sizeof(int) : element_bytes(element_of(type));
+  switch (type) {
+    case ScalarType::Int: return sizeof(int);
+    case ScalarType::Long: return sizeof(int64_t);
+    default: return element_bytes(element_of(type));
+  }
 }
 
 // What is checked of a tensor; one that is only traced has it, too.
@@ -73,8 +84,9 @@ struct Operand {
   IntHeaderOnlyArrayRef sizes;
   ScalarType type;
   Device device;
-  int64_t step = 1;  // stride of a tensor of lengths
+  int64_t step = 1;  // stride of the last dimension
 };
+Operand operand(char const* name, Tensor const& tensor);
 
 constexpr int64_t kMaxHeadDim = 256;
 
@@ -94,6 +106,9 @@ AttentionProblem validate(AttentionArguments const& arguments);
 using BackwardOperands = std::array<std::optional<Operand>, 4>;
 inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 
+// Throws if a forward's result can't be written into `out`.
+void validate_out(Operand const& q, Operand const& out);
+
 // Throws if a backward has too many keys for its tiles, where a forward counts none of them.
 void validate_keys_of_backward(AttentionProblem const& problem);
 
@@ -108,6 +123,9 @@ void require_scale(char const* name, double scale);                           //
 
 // Throws if kernels can't read a cache where it lies: name, sizes and strides of a tensor of four dimensions.
 void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef strides, void const* data);
+
+// Throws if what is written has several elements in one place.
+void require_no_overlap(Operand const& operand, IntHeaderOnlyArrayRef strides);
 
 // Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
 void require_stored(Operand const& operand, Tensor const& tensor);  // of it

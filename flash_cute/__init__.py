@@ -2,9 +2,10 @@
 
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
-forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, merge makes
-one result of those for parts of the keys, softmax the probabilities alone, supported and explain tell with
-what, flash_cute.reference checks. These are for PyTorch, flash_cute.jax is for JAX.
+forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, append_kv
+writes new keys and values into a cache, merge makes one result of those for parts of the keys, softmax the
+probabilities alone, supported and explain tell with what, flash_cute.reference checks. These are for
+PyTorch, flash_cute.jax is for JAX.
 flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
 
 As flash_cute.jax works without torch, an import that comes before torch's leaves torch.ops.flash_cute empty
@@ -22,6 +23,7 @@ __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:
     from flash_cute import reference
+    from flash_cute.appending import append_kv
     from flash_cute.interface import (
         attention,
         attention_varlen,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "append_kv",
     "attention",
     "attention_varlen",
     "explain",
@@ -49,8 +52,9 @@ __all__ = [
 
 def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
+    modules = {"append_kv": "appending", "merge": "merging", "reference": None, "softmax": "softmax_op"}
     for name in __all__:
-        module = {"reference": None, "softmax": "softmax_op", "merge": "merging"}.get(name, "interface")
+        module = modules.get(name, "interface")
         found = import_module(f"flash_cute.{module or name}")
         globals()[name] = getattr(found, name) if module else found
 

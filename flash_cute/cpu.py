@@ -43,6 +43,18 @@ def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
     return _forward(q, k, v, *args, **_offsets(cu_seqlens_q, cu_seqlens_k), **options)
 
 
+def forward_out(q, k, v, out, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, **options):
+    """flash_cute::_forward_out: lse, after the result is written into out."""
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _ops._forward_out_cpu.default(q, k, v, out, causal, **offsets, **options)
+    if cu_seqlens_q is None:
+        result, lse = forward(q, k, v, causal, **options)
+    else:
+        result, lse = forward_varlen(q, k, v, causal=causal, **offsets, **options)
+    out.copy_(result)
+    return lse
+
+
 def backward(*args, **options):
     """flash_cute::_backward: dq, dk and dv like q, k and v."""
     _ops._backward_cpu.default(*args, **options)

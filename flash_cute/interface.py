@@ -13,7 +13,7 @@ import torch
 from flash_cute import lengths, ops
 from flash_cute.explanation import Explanation, work
 from flash_cute.registration import LENGTHS
-from flash_cute.wording import is_ours, require_bool, shown
+from flash_cute.wording import OURS, is_ours, require_bool, shown
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -34,6 +34,7 @@ def forward(
     batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
+    out: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(softmax_scale * q kᵀ + mask) v, and the log-sum-exp of its scores.
@@ -64,10 +65,12 @@ def forward(
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
+        out: a tensor for the result, like q in shape, dtype and device (under autocast of its dtype), any
+            strides, of memory that q, k and v don't have. There are then no gradients.
 
     Returns:
-        out: as torch.empty_like(q) in shape, dtype and strides. 0 for a query that sees no key or doesn't
-            count.
+        out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for a query
+            that sees no key or doesn't count.
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
             a query that sees no key or doesn't count.
 
@@ -86,7 +89,7 @@ def forward(
         "forward", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
-    return _call("forward", ops.forward, q, k, v, given, options)
+    return _call("forward", ops.forward, q, k, v, given, options, out)
 
 
 def attention(
@@ -104,6 +107,7 @@ def attention(
     batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
+    out: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
@@ -111,7 +115,7 @@ def attention(
         "attention", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
-    return _call("attention", ops.forward, q, k, v, given, options)[0]
+    return _call("attention", ops.forward, q, k, v, given, options, out)[0]
 
 
 def forward_varlen(
@@ -131,6 +135,7 @@ def forward_varlen(
     batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
+    out: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward for sequences of unequal lengths that are packed, one behind the other, without padding.
@@ -149,12 +154,12 @@ def forward_varlen(
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
         block_table, batch_invariant: as in forward.
-        causal, softmax_scale, window, deterministic, family: as in forward. The mask is that of each sequence
-            alone, by its own lengths.
+        causal, softmax_scale, window, deterministic, family, out: as in forward. The mask is that of each
+            sequence alone, by its own lengths.
 
     Returns:
-        out: as torch.empty_like(q) in shape, dtype and strides. 0 for rows that see no key, don't count or
-            belong to no sequence.
+        out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for rows that
+            see no key, don't count or belong to no sequence.
         lse: float32 (heads_q, total_q), as in forward. -inf where out is 0 for these reasons.
 
         Both are differentiable, as in forward.
@@ -169,7 +174,7 @@ def forward_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
     )
-    return _call("forward_varlen", ops.forward, q, k, v, given, options)
+    return _call("forward_varlen", ops.forward, q, k, v, given, options, out)
 
 
 def attention_varlen(
@@ -189,6 +194,7 @@ def attention_varlen(
     batch_invariant: bool = False,
     deterministic: bool = False,
     family: str | None = None,
+    out: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
@@ -198,7 +204,7 @@ def attention_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
     )
-    return _call("attention_varlen", ops.forward, q, k, v, given, options)[0]
+    return _call("attention_varlen", ops.forward, q, k, v, given, options, out)[0]
 
 
 def explain(
@@ -308,10 +314,12 @@ def _options(name, causal, scale, window, family, deterministic, batch_invariant
     return options
 
 
-def _call(name, op, q, k, v, given, options):
+def _call(name, op, q, k, v, given, options, out=None):
     """Calls forward or a plan of ops for the function so named, and raises what it throws in its name."""
     try:
         if q.is_nested and (op is not ops.forward or "cu_seqlens_q" not in given):
+            if out is not None:
+                raise ValueError(f"{OURS}out must be None where q is nested, got a tensor")
             *packed, offsets = lengths.unwrapped(q, k, v, given)
             results = _call(name, op, *packed, offsets, options)
             return lengths.wrapped(*results, q) if op is ops.forward else results
@@ -322,9 +330,12 @@ def _call(name, op, q, k, v, given, options):
                     raise TypeError("named below")
             if lengths.CHECKED:
                 lengths.check(q, k, v, given)
+        if out is not None:
+            return ops.forward_into(q, k, v, given, options, out)
         return op(q, k, v, given, options)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-        raise _in_python_terms(name, error, q=q, k=k, v=v, **given) from None
+        into = {} if out is None else {"out": out}
+        raise _in_python_terms(name, error, q=q, k=k, v=v, **given, **into) from None
 
 
 def _meant(name: str, misnamed: str, *others: str) -> str:

@@ -22,6 +22,7 @@ from flash_cute.storage import require_stored
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
+_forward_out = torch.ops.flash_cute._forward_out.default
 _backward = torch.ops.flash_cute._backward.default
 _backward_varlen = torch.ops.flash_cute._backward_varlen.default
 compiled = torch.ops.flash_cute.compiled.default
@@ -38,6 +39,16 @@ def forward(q, k, v, lengths, options):
     if not lengths:
         return _forward(q, k, v, **options)
     return (_forward_varlen if "cu_seqlens_q" in lengths else _forward)(q, k, v, **lengths, **options)
+
+
+def forward_into(q, k, v, lengths, options, out):
+    """forward, whose out is written into a tensor."""
+    options.pop("deterministic", None)
+    require_stored("forward", out=out)
+    q, k, v = _cast(q, k, v, _is_cache(k, lengths))
+    if needs_gradient(q, k, v, out):
+        raise NotImplementedError(f"{wording.OURS}there are no gradients with out; detach q, k, v and out")
+    return out, _forward_out(q, k, v, out, **lengths, **options)
 
 
 def plan(q, k, v, lengths, options, backward=False) -> str:
@@ -73,12 +84,8 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
 
     lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
     """
-    packed = "cu_seqlens_q" in lengths
-    cached = "block_table" in lengths or (packed and k.dim() == 4)
-    if torch_private.autocast_is_enabled():
-        require_stored("forward", q=q, k=k, v=v)
-        q, *cache = (_autocast(tensor) for tensor in ((q,) if cached else (q, k, v)))
-        k, v = cache or (k, v)
+    packed, cached = "cu_seqlens_q" in lengths, _is_cache(k, lengths)
+    q, k, v = _cast(q, k, v, cached)
     transformed = torch_private.transforms_are_active()
     # dynamo cannot look below the wrappers of a transform.
     hidden = transformed and torch.compiler.is_dynamo_compiling()
@@ -94,6 +101,18 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     # The dispatcher calls composites for one level of transforms at a time.
     apply = _Attention.apply if transformed and not composite else _Attention.apply_here
     return apply(call, q, k, v, *lengths.values())
+
+
+def _is_cache(k: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
+    return "block_table" in lengths or ("cu_seqlens_q" in lengths and k.dim() == 4)
+
+
+def _cast(q, k, v, cached: bool) -> tuple[torch.Tensor, ...]:
+    """The operands as autocast gives them to PyTorch's own attention; a cache stays as it is."""
+    if not torch_private.autocast_is_enabled():
+        return q, k, v
+    require_stored("forward", q=q, k=k, v=v)
+    return (_autocast(q), k, v) if cached else tuple(map(_autocast, (q, k, v)))
 
 
 def _composite(op):
@@ -294,6 +313,6 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 _library = torch.library.Library("flash_cute", "IMPL")
 _library.impl("forward", _composite(_forward), "CompositeImplicitAutograd")
 _library.impl("forward_varlen", _composite(_forward_varlen), "CompositeImplicitAutograd")
-for _name in ("forward", "forward_varlen", "backward", "backward_varlen"):
+for _name in ("forward", "forward_varlen", "forward_out", "backward", "backward_varlen"):
     _library.impl(f"_{_name}", getattr(cpu, _name), "CPU")
 registration.register(_library)

@@ -24,7 +24,7 @@ _check = torch.ops.flash_cute._check.default
 def check(q, k, v, causal=False, *, window_left=None, window_right=None, **options):
     """The checks of a call, by what is known while it is traced; options may have tensors of TENSORS.
 
-    With out and lse the call is of the backward.
+    With out it is a call that writes into it, with lse, too, one of the backward.
     """
     given = {name: options.pop(name, None) for name in (*LENGTHS, *RESULTS)}
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -59,6 +59,12 @@ def _traced(q, k, v, causal=False, **options):
 def _traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options):
     check(q, k, v, causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _traced_out(q, k, v, out, causal=False, **options):
+    check(q, k, v, causal, out=out, **options)
+    packed = options.get("cu_seqlens_q") is not None
+    return q.new_empty(q.shape[1::-1] if packed else q.shape[:3], dtype=torch.float32)
 
 
 def _traced_backward(
@@ -134,6 +140,19 @@ def vmap_varlen(op, info, in_dims, tensors, options):
     )
 
 
+def count_versions(op, library: torch.library.Library) -> None:
+    """Lets autograd, which counts the versions of what it saves, notice the arguments that op writes into."""
+    written = torch_private.written_arguments(op)
+
+    def kernel(keyset, *args, **kwargs):
+        for place, name in written:
+            tensor = args[place] if place < len(args) else kwargs[name]
+            torch.autograd.graph.increment_version(tensor)
+        return op.redispatch(torch_private.below_versions(keyset), *args, **kwargs)
+
+    library.impl(op.name().split("::")[1], kernel, "ADInplaceOrView", with_keyset=True)
+
+
 def vmapped(op, rule, tensor_names=TENSORS):
     """op's kernel under vmap. torch.library.register_vmap has none for tensors that only have a keyword."""
     names = torch_private.argument_names(op)
@@ -146,6 +165,10 @@ def vmapped(op, rule, tensor_names=TENSORS):
         return torch_private.run_vmap_rule(transform, partial(rule, op), unmapped, tensors, named)
 
     return kernel
+
+
+def _refuse_vmap(*args, **kwargs):
+    raise NotImplementedError(f"{OURS}vmap can't map a call with out; leave it out")
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v, *args, block_table=None, **kwargs) -> int:
@@ -163,6 +186,12 @@ def _flops_varlen(q, k, v, cu_seqlens_q, *args, block_table=None, **kwargs) -> i
     total_q, heads, head_dim = q
     mean_k = _keys(k, block_table) if len(k) == 4 else -(-k[0] // max(1, cu_seqlens_q[0] - 1))
     return 4 * heads * head_dim * total_q * mean_k
+
+
+def _flops_out(q, k, v, out, *args, cu_seqlens_q=None, **kwargs) -> int:
+    if cu_seqlens_q is None:
+        return _flops(q, k, v, **kwargs)
+    return _flops_varlen(q, k, v, cu_seqlens_q, **kwargs)
 
 
 def _flops_backward(dout, dlse, q, k, v, *args, **kwargs) -> int:
@@ -186,5 +215,10 @@ def register(library: torch.library.Library) -> None:
         torch.library.register_fake(name, fake, lib=library)
         library.impl(name, vmapped(op.default, rule), "FuncTorchBatched", with_keyset=True)
         register_flop_formula(op)(formula)
+    out = ops._forward_out
+    torch.library.register_fake(out.default.name(), _traced_out, lib=library)
+    library.impl("_forward_out", _refuse_vmap, "FuncTorchBatched")
+    register_flop_formula(out)(_flops_out)
+    count_versions(out.default, library)
     # Of forward_varlen PyTorch's own rule is a loop over the mapped dimension.
     library.impl("forward", vmapped(ops.forward.default, vmap), "FuncTorchBatched", with_keyset=True)

@@ -135,6 +135,24 @@ def argument_names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
+def written_arguments(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The place and name of each argument that op writes into."""
+    schema = getattr(op, "_schema", None) or torch._C._get_schema(op.name(), "")
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+_below_versions = _find("torch._C:_after_ADInplaceOrView_keyset", "a call that writes into its arguments")
+
+
+def below_versions(keys: torch._C.DispatchKeySet) -> torch._C.DispatchKeySet:
+    """What is left of a call's keys once the versions of what it writes are counted."""
+    return _below_versions() if callable(_below_versions) else keys & _below_versions
+
+
 NAMES["torch.nested._internal.nested_tensor:NestedTensor._ragged_idx"] = "a nested tensor"
 
 

@@ -28,6 +28,12 @@ def call(fc):
     assert lse.isfinite().all()
 
 
+def writing(fc):
+    q, k, v = inputs()
+    out = torch.empty_like(q)
+    assert fc.attention(q, k, v, out=out) is out
+
+
 def gradient(fc):
     q, k, v = (x.requires_grad_() for x in inputs())
     fc.attention(q, k, v).float().sum().backward()
@@ -77,7 +83,7 @@ def dtensor(fc):
     importlib.import_module("flash_cute.integrations.dtensor")
 
 
-USES = [call, gradient, functional_gradient, gradient_of_the_operator, gradient_of_an_escaped_tensor,
+USES = [call, writing, gradient, functional_gradient, gradient_of_the_operator, gradient_of_an_escaped_tensor,
         vmap, autocast, dual_tensors_under_vmap, fakes, dtensor]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_every_name():
     for name, results in said.items():
         sentence = f": {torch_private.NAMES[name]} needs {name.replace(':', '.')}, which torch"
         failed = {use: result for use, result in results.items() if result != "works"}
-        assert len(results) == 10
+        assert len(results) == 11
         assert not failed.keys() & {"call", "gradient"}, failed
         assert all(sentence in result for result in failed.values()), failed
         assert bool(failed) == (name not in REPLACED), (name, results)

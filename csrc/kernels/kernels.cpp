@@ -55,6 +55,14 @@ SoftmaxKernels softmax_kernels(ElementType element) {
   }
 }
 
+decltype(&AppendLaunch<ElementType::fp32>::run) append_kv_launch(ElementType element) {
+  switch (element) {
+    case ElementType::fp16: return AppendLaunch<ElementType::fp16>::run;
+    case ElementType::bf16: return AppendLaunch<ElementType::bf16>::run;
+    default: return AppendLaunch<ElementType::fp32>::run;
+  }
+}
+
 std::vector<CompiledKernel> compiled_instances() {
   std::vector<CompiledKernel> list;
   auto add = [&]<class Instance>(Pass pass, Instance, std::optional<CompiledTile> const& tile) {

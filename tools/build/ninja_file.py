@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from instances import ROOT, Instance, SoftmaxInstance, flags_of
+from instances import ROOT, Instance, OtherInstance, flags_of
 from toolchain import cpp_compiler, cutlass_headers, jax_headers, jobs, nvcc_version, version_of
 
 BUILD = ROOT / "build" / "native"
@@ -142,7 +142,7 @@ def rules(toolkit: Path | None) -> tuple[Rule, Rule, Rule | None, Rule | None]:
     )
 
 
-def ninja_file(sources: list[str], instances: list[Instance | SoftmaxInstance], toolkit: Path | None) -> str:
+def ninja_file(sources: list[str], instances: list[Instance | OtherInstance], toolkit: Path | None) -> str:
     """The text of build.ninja for the C++ sources and the kernel instances."""
     link("interpreter", Path(sys.executable))
     of_torch, plain, of_jax, of_kernels = rules(toolkit)
