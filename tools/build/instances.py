@@ -1,4 +1,4 @@
-"""What is compiled: rows of include/flash_cute/instances.def that the environment selects, softmax, append_kv."""
+"""What is compiled: rows of instances.def that the environment selects, softmax and append_kv."""
 
 import os
 import re

@@ -1,0 +1,137 @@
+"""append_kv's kernel, run by the host a thread after the other, with the launch that a GPU gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from appends import (
+    DTYPES,
+    HEADS,
+    LAYOUTS,
+    NEW_ROWS,
+    PLACES,
+    ROTARIES,
+    assert_appended,
+    make_append,
+    pairs,
+)
+
+
+@pytest.fixture(scope="session")
+def kernel_on_host(pytestconfig):
+    from conftest import cuda_headers, module
+
+    for folder in cuda_headers():
+        if (folder / "cuda_fp16.h").exists():
+            return module(pytestconfig, "flash_cute_append", folder)
+    pytest.skip("no CUDA headers")
+
+
+def run(kernel, call, dtype) -> torch.Tensor | None:
+    """As csrc/append_cuda.cpp sets the kernel's parameters."""
+    given = call.arguments
+    k, q = given["k"], given.get("q")
+    packed = k.dim() == 3
+
+    def view(x):
+        batch, head, row = (0, x.stride(1), x.stride(0)) if x.dim() == 3 else x.stride()[:3]
+        return x.data_ptr(), batch, head, row
+
+    rows = {"rows_k": k.shape[0 if packed else 2], "rows_q": 0 if q is None else q.shape[0 if packed else 2]}
+    table, cache = given.get("block_table"), given["k_cache"]
+    values = rows | {
+        "entries": 1 if packed else k.shape[0],
+        "rows": max(rows.values()),
+        "heads_kv": k.shape[1],
+        "sequences": len(given.get("cache_seqlens", ())),
+        "pages": cache.shape[0],
+        "page_size": cache.shape[2],
+        "head_dim": k.shape[-1],
+        **{name: view(given[name]) for name in ("k", "v", "k_cache", "v_cache")},
+        **{
+            name: given[name].data_ptr()
+            for name in (
+                "cu_seqlens",
+                "cache_seqlens",
+                "block_table",
+                "slots",
+                "rotary_cos",
+                "rotary_sin",
+                "positions",
+            )
+            if name in given
+        },
+    }
+    if table is not None:
+        values |= {"width": table.shape[1], "table_stride": table.stride(0)}
+    if "slots" in given:
+        values["slot_count"] = len(given["slots"])
+    if "positions" in given and not packed:
+        values["positions_stride"] = given["positions"].stride(0)
+    rotated = None
+    if q is not None:
+        rotated = torch.full_like(q, torch.nan)
+        cos = given["rotary_cos"]
+        values |= {"heads_q": q.shape[1], "q": view(q), "rotated_q": view(rotated)}
+        values |= {"rotary_dim": 2 * cos.shape[1], "rotary_length": len(cos)}
+        values |= {"rotary_is_fp32": cos.dtype == torch.float32}
+        values["rotary_interleaved"] = given["rotary_interleaved"]
+    kernel.append_kv(dtype, values)
+    return rotated
+
+
+@pairs(
+    place=PLACES,
+    rotary=ROTARIES,
+    layout=LAYOUTS,
+    dtype=list(DTYPES),
+    head_dim=[16, 64, 72, 128, 256],
+    heads=HEADS,
+    rows=NEW_ROWS,
+)
+def test_rows(kernel_on_host, place, rotary, layout, dtype, head_dim, heads, rows):
+    call = make_append(torch.device("cpu"), place, rotary, layout, DTYPES[dtype], head_dim, heads, rows)
+    assert_appended(call, run(kernel_on_host, call, dtype))
+
+
+@pairs(
+    place=PLACES,
+    rotary=ROTARIES[1:],
+    page_size=[1, 5, 64],
+    wide_table=[False, True],
+    positions=[False, True],
+    dtype=list(DTYPES),
+)
+def test_rotary(kernel_on_host, place, rotary, page_size, wide_table, positions, dtype):
+    call = make_append(
+        torch.device("cpu"), place, rotary, page_size=page_size, wide_table=wide_table, positions=positions,
+        head_dim=32, dtype=DTYPES[dtype],
+    )  # fmt: skip
+    assert_appended(call, run(kernel_on_host, call, dtype))
+
+
+def test_many_sequences(kernel_on_host):
+    """Offsets of more sequences than one round of the search asks for, many of them empty."""
+    counts = torch.randint(0, 3, (300,))
+    offsets = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    k, v = (torch.randn(int(offsets[-1]) + 2, 1, 16) for _ in range(2))
+    caches = torch.zeros(300, 1, 4, 16), torch.zeros(300, 1, 4, 16)
+    call = make_append(torch.device("cpu"), "packed", dtype=torch.float32)
+    call.arguments = {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1], "cu_seqlens": offsets}
+    call.arguments["cache_seqlens"] = torch.randint(0, 4, (300,), dtype=torch.int32)
+    call.before = tuple(x.clone() for x in caches)
+    assert_appended(call, run(kernel_on_host, call, "fp32"))
+
+
+def test_lengths_that_make_no_sense(kernel_on_host):
+    for place in PLACES:
+        call = make_append(torch.device("cpu"), place, "halves", dtype=torch.float32)
+        if place == "slots":
+            rows = call.before[0].shape[0] * call.before[0].shape[2]
+            extreme = torch.tensor([-(2**62), 2**62, -1, rows]).repeat(99)
+            call.arguments["slots"].copy_(extreme[: len(call.arguments["slots"])])
+        else:
+            lengths = torch.tensor([-(2**31), 2**31 - 1, -40, 2**30, -5], dtype=torch.int32)
+            call.arguments["cache_seqlens"].copy_(lengths)
+        run(kernel_on_host, call, "fp32")
+        assert torch.equal(call.arguments["k_cache"], call.before[0])
