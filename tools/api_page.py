@@ -42,6 +42,7 @@ FUNCTIONS = {
         flash_cute.forward_varlen,
         flash_cute.attention_varlen,
         flash_cute.merge,
+        flash_cute.append_kv,
         flash_cute.softmax,
         flash_cute.explain,
         flash_cute.supported,
