@@ -98,6 +98,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
       .add("smem_bytes", attributes.smem_bytes)
       .add("grid", launches ? launch.blocks : 0)
       .add("splits", launch.splits())
+      .add("partial_results", launches ? launch.split.slots : 0)
       .add("workspace_bytes", launches ? launch.workspace_bytes : 0)
       .add("seqlen_k_used", params.shape.seqlen_k);
   return add_problem(plan, problem).text();

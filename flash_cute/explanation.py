@@ -14,17 +14,27 @@ from flash_cute.masks import Window
 
 @dataclass(frozen=True)
 class Rates:
-    """A device's best: dense 16-bit matrix products and memory traffic; source says how that is known."""
+    """A device's best: dense 16-bit matrix products and memory traffic; source says how that is known.
+
+    bytes_per_second: of a copy. read_bytes_per_second: where nothing is written; None where it is not known.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     source: str
+    read_bytes_per_second: float | None = None
+
+    def memory_seconds(self, read: float, written: float) -> float:
+        """As much is read as is written at the rate of a copy, the rest at that of reading."""
+        copied = 2 * min(read, written)
+        rest = self.read_bytes_per_second or self.bytes_per_second
+        return copied / self.bytes_per_second + (read + written - copied) / rest
 
 
 # By the name that CUDA gives the device.
 MEASURED = {
     "NVIDIA H100 80GB HBM3": Rates(788e12, 3.02e12, "measured: cuBLAS, copy"),
-    "NVIDIA H200": Rates(800e12, 4.24e12, "measured: cuBLAS in bursts, copy"),
+    "NVIDIA H200": Rates(800e12, 4.24e12, "measured: cuBLAS in bursts, copy, read", 4.54e12),
 }
 
 # FLOPs per clock and multiprocessor, 16-bit inputs summed in fp32, by compute capability, from NVIDIA's
@@ -100,7 +110,7 @@ def work(
     element: int,
 ) -> dict[str, int]:
     """What a call, or its backward, has to do: FLOPs of the pairs that see each other, bytes read and written
-    at least once.
+    at least once, and those of them that are written.
 
     given: the tensors of lengths, which are read; element: bytes of one, which autocast may have made fewer.
     """
@@ -125,9 +135,11 @@ def work(
         row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
     else:
         row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
+    read = heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim
     return {
         "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
-        "bytes": element * (heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim + written),
+        "bytes": element * (read + written),
+        "written_bytes": element * written,
     }
 
 
@@ -137,11 +149,12 @@ class Explanation(dict):
     Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim,
     softmax_scale, window_left and window_right (None is unlimited), copies (inputs that are copied first, and
     why), flops (for each visible pair and element of head_dim 4, in the backward 10), bytes (each input read
-    and each output written once), roofline (None where the device's rates are unknown, else seconds, bound_by
-    "compute" or "memory", and the rates).
+    and each output written once) and of these written_bytes, roofline (None where the device's rates are
+    unknown, else seconds, bound_by "compute" or "memory", and the rates).
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), workspace_bytes (for unequal
-    lengths, for tiles that blocks take one by one, and for every backward).
+    lengths, for tiles that blocks take one by one, for partial results, and for every backward),
+    partial_results (of a forward: at most so many, where keys are cut into parts, else 0).
 
     With internals=True, of a kernel: block_m, block_n, stages, packed_heads (query heads that share a tile),
     threads, registers and local_bytes (spills) per thread, smem_bytes, grid in blocks, seqlen_k_used. Of a
@@ -155,7 +168,8 @@ class Explanation(dict):
         roofline = None
         if rates := rates_of(device):
             compute = plan["flops"] / rates.flops_per_second
-            memory = plan["bytes"] / rates.bytes_per_second
+            written = plan["written_bytes"]
+            memory = rates.memory_seconds(plan["bytes"] - written, written)
             bound_by = "compute" if compute > memory else "memory"
             roofline = {"seconds": max(compute, memory), "bound_by": bound_by, **asdict(rates)}
         shown = {key: value for key, value in plan.items() if internals or key not in INTERNALS}
@@ -180,10 +194,11 @@ class Explanation(dict):
         if self["family"] == "cpu":
             types = "full and causal in the inputs' type, other masks and tiny scores in float32"
             return {"kernel": f"PyTorch's CPU flash attention; {types}"}
-        direction = " backward" if self["backward"] else ""
+        direction, parts = " backward" if self["backward"] else "", self.get("partial_results")
         return {
             "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
             **(self._internal_rows() if "block_m" in self else {}),
+            **({"keys": f"cut into parts, up to {parts} partial results"} if parts else {}),
             "workspace": self._workspace_text(),
         }
 
@@ -213,6 +228,7 @@ class Explanation(dict):
     def _roofline_text(self) -> str:
         if self["roofline"] is None:
             return "unknown for this device"
-        seconds, bound_by, flops, bandwidth, source = self["roofline"].values()
-        rates = f"{scaled(flops, 'FLOP/s')}, {scaled(bandwidth, 'B/s')}, {source}"
+        seconds, bound_by, flops, bandwidth, source, reading = self["roofline"].values()
+        rates = f"{scaled(flops, 'FLOP/s')}, {scaled(bandwidth, 'B/s')}"
+        rates += f" ({scaled(reading, 'B/s')} where it only reads), {source}" if reading else f", {source}"
         return f"{scaled(seconds, 's')}, bound by {bound_by} ({rates})"

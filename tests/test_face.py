@@ -13,7 +13,7 @@ import torch
 from cases import DTYPES, INSTANCES, MASKS, ROOT, SHAPES, Shape, make_inputs
 
 import flash_cute
-from flash_cute.explanation import INTERNALS, Explanation
+from flash_cute.explanation import INTERNALS, Explanation, Rates
 
 
 @pytest.mark.gpu
@@ -91,6 +91,8 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     assert "workspace none" in shown[0]
     assert "workspace 2.5 MB" in shown[1]
     assert "parts" not in shown[0]
+    shown = str(Explanation.of(plan | {"partial_results": 264, "workspace_bytes": 0}, torch.device("cpu")))
+    assert "keys      cut into parts, up to 264 partial results" in shown
     plan |= {"workspace_bytes": 0, "gqa_splits": 4, "lse_delta_mma": True}
     shown = str(Explanation.of(plan, torch.device("cpu"), internals=True))
     assert "LSE and delta by a product, query heads that share K and V in 4 parts" in shown
@@ -98,6 +100,21 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     assert for_users.keys().isdisjoint(INTERNALS)
     assert plan.keys() - INTERNALS <= for_users.keys()
     assert not any(line.startswith(("tile", "block", "grid")) for line in str(for_users).splitlines())
+
+
+def test_an_explanation_holds_reads_against_the_rate_of_reading(monkeypatch):
+    """As much as is written is copied; one query reads its keys at the rate of reading."""
+    rates = Rates(1e15, 4e12, "measured", 5e12)
+    assert rates.memory_seconds(10e12, 0) == 2
+    assert rates.memory_seconds(12e12, 2e12) == 3
+    assert Rates(1e15, 4e12, "estimated").memory_seconds(12e12, 4e12) == 4
+    monkeypatch.setattr("flash_cute.explanation.rates_of", lambda device: rates)
+    q, k = (torch.zeros(2, heads, rows, 64, dtype=torch.bfloat16) for heads, rows in ((8, 1), (2, 8000)))
+    plan = flash_cute.explain(q, k, k)
+    assert plan["written_bytes"] == q.numel() * 2 + 16 * 4
+    assert plan["roofline"]["bound_by"] == "memory"
+    assert plan["roofline"]["seconds"] == pytest.approx(plan["bytes"] / 5e12, rel=1e-2)
+    assert "(5 TB/s where it only reads), measured" in str(plan)
 
 
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.
