@@ -22,6 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from appends import LAYOUTS, PLACES, ROTARIES, assert_appended, make_append
 from cases import (
     BATCHES,
     DTYPES,
@@ -33,6 +34,7 @@ from cases import (
     make_ragged_gradients,
     with_head_dim,
 )
+from test_cache import in_pages
 from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
 import flash_cute
@@ -132,6 +134,29 @@ def check_ragged() -> None:
             assert_ragged_gradients(found, batch, *given, mask)
 
 
+def check_pages() -> None:
+    """Keys in pages, cut into parts and not: each kernel that reads them."""
+    kernels = flash_cute.supported()["families"]
+    names = "unequal", "used and left padding", "many keys", "one query each"
+    for family in families(torch.device("cuda")):
+        for element, head_dims in kernels[family].items():
+            for head_dim, name, page_size in itertools.product(head_dims, names, (1, 16, 100)):
+                batch = make_ragged(BATCHES[name], (4, 2), head_dim, DTYPES[element], "cpu", True)
+                k, v, given = in_pages(batch, page_size, "rows first")
+                inputs = {"q": batch.q, "k": k, "v": v, **given}
+                on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+                result = flash_cute.forward_varlen(**on_gpu, family=family, causal=True)
+                assert_ragged([tensor.cpu() for tensor in result], batch, MASKS["causal"])
+
+
+def check_append() -> None:
+    for place, rotary, layout, dtype in itertools.product(PLACES, ROTARIES, LAYOUTS, SOFTMAX_DTYPES):
+        call = make_append("cpu", place, rotary, layout, dtype, head_dim=72, heads=(40, 40))
+        given = call.arguments.items()
+        call.arguments = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in given}
+        assert_appended(call, flash_cute.append_kv(**call.arguments))
+
+
 def check_dense() -> None:
     for family, mask, shape, dtype in calls():
         inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
@@ -161,7 +186,14 @@ def gradients(function, inputs, given, mask, family: str, deterministic: bool) -
     return [tensor.cpu() for tensor in found]
 
 
-PARTS = {"ragged": check_ragged, "dense": check_dense, "claimed": check_claimed, "softmax": check_softmax}
+PARTS = {
+    "ragged": check_ragged,
+    "pages": check_pages,
+    "dense": check_dense,
+    "claimed": check_claimed,
+    "append": check_append,
+    "softmax": check_softmax,
+}
 
 
 def under(tool: str, parts: list[str]) -> bool:

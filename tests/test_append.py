@@ -473,6 +473,7 @@ def test_graph_replays_with_other_places(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.big_memory(12)
 def test_many_heads_and_large_caches(device):
     """More items of a token than a thread block has threads, and offsets beyond 2**31 elements."""
     heads, head_dim = 300, 128
