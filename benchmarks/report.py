@@ -28,7 +28,7 @@ FEW_QUERIES = 64  # up to here a problem is about the keys' bytes, and told in m
 BEST_HERE = "best peer"  # of those measured in the cell, where they are more than PyTorch's
 BEST = "best known"  # of the peers: cuDNN's speed of this run times what is known of the best, same regime
 RATE, TIME = "TFLOP/s", "microseconds"
-# Okabe and Ito's colours and two of Paul Tol's, which the colour-blind tell apart; ours are the strong ones.
+# Okabe and Ito's colours and four of Paul Tol's, which the colour-blind tell apart; ours are the strong ones.
 COLOURS = {
     "sm90": "#0072B2",
     "sm80": "#D55E00",
@@ -39,6 +39,8 @@ COLOURS = {
     "cudnn": "#56B4E9",
     "efficient": "#E69F00",
     "math": "#CC79A7",
+    "flashinfer": "#AA4499",
+    "xqa": "#332288",
     "padded": "#F0E442",
     "mean": "#333333",
 }

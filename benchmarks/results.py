@@ -16,7 +16,13 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent / "results"
-PACKAGES = ("flash_attn_3", "xformers", "flash-attn-4", "nvidia-cutlass-dsl")  # in which peers come
+PACKAGES = (
+    "flash_attn_3",
+    "xformers",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "flashinfer-python",
+)  # in which peers come
 
 
 def _output(*command: str) -> str | None:

@@ -1,0 +1,316 @@
+"""Caches of keys and values, contiguous and in pages, and who is measured on them, for benchmarks.decode.
+
+A cell's case is "64x8192", 64 sequences of 8192 keys, or "64x1-16384", 64 of lengths drawn between these. Its
+keys and values are stored token by token, (rows, heads_kv, head_dim), several times where one time fits into
+L2: a contender is called on these *regions* in turn. Pages are in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flash_cute
+
+from . import newer_flash
+from .contenders import Run, attempt
+from .problem import DTYPES, CannotRun, Problem
+
+SEED = 0
+REGIONS_BYTES = {"cuda": 300_000_000, "cpu": 50_000}  # of all regions together: several times an L2
+ROUNDED_TO = 256  # rows of a sequence, so that any page that divides it fits
+CHECKED_QUERIES = 4  # of the last sequence, its last ones
+MOST_ERROR = 0.02  # of a result, relative, root mean square: several times what rounding P to 16 bits costs
+OURS, INVARIANT = "ours", "ours, batch invariant"
+PAGES = ", pages of "  # and their size, behind a contender's name
+XQA_PAGES, XQA_GROUPS = (64,), (4, 8, 32)  # each combination is compiled when it is first called
+
+Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a region's K and V
+
+
+def parse_case(text: str) -> str:
+    """A case as Cell takes it."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:-(\d+))?", text)
+    numbers = [int(number) for number in found.groups() if number] if found else [0]
+    if min(numbers) < 1 or numbers[1] > numbers[-1]:
+        raise argparse.ArgumentTypeError(f"a case is BATCHxKEYS or BATCHxLOW-HIGH, not {text!r}")
+    return text
+
+
+def parse_page(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1 or ROUNDED_TO % int(text):
+        raise argparse.ArgumentTypeError(
+            f"a page has a number of rows that divides {ROUNDED_TO}, not {text!r}"
+        )
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`queries` new tokens of each sequence of a case; packed: chunks of prompts, in one packed call."""
+
+    case: str
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    queries: int
+    packed: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the keys, those of the queries among them; the same at every call."""
+        batch, low, *high = map(int, re.split("[x-]", self.case))
+        if not high:
+            return [low] * batch
+        generator = torch.Generator().manual_seed(SEED)
+        drawn = torch.randint(low, high[0] + 1, (batch,), generator=generator)
+        return drawn.clamp_(min=self.queries).tolist()
+
+    @property
+    def mixed(self) -> bool:
+        return "-" in self.case
+
+    @property
+    def rows(self) -> int:
+        """Of a region."""
+        return sum(-(-length // ROUNDED_TO) for length in self.lengths) * ROUNDED_TO
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values of all sequences, read once."""
+        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def flops(self) -> int:
+        shape = self.heads_q, self.heads_kv, self.queries
+        problems = (Problem(1, *shape, length, self.head_dim, causal=True) for length in self.lengths)
+        return sum(problem.flops for problem in problems)
+
+    def regions(self, device: torch.device) -> int:
+        return -(-REGIONS_BYTES[device.type] // self.bytes)
+
+    def numbers(self, device: torch.device) -> int:
+        """In all regions of the keys."""
+        return self.regions(device) * self.rows * self.heads_kv * self.head_dim
+
+    def to_json(self) -> dict:
+        return asdict(self) | {"tokens": sum(self.lengths), "bytes": self.bytes, "flops": self.flops}
+
+
+class Cache:
+    """A cell's queries, lengths and regions. Every cell's regions lie in the same two pools."""
+
+    def __init__(self, cell: Cell, pools: tuple[torch.Tensor, torch.Tensor]):
+        self.cell, self.pools, self.device = cell, pools, pools[0].device
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        shape = len(cell.lengths), cell.queries, cell.heads_q, cell.head_dim
+        q = torch.randn(shape, generator=generator, device=self.device)
+        self.q = q.to(DTYPES[cell.dtype]).transpose(1, 2)
+        self.packed_q = self.q.transpose(1, 2).flatten(0, 1)
+        self.used = torch.tensor(cell.lengths, dtype=torch.int32, device=self.device)
+        self.references: dict[tuple, torch.Tensor] = {}
+
+    def padded(self, packed: torch.Tensor) -> torch.Tensor:
+        """(batch x queries, heads_q, head_dim) as (batch, heads_q, queries, head_dim)."""
+        return packed.unflatten(0, (-1, self.cell.queries)).transpose(1, 2)
+
+    def regions(self, page: int | None) -> Iterator[list[torch.Tensor]]:
+        """Of each region K and V: (pages, heads_kv, page, head_dim), or (batch, heads_kv, keys, head_dim)."""
+        cell = self.cell
+        width, rows = cell.heads_kv * cell.head_dim, page or cell.lengths[0]
+        count = cell.rows // page if page else len(cell.lengths)
+        for region in range(cell.regions(self.device)):
+            begin = region * cell.rows * width
+            parts = (pool[begin : begin + count * rows * width] for pool in self.pools)
+            yield [part.view(count, rows, cell.heads_kv, -1).transpose(1, 2) for part in parts]
+
+    def pages_of(self, page: int) -> list[int]:
+        """How many pages each sequence has."""
+        return [-(-length // page) for length in self.cell.lengths]
+
+    def page_numbers(self, page: int) -> torch.Tensor:
+        """Of all sequences' pages, one sequence behind the other."""
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        order = torch.randperm(self.cell.rows // page, generator=generator, device=self.device)
+        return order[: sum(self.pages_of(page))].to(torch.int32)
+
+    def table(self, page: int) -> torch.Tensor:
+        counts = torch.tensor(self.pages_of(page), device=self.device).unsqueeze(1)
+        held = torch.arange(int(counts.max()), device=self.device) < counts
+        table = torch.zeros(held.shape, dtype=torch.int32, device=self.device)
+        return table.masked_scatter_(held, self.page_numbers(page))
+
+    def reference(self, page: int | None, causal: bool) -> torch.Tensor:
+        """In float32, of the last sequence in the first region: its last CHECKED_QUERIES."""
+        if (page, causal) not in self.references:
+            k, v = next(self.regions(page))
+            if page:
+                last = self.page_numbers(page)[-self.pages_of(page)[-1] :]
+                k, v = (x[last].transpose(0, 1).flatten(1, 2) for x in (k, v))
+            else:
+                k, v = k[-1], v[-1]
+            k, v = (x[None, :, : self.cell.lengths[-1]] for x in (k, v))
+            arguments = self.q[-1:, :, -CHECKED_QUERIES:], k, v, causal
+            self.references[page, causal] = flash_cute.reference.forward(*arguments, dtype=torch.float32)[0]
+        return self.references[page, causal]
+
+
+def ours(cache: Cache, page: int | None, *, family: str | None = None, batch_invariant: bool = False) -> Call:
+    cell = cache.cell
+    options = {"causal": cell.queries > 1, "family": family, "batch_invariant": batch_invariant}
+    if page:
+        options |= {"seqused_k": cache.used, "block_table": cache.table(page)}
+    if not cell.packed:
+        return partial(flash_cute.attention, cache.q, **options)
+    offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32, device=cache.device) * cell.queries
+    options["seqused_k"] = cache.used
+
+    def call(k, v):
+        return cache.padded(flash_cute.attention_varlen(cache.packed_q, k, v, offsets, **options))
+
+    return call
+
+
+def sdpa(cache: Cache, page: None, *, backend: SDPBackend) -> Call:
+    """PyTorch's, without a mask: its causal one is aligned top-left."""
+
+    def call(k, v):
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(cache.q, k, v, enable_gqa=True)
+
+    return call
+
+
+def flash3(cache: Cache, page: int | None) -> Call:
+    newer_flash.operators_3()
+    q, mask = cache.q.transpose(1, 2), newer_flash.Mask(cache.cell.queries > 1)
+    lengths = {"seqused_k": cache.used, "page_table": cache.table(page)} if page else {}
+
+    def call(k, v):
+        rows_first = k.transpose(1, 2), v.transpose(1, 2)
+        return newer_flash.forward_3(q, *rows_first, mask, **lengths)[0].transpose(1, 2)
+
+    return call
+
+
+@cache
+def infer() -> tuple:
+    """FlashInfer, and what its calls share: a workspace of its wrappers, and XQA's with semaphores."""
+    try:
+        import flashinfer.decode
+        import flashinfer.prefill
+        import flashinfer.xqa
+    except Exception as error:  # of any kind where the packages that it builds on are others
+        raise CannotRun(f"FlashInfer is not installed: {error}") from error
+    workspace, of_xqa, semaphores = (
+        torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (2**29, 2**29, 2**23)
+    )
+    return flashinfer, workspace, (of_xqa, semaphores.view(torch.uint32))
+
+
+def flashinfer(cache: Cache, page: int) -> Call:
+    """Its FlashAttention-2 on tensor cores, planned on the host for these lengths, which is not timed."""
+    module, workspace, _ = infer()
+    cell = cache.cell
+    counts = torch.tensor([0, *cache.pages_of(page)], dtype=torch.int32)
+    last = torch.tensor([(length - 1) % page + 1 for length in cell.lengths], dtype=torch.int32)
+    pages = counts.cumsum(0).to(torch.int32), cache.page_numbers(page), last
+    sizes = cell.heads_q, cell.heads_kv, cell.head_dim, page
+    dtypes = dict.fromkeys(("q_data_type", "kv_data_type"), cache.q.dtype)
+    if cell.queries == 1:
+        wrapper = module.decode.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        wrapper.plan(*pages, *sizes, **dtypes)
+    else:
+        wrapper = module.prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32) * cell.queries
+        wrapper.plan(offsets, *pages, *sizes, causal=True, **dtypes)
+    out = torch.empty_like(cache.packed_q)
+
+    def call(k, v):
+        wrapper.run(cache.packed_q, (k.transpose(1, 2), v.transpose(1, 2)), out=out)
+        return cache.padded(out)
+
+    return call
+
+
+def xqa(cache: Cache, page: int) -> Call:
+    """FlashInfer's port of TensorRT-LLM's kernel; it needs no plan."""
+    cell = cache.cell
+    if cell.packed or page not in XQA_PAGES or cell.heads_q // cell.heads_kv not in XQA_GROUPS:
+        raise CannotRun("not called with chunks, other pages or groups of heads")
+    module, _, shared = infer()
+    table, used = cache.table(page), cache.used.view(torch.uint32).unsqueeze(1)
+    q, mask = cache.q.transpose(1, 2).unsqueeze(1), None  # (batch, 1, queries, heads_q, head_dim)
+    if cell.queries == 1:
+        q = q.squeeze(2)
+    else:  # 32 bits of a query tell which of the new keys it sees
+        rows = [[(2 << query) - 1, 0] for query in range(cell.queries)]
+        rows = torch.tensor(rows, dtype=torch.int16, device=cache.device).repeat(len(cell.lengths), 1, 1)
+        mask = rows.view(torch.uint16)
+    out = torch.empty_like(q)
+    options = {"q_seq_len": cell.queries, "mask": mask}
+
+    def call(k, v):
+        rows_first = k.transpose(1, 2), v.transpose(1, 2)
+        module.xqa.xqa(q, *rows_first, table, used, out, *shared, cell.heads_kv, page, **options)
+        return out.view(len(cell.lengths), cell.queries, cell.heads_q, -1).transpose(1, 2)
+
+    return call
+
+
+CONTIGUOUS = {
+    "cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "flash3": flash3,
+}
+PAGED = {"flash3": flash3, "flashinfer": flashinfer, "xqa": xqa}
+PEERS = tuple(CONTIGUOUS | PAGED)
+UNMASKED = ("cudnn", "flash")
+
+
+def names(cell: Cell, pages: list[int], peers: list[str]) -> list[str]:
+    """The contenders of a cell; sequences of mixed lengths are in pages only."""
+    contiguous = [] if cell.mixed else [OURS, INVARIANT, *(peer for peer in peers if peer in CONTIGUOUS)]
+    paged = [OURS, *(peer for peer in peers if peer in PAGED)]
+    return contiguous + [f"{name}{PAGES}{page}" for name in paged for page in pages]
+
+
+def attempt_theirs(run: Callable):
+    """attempt, for those whose compilers and versions fail by exceptions of any kind."""
+    try:
+        return attempt(run)
+    except CannotRun:
+        raise
+    except Exception as error:
+        raise CannotRun(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def prepare(name: str, cache: Cache, family: str | None) -> tuple[list[Run], float]:
+    """(a contender's call of each region, its error); raises CannotRun where it has none that is right."""
+    base, _, rows = name.partition(PAGES)
+    page = int(rows) if rows else None
+    options = {OURS: {"family": family}, INVARIANT: {"family": family, "batch_invariant": True}}
+    make = partial(ours, **options[base]) if base in options else (PAGED if page else CONTIGUOUS)[base]
+    tried = attempt if base in options else attempt_theirs
+    call = tried(lambda: make(cache, page))
+    calls = [partial(call, k, v) for k, v in cache.regions(page)]
+    reference = cache.reference(page, cache.cell.queries > 1 and base not in UNMASKED)
+
+    def error() -> float:
+        found = calls[0]()[-1:, :, -CHECKED_QUERIES:].float()
+        return ((found - reference).norm() / reference.norm()).item()
+
+    found = tried(error)
+    if not found <= MOST_ERROR:
+        raise CannotRun(f"its result differs by {found:.3f} of its size")
+    return calls, found
