@@ -91,10 +91,13 @@ def padded(lengths: torch.Tensor) -> Attention:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding, arXiv:2104.09864, of x (batch, heads, seqlen, head_dim)."""
+    """Rotary position embedding, arXiv:2104.09864, of x (batch, heads, seqlen, head_dim).
+
+    positions: (seqlen,), or where sequences have their own (batch, 1, seqlen).
+    """
     half = x.shape[3] // 2
     frequency = ROTARY_BASE ** (-torch.arange(half, device=x.device) / half)
-    angle = positions.unsqueeze(1) * frequency
+    angle = positions.unsqueeze(-1) * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
@@ -137,13 +140,20 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(heads, kv_heads, head_dim) for _ in range(layers))
         self.norm, self.logits = nn.RMSNorm(width), nn.Linear(width, BYTE_VALUES)
 
+    def hidden(
+        self, read: torch.Tensor, positions: torch.Tensor, attentions: list[Attention]
+    ) -> torch.Tensor:
+        """What the logits are made from, (batch, seqlen, width); each block has an attention of its own."""
+        x = self.embedding(read)
+        for block, attend in zip(self.blocks, attentions, strict=True):
+            x = block(x, attend, positions)
+        return self.norm(x)
+
     def loss(self, text: Text, attend: Attention) -> torch.Tensor:
         """Mean nats per byte of the targets; each is predicted from the bytes before it."""
         with torch.autocast(text.read.device.type, torch.bfloat16, enabled=text.read.is_cuda):
-            x = self.embedding(text.read)
-            for block in self.blocks:
-                x = block(x, attend, text.positions)
-            logits = self.logits(self.norm(x)).flatten(0, 1)
+            hidden = self.hidden(text.read, text.positions, [attend] * len(self.blocks))
+            logits = self.logits(hidden).flatten(0, 1)
             return F.cross_entropy(logits, text.targets.flatten(), ignore_index=NO_TARGET)
 
 
@@ -303,50 +313,62 @@ def even(text: str) -> int:
     return int(text)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """Options of every program that trains the model."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="text; default: Python's standard library")
     has_kernels = torch.cuda.is_available() and flash_cute.supported()["families"]
     parser.add_argument("--device", choices=SIZES, default="cuda" if has_kernels else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
     parser.add_argument("--compile", action="store_true", help="train by torch.compile")
+    for name in NAMES:
+        kind = even if name == "head_dim" else count
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, defaults: dict[str, dict]) -> argparse.Namespace:
+    """Its options, by default those of the device: SIZES, and `defaults` by device."""
+    device = parser.parse_args().device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU that torch can use")
+    parser.set_defaults(**dict(zip(NAMES, SIZES[device], strict=True)), **defaults[device])
+    options = parser.parse_args()
+    options.device = torch.device(device)
+    return options
+
+
+def read(options: argparse.Namespace, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text to learn from, and the unseen rest, of more than `longest` bytes."""
+    files = options.files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    learned, unseen = text.tensor_split([int((1 - HELD_OUT) * len(text))])
+    if len(unseen) <= longest:
+        sys.exit(f"{len(text)} bytes of text are too few for a context of {longest}")
+    print(f"{len(files)} files, {len(text)} bytes; on {options.device}, seed {options.seed}")
+    return learned, unseen
+
+
+def main() -> int:
+    parser = training_parser(__doc__)
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
     parser.add_argument("--plot", type=Path, default=Path("char_gpt.png"), help="default: char_gpt.png")
     parser.add_argument(
         "--contexts", type=count, nargs="+", metavar="N", help="context lengths to evaluate at"
     )
-    for name in NAMES:
-        kind = even if name == "head_dim" else count
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
-    given = parser.parse_args()
-    device = given.device
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU that torch can use")
-    if not given.plot.resolve().parent.is_dir():
-        parser.error(f"--plot {given.plot}: there is no such folder")
-    parser.set_defaults(contexts=CONTEXTS[device], **dict(zip(NAMES, SIZES[device], strict=True)))
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = parse()
-    device = options.device = torch.device(options.device)
-    files = options.files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
-    learned, unseen = text.tensor_split([int((1 - HELD_OUT) * len(text))])
-    longest = max(options.context, *options.contexts)
-    if len(unseen) <= longest:
-        sys.exit(f"{len(text)} bytes of text are too few for a context of {longest}")
-
-    print(f"{len(files)} files, {len(text)} bytes; on {device}, seed {options.seed}")
+    options = parse(parser, {name: {"contexts": lengths} for name, lengths in CONTEXTS.items()})
+    if not options.plot.resolve().parent.is_dir():
+        parser.error(f"--plot {options.plot}: there is no such folder")
+    device = options.device
+    learned, unseen = read(options, max(options.context, *options.contexts))
     model, agree = compare_training(learned, options)
     print(f"{sum(parameter.numel() for parameter in model.parameters())} parameters")
 
     header("context", "our", "SDPA")
     for context in options.contexts:
-        count = max(1, min(BATCH_BYTES[device.type], len(unseen) - 1) // context)
-        pieces = cut(unseen, torch.arange(count) * context, context, device)
+        number = max(1, min(BATCH_BYTES[device.type], len(unseen) - 1) // context)
+        pieces = cut(unseen, torch.arange(number) * context, context, device)
         agree &= compare(
             str(context), [evaluate(model, pieces, attend) for attend in (ours, sdpa)], options.tolerance
         )
