@@ -6,9 +6,13 @@ import os
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from cases import ROOT
+
+import flash_cute
 
 LLAMA = {"layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "tokens": 200, "steps": 4}
 SIZES = {"layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "batch": 2, "context": 48, "steps": 8}
@@ -39,18 +43,65 @@ def test_train_llama(device, tmp_path):
     assert all(attention in ran.stdout for attention in ("eager", "SDPA", "flash_cute"))
 
 
+SERVING = {"requests": 9, "running": 4, "pages": 20, "page_size": 8, "chunk": 10, "prompt": 40, "new": 20}
+
+
+@pytest.fixture
+def needs_pages(device):
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("pages need Hopper")
+
+
+@pytest.mark.usefixtures("needs_pages")
+def test_generate(device, tmp_path):
+    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in (SIZES | SERVING).items()]
+    ran = example("generate.py", device, tmp_path, "--check", *sizes, str(ROOT / "tests" / "test_sdpa.py"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "the text is that of the model without a cache" in ran.stdout
+
+
+@pytest.mark.usefixtures("needs_pages")
+def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
+    """Of a model whose attention decides: wrong lengths or pages change logits by 0.2 or more.
+
+    More sequences than run at a time, in a pool that is too small for those, and prompts in several chunks.
+    """
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import char_gpt
+    import generate
+
+    sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    options = SimpleNamespace(**sizes, **SERVING, device=device, check=True, tolerance=1e-2)
+    torch.manual_seed(0)
+    model = char_gpt.GPT(**sizes).to(device)
+    with torch.no_grad():
+        for block in model.blocks:
+            for layer in (*block.qkv, block.project):
+                layer.weight *= 4
+    assert generate.compare(model, torch.randint(256, (500,), dtype=torch.uint8), options)
+    assert "the text is that of the model without a cache" in capsys.readouterr().out
+    append = flash_cute.append_kv
+    monkeypatch.setattr(
+        flash_cute, "append_kv", lambda k, v, *others, **more: append(k, 0 * v, *others, **more)
+    )
+    assert not generate.compare(model, torch.randint(256, (500,), dtype=torch.uint8), options)
+
+
 @pytest.mark.parametrize(
-    ("argument", "sentence"),
+    ("name", "argument", "sentence"),
     [
-        ("--steps=0", "--steps: 0 is no number above 0"),
-        ("--contexts=-3", "--contexts: -3 is no number above 0"),
-        ("--head-dim=7", "--head-dim: 7 is odd"),
-        ("--plot=nowhere/curves.png", "there is no such folder"),
+        ("char_gpt", "--steps=0", "--steps: 0 is no number above 0"),
+        ("char_gpt", "--contexts=-3", "--contexts: -3 is no number above 0"),
+        ("char_gpt", "--head-dim=7", "--head-dim: 7 is odd"),
+        ("char_gpt", "--plot=nowhere/curves.png", "there is no such folder"),
+        ("generate", "--chunk=0", "--chunk: 0 is no number above 0"),
+        ("generate", "--pages=2", "2 pages of 16 are too few for a prompt of 160 and 48 new tokens"),
     ],
 )
-def test_wrong_options_of_char_gpt(tmp_path, monkeypatch, capsys, argument, sentence):
+def test_wrong_options(tmp_path, monkeypatch, capsys, name, argument, sentence):
     """Before anything is computed."""
-    program = str(ROOT / "examples" / "char_gpt.py")
+    program = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [program, "--device=cpu", argument])
     with pytest.raises(SystemExit) as left:
