@@ -108,12 +108,7 @@ def _places(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
         sequence = torch.arange(x.shape[0], device=device).repeat_interleave(x.shape[2])
         place = torch.arange(x.shape[2], device=device).repeat(x.shape[0])
     else:
-        row = torch.arange(x.shape[0], device=device, dtype=torch.int32)
-        begins, ends = cu_seqlens[:-1], cu_seqlens[1:].contiguous()
-        sequence = torch.searchsorted(ends, row, right=True)
-        begin = torch.cat((begins, begins.new_full((1,), x.shape[0])))[sequence]  # of none, behind all rows
-        place = (row - begin).long()
-        sequence = sequence.masked_fill(begin > row, -1)
+        sequence, place = lengths.sequences_of_rows(x.shape[0], cu_seqlens)
     if cache_seqlens is not None and len(cache_seqlens) > 0:
         place = place + cache_seqlens[sequence]
     return sequence, place

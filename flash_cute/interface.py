@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from flash_cute import lengths, ops
+from flash_cute import sinks as sinks_of
 from flash_cute.explanation import Explanation, work
 from flash_cute.registration import LENGTHS
 from flash_cute.wording import OURS, is_ours, require_bool, shown
@@ -35,6 +36,7 @@ def forward(
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(softmax_scale * q kᵀ + mask) v, and the log-sum-exp of its scores.
@@ -67,12 +69,14 @@ def forward(
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
         out: a tensor for the result, like q in shape, dtype and device (under autocast of its dtype), any
             strides, of memory that q, k and v don't have. There are then no gradients.
+        sinks: (heads_q,), float32 or q's dtype: for each head the logit, not scaled, of a key that every
+            valid query sees and that has no value; -inf is none. lse counts it. Differentiable.
 
     Returns:
         out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for a query
             that sees no key or doesn't count.
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
-            a query that sees no key or doesn't count.
+            a query that sees no key, which with sinks is that of its sink, or doesn't count.
 
         Both are differentiable, once. Gradients are as torch.empty_like of q, k and v; 0 for queries that see
         no key or don't count, and keys that no query sees, whatever the gradients of out and lse hold there.
@@ -89,7 +93,7 @@ def forward(
         "forward", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
-    return _call("forward", ops.forward, q, k, v, given, options, out)
+    return _call("forward", ops.forward, q, k, v, given, options, out, sinks)
 
 
 def attention(
@@ -108,6 +112,7 @@ def attention(
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
@@ -115,7 +120,7 @@ def attention(
         "attention", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
-    return _call("attention", ops.forward, q, k, v, given, options, out)[0]
+    return _call("attention", ops.forward, q, k, v, given, options, out, sinks)[0]
 
 
 def forward_varlen(
@@ -136,6 +141,7 @@ def forward_varlen(
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward for sequences of unequal lengths that are packed, one behind the other, without padding.
@@ -154,8 +160,8 @@ def forward_varlen(
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
         block_table, batch_invariant: as in forward.
-        causal, softmax_scale, window, deterministic, family, out: as in forward. The mask is that of each
-            sequence alone, by its own lengths.
+        causal, softmax_scale, window, deterministic, family, out, sinks: as in forward. The mask is that of
+            each sequence alone, by its own lengths.
 
     Returns:
         out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for rows that
@@ -174,7 +180,7 @@ def forward_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
     )
-    return _call("forward_varlen", ops.forward, q, k, v, given, options, out)
+    return _call("forward_varlen", ops.forward, q, k, v, given, options, out, sinks)
 
 
 def attention_varlen(
@@ -195,6 +201,7 @@ def attention_varlen(
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
@@ -204,7 +211,7 @@ def attention_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
     )
-    return _call("attention_varlen", ops.forward, q, k, v, given, options, out)[0]
+    return _call("attention_varlen", ops.forward, q, k, v, given, options, out, sinks)[0]
 
 
 def explain(
@@ -314,14 +321,14 @@ def _options(name, causal, scale, window, family, deterministic, batch_invariant
     return options
 
 
-def _call(name, op, q, k, v, given, options, out=None):
+def _call(name, op, q, k, v, given, options, out=None, sinks=None):
     """Calls forward or a plan of ops for the function so named, and raises what it throws in its name."""
     try:
         if q.is_nested and (op is not ops.forward or "cu_seqlens_q" not in given):
             if out is not None:
                 raise ValueError(f"{OURS}out must be None where q is nested, got a tensor")
             *packed, offsets = lengths.unwrapped(q, k, v, given)
-            results = _call(name, op, *packed, offsets, options)
+            results = _call(name, op, *packed, offsets, options, None, sinks)
             return lengths.wrapped(*results, q) if op is ops.forward else results
         if given:
             # A compiler's fakes would complain about other types in words of their own.
@@ -330,12 +337,20 @@ def _call(name, op, q, k, v, given, options, out=None):
                     raise TypeError("named below")
             if lengths.CHECKED:
                 lengths.check(q, k, v, given)
-        if out is not None:
-            return ops.forward_into(q, k, v, given, options, out)
-        return op(q, k, v, given, options)
+        if out is None and sinks is None:
+            return op(q, k, v, given, options)
+        if sinks is not None:
+            sinks_of.check_sinks("q", sinks, q)  # before anything is written
+        results = (
+            op(q, k, v, given, options) if out is None else ops.forward_into(q, k, v, given, options, out)
+        )
+        if sinks is None:
+            return results
+        result, lse = sinks_of.applied(results, sinks, q, given)
+        return (result if out is None else out.copy_(result)), lse
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-        into = {} if out is None else {"out": out}
-        raise _in_python_terms(name, error, q=q, k=k, v=v, **given, **into) from None
+        others = {name: x for name, x in (("out", out), ("sinks", sinks)) if x is not None}
+        raise _in_python_terms(name, error, q=q, k=k, v=v, **given, **others) from None
 
 
 def _meant(name: str, misnamed: str, *others: str) -> str:

@@ -60,6 +60,26 @@ def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32)
 
 
+def sequences_of_rows(total: int, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rows of packed sequences: which sequence has each, -1 for none, and its place in it."""
+    row = torch.arange(total, device=offsets.device, dtype=torch.int32)
+    begins, ends = offsets[:-1], offsets[1:].contiguous()
+    sequence = torch.searchsorted(ends, row, right=True)
+    begin = torch.cat((begins, begins.new_full((1,), total)))[sequence]  # of none, behind all rows
+    return sequence.masked_fill(begin > row, -1), (row - begin).long()
+
+
+def valid_queries(q: torch.Tensor, given: Lengths) -> torch.Tensor | None:
+    """Which queries count, for an lse: (batch, 1, seqlen_q), packed (total_q,); None where all do."""
+    used = given.get("seqused_q")
+    if "cu_seqlens_q" in given:
+        sequence, place = sequences_of_rows(q.shape[0], given["cu_seqlens_q"])
+        return sequence >= 0 if used is None or len(used) == 0 else (sequence >= 0) & (place < used[sequence])
+    if used is None:
+        return None
+    return (torch.arange(q.shape[2], device=q.device) < used.unsqueeze(1)).unsqueeze(1)
+
+
 def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of packed sequences nested like q, lse without its last dimension."""
     return tuple(

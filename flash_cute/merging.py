@@ -6,10 +6,14 @@ from collections.abc import Iterable
 
 import torch
 
+from flash_cute.sinks import check_sinks, with_sinks
 from flash_cute.storage import require_stored
+from flash_cute.wording import named
 
 
-def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(
+    outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor], sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of queries to all of their keys, from its results for parts of these keys.
 
     For those who write a ring of their own: any number of parts, in any order, makes what forward would have
@@ -19,14 +23,15 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
         outs: one or more of forward, (batch, heads_q, seqlen_q, head_dim), or of forward_varlen,
             (total_q, heads_q, head_dim), all alike. Together their keys are those of the whole, each once.
         lses: of the same calls, (batch, heads_q, seqlen_q), or (heads_q, total_q).
+        sinks: (heads_q,), as in forward, where the parts were computed without: a row counts its sink once.
 
     Returns:
         out: as outs in shape and dtype.
         lse: as lses; -inf, where out is 0, for queries that see no key in any part. Where all scores are
-            -inf, lse is, too, and out NaN.
+            -inf, lse is, too, and out NaN. With sinks lse is then that of the sink, and out 0.
 
-        Both are differentiable in all outs and lses. Where a part sees no key, or scores of -inf alone beside
-        parts with others, its gradients are 0.
+        Both are differentiable in all outs, lses and sinks. Where a part sees no key, or scores of -inf alone
+        beside parts with others, its gradients are 0.
 
     Raises:
         ValueError, TypeError: the arguments are no tensors, or don't belong together.
@@ -40,6 +45,11 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
             raise TypeError(f"flash_cute.merge: {name} must be a list of tensors, got {kind}")
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
+    if sinks is not None:
+        try:
+            check_sinks("outs[0]", sinks, outs[0])
+        except (TypeError, ValueError) as error:
+            raise named(error, "flash_cute.merge") from None
     for name, tensors in (("outs", outs), ("lses", lses)):
         require_stored("merge", **{f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)})
     stacked = torch.stack(lses)
@@ -57,6 +67,8 @@ def merge(outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor]) -> tuple[t
         weights, idle = weights.transpose(1, 2), idle.transpose(1, 2)
     outs = [out.masked_fill(hidden, 0) for out, hidden in zip(outs, idle, strict=True)]
     out = sum(out * weight for out, weight in zip(outs, weights, strict=True))
+    if sinks is not None:
+        out, lse = with_sinks((out, lse), sinks)
     return out.to(outs[0].dtype), lse
 
 

@@ -1,0 +1,234 @@
+"""sinks=: a logit for each head that counts in the sum of every row and has no value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import DTYPES, MASKS, PACKED, Sequence, Shape, make_inputs, make_ragged, matrix
+from tolerance import assert_within_rule
+
+import flash_cute
+
+NAMES = "out", "lse", "dq", "dk", "dv", "dsinks"
+HEADS = {"32 of 8": (32, 8), "24 of 1": (24, 1), "16 of 16": (16, 16)}  # of few, dsinks has few elements
+SHAPES = {"square": (40, 40), "few queries": (3, 90), "blind rows": (60, 20), "one query": (1, 33)}
+
+
+def by_definition(q, k, v, sinks, mask, dtype):
+    """(out, lse) where the sink is a column of scores without a value."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.to(dtype) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~mask.visible(q.shape[2], k.shape[2]), -torch.inf)
+    column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    scores = torch.cat((scores, column), -1)
+    lse = scores.to(torch.promote_types(dtype, torch.float32)).logsumexp(-1)
+    return scores.softmax(-1)[..., :-1] @ v, lse
+
+
+def with_gradients(function, tensors, given):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    results = function(*leaves)
+    return *results, *torch.autograd.grad(
+        results, leaves, [g.to(r.dtype) for g, r in zip(given, results, strict=True)]
+    )
+
+
+@matrix(shape=SHAPES, heads=HEADS, mask=["full", "causal", "window_symmetric"], dtype=DTYPES)
+def test_results_and_gradients(kernel, shape, heads, mask, dtype):
+    mask = MASKS[mask]
+    q, k, v = make_inputs(Shape(2, *heads, *shape, 64), dtype, kernel.device)
+    sinks = torch.randn(heads[0], device=kernel.device) * 2
+    given = (
+        torch.randn(q.shape, device=kernel.device).to(dtype),
+        torch.randn(q.shape[:3], device=kernel.device),
+    )
+    ours = with_gradients(
+        lambda q, k, v, s: flash_cute.forward(q, k, v, **mask.options, sinks=s, family=kernel.family),
+        (q, k, v, sinks), given,
+    )  # fmt: skip
+    cpu = [x.cpu() for x in (q, k, v, sinks)]
+    oracle, yardstick = (
+        with_gradients(
+            lambda q, k, v, s, to=to: by_definition(q, k, v, s, mask, to),
+            [x.to(to) for x in cpu],
+            [x.cpu() for x in given],
+        )
+        for to in (torch.float64, dtype)
+    )
+    for name, result, yard, right in zip(NAMES[:-1], ours, yardstick, oracle, strict=False):
+        assert_within_rule(name, result.cpu(), yard, right)
+    # A sink's gradient is that of delta, which comes from out in its type, as in every backward of this kind.
+    delta = (given[0].cpu().double() * yardstick[0].double()).sum(-1)
+    p = (cpu[3].double().unsqueeze(-1) - oracle[1]).exp()
+    of_out = (p * (given[1].cpu().double() - delta)).sum((0, 2)).to(sinks.dtype)
+    yard = max(yardstick[-1], of_out, key=lambda one: (one.double() - oracle[-1]).abs().max())
+    assert_within_rule("dsinks", ours[-1].cpu(), yard, oracle[-1])
+
+
+def test_sinks_in_the_type_of_q(kernel):
+    """As the same numbers in float32; their gradient is rounded once."""
+    q, k, v = make_inputs(Shape(2, 4, 2, 30, 40, 64), torch.bfloat16, kernel.device)
+    sinks = torch.randn(4, device=kernel.device).bfloat16()
+    given = torch.randn_like(q), torch.randn(q.shape[:3], device=kernel.device)
+
+    def call(q, k, v, sinks):
+        return flash_cute.forward(q, k, v, sinks=sinks, deterministic=True, family=kernel.family)
+
+    narrow, wide = (with_gradients(call, (q, k, v, s), given) for s in (sinks, sinks.float()))
+    for result, expected in zip(narrow, wide, strict=True):
+        assert torch.equal(result, expected.to(result.dtype))
+    assert narrow[-1].dtype == torch.bfloat16
+
+
+def test_none_at_all(kernel):
+    """-inf is no sink: the same bits as without."""
+    q, k, v = make_inputs(Shape(2, 4, 2, 30, 50, 64), torch.bfloat16, kernel.device)
+    none = torch.full((4,), -torch.inf, device=kernel.device)
+    options = {"causal": True, "window": 7, "family": kernel.family}
+    for result, expected in zip(
+        flash_cute.forward(q, k, v, **options, sinks=none),
+        flash_cute.forward(q, k, v, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_keys_that_are_hidden_by_scores(device):
+    """Where all visible scores are -inf, the sink has all of the weight."""
+    q = torch.zeros(1, 2, 3, 16, device=device).bfloat16()
+    k = torch.zeros(1, 2, 5, 16, device=device).bfloat16()
+    q[..., 0], k[..., 0] = 1, -torch.inf
+    sinks = torch.tensor([1.0, -2.0], device=device)
+    out, lse = flash_cute.forward(q, k, k.nan_to_num(0, 0, 0), sinks=sinks)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks[None, :, None].expand(1, 2, 3))
+
+
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
+def test_lengths(kernel, packed):
+    """Each sequence as if alone; rows that do not count stay 0 and -inf, and give nothing to the gradient."""
+    sequences = Sequence(5, 7), Sequence(0, 9), Sequence(4, 0), Sequence(40, 33)
+    batch = make_ragged(sequences, (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    sinks = torch.randn(4, device=kernel.device).requires_grad_()
+    function = flash_cute.forward_varlen if packed else flash_cute.forward
+    given = {"causal": True, "family": kernel.family}
+    out, lse = function(batch.q, batch.k, batch.v, **batch.lengths, **given, sinks=sinks)
+    plain, plain_lse = function(batch.q, batch.k, batch.v, **batch.lengths, **given)
+    counts = torch.zeros_like(lse, dtype=torch.bool)
+    entries = counts.unsqueeze(0) if packed else counts
+    for entry, rows, _ in batch.places:
+        entries[entry, :, rows] = True
+    assert (lse == -torch.inf).equal(~counts)
+    expected = torch.logaddexp(plain_lse, sinks.detach().unsqueeze(-1).expand_as(lse))
+    torch.testing.assert_close(lse[counts], expected[counts])
+    share = (plain_lse - expected).exp()
+    share = share.mT if packed else share
+    torch.testing.assert_close(
+        out, (plain * share.unsqueeze(-1)).to(out.dtype).where(share.unsqueeze(-1) > 0, 0)
+    )
+    dout = torch.randn_like(out).masked_fill(~(counts.mT if packed else counts).unsqueeze(-1), torch.nan)
+    dlse = torch.randn_like(lse).masked_fill(~counts, torch.nan)
+    (dsinks,) = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    assert dsinks.isfinite().all()
+    p = (sinks.detach().unsqueeze(-1) - lse.detach()).exp()
+    delta = (dout.float() * out.detach().float()).sum(-1)
+    delta = (delta.mT if packed else delta).where(plain_lse != -torch.inf, 0)
+    rows = (p * (dlse - delta)).where(counts, 0).double()
+    dims = [dim for dim in range(rows.dim()) if dim != rows.dim() - 2]
+    torch.testing.assert_close(dsinks.double(), rows.sum(dims), rtol=2e-2, atol=2e-2)
+
+
+def test_pages_and_out(kernel):
+    if kernel.family == "sm80":
+        pytest.skip("sm80 reads no pages")
+    device = kernel.device
+    q = torch.randn(2, 4, 1, 64, device=device).bfloat16()
+    k, v = (torch.randn(8, 2, 16, 64, device=device).bfloat16() for _ in range(2))
+    table = torch.randperm(8)[:6].view(2, 3).int().to(device)
+    used = torch.tensor([40, 7], dtype=torch.int32, device=device)
+    sinks = torch.randn(4, device=device)
+    given = {"seqused_k": used, "block_table": table, "family": kernel.family}
+    out = torch.empty_like(q)
+    result, lse = flash_cute.forward(q, k, v, **given, sinks=sinks, out=out)
+    assert result is out
+    for b in range(2):
+        rows = [x[table[b].long()].transpose(0, 1).flatten(1, 2)[None, :, : used[b]] for x in (k, v)]
+        alone = by_definition(
+            q[b : b + 1].cpu(), *(x.cpu() for x in rows), sinks.cpu(), MASKS["full"], torch.float64
+        )
+        torch.testing.assert_close(out[b : b + 1].cpu().double(), alone[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[b : b + 1].cpu().double(), alone[1], atol=1e-4, rtol=1e-4)
+
+
+WRONG = {
+    "another number": (lambda s: s[:2], "sinks must have shape (heads_q,), here (4,), got (2,)"),
+    "two dimensions": (lambda s: s[None], "sinks must have shape (heads_q,), here (4,), got (1, 4)"),
+    "another dtype": (
+        torch.Tensor.double,
+        "sinks must have dtype torch.float32 or that of q, torch.bfloat16, got",
+    ),
+    "another device": (lambda s: s.to("meta"), "sinks must be on device"),
+    "a number": (lambda s: 1.0, "sinks is of type float; a torch.Tensor is accepted"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sinks(device, name):
+    change, words = WRONG[name]
+    q, k, v = make_inputs(Shape(1, 4, 2, 5, 5, 64), torch.bfloat16, device)
+    with pytest.raises((ValueError, TypeError), match=r"^flash_cute\.forward: sinks ") as error:
+        flash_cute.forward(q, k, v, sinks=change(torch.zeros(4, device=device)), out=torch.empty_like(q))
+    assert words in str(error.value)
+    with pytest.raises((ValueError, TypeError), match=r"^flash_cute\.merge: sinks ") as error:
+        flash_cute.merge([q], [q.sum(-1).float()], change(torch.zeros(4, device=device)))
+
+
+def test_merged(device):
+    """Parts computed without sinks, which then count once."""
+    q, k, v = make_inputs(Shape(1, 4, 2, 20, 60, 64), torch.bfloat16, device)
+    sinks = torch.randn(4, device=device)
+    parts = [flash_cute.forward(q, k[:, :, rows], v[:, :, rows]) for rows in (slice(0, 25), slice(25, 60))]
+    out, lse = flash_cute.merge(*zip(*parts, strict=True), sinks=sinks)
+    whole = flash_cute.forward(q, k, v, sinks=sinks)
+    torch.testing.assert_close(out, whole[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, whole[1], atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_mapped_and_nested(device):
+    q, k, v = make_inputs(Shape(2, 4, 2, 20, 30, 64), torch.bfloat16, device)
+    sinks = torch.randn(4, device=device)
+    tensors, given = (q, k, v, sinks), (torch.randn_like(q), torch.randn(q.shape[:3], device=device))
+
+    def call(q, k, v, sinks):
+        return flash_cute.forward(q, k, v, causal=True, sinks=sinks)
+
+    expected = with_gradients(call, tensors, given)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for result, right in zip(with_gradients(compiled, tensors, given), expected, strict=True):
+        torch.testing.assert_close(result, right)
+    several = [torch.stack((x, x / 2)) for x in tensors]
+    for result, *entries in zip(
+        torch.vmap(call)(*several), call(*tensors), call(*(x[1] for x in several)), strict=True
+    ):
+        torch.testing.assert_close(result, torch.stack(entries))
+    gradient = torch.func.grad(lambda s: call(q, k, v, s)[0].float().sum())
+    assert gradient(sinks).isfinite().all()
+    ragged = torch.nested.nested_tensor([torch.randn(n, 4, 64) for n in (3, 9)], layout=torch.jagged)
+    ragged = ragged.to(device, torch.bfloat16).transpose(1, 2)
+    out, _ = flash_cute.forward(ragged, ragged, ragged, sinks=sinks)
+    for alone, whole in zip(ragged.transpose(1, 2).unbind(), out.transpose(1, 2).unbind(), strict=True):
+        alone = alone.transpose(0, 1)[None]
+        torch.testing.assert_close(
+            flash_cute.attention(alone, alone, alone, sinks=sinks)[0].transpose(0, 1), whole
+        )
+
+
+def test_autocast(device):
+    q, k, v = make_inputs(Shape(1, 4, 2, 5, 9, 64), torch.bfloat16, device)
+    sinks = torch.randn(4, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out, _ = flash_cute.forward(q.float(), k.float(), v.float(), sinks=sinks)
+    assert torch.equal(out, flash_cute.forward(q, k, v, sinks=sinks)[0])
