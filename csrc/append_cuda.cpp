@@ -62,7 +62,7 @@ Tensor append_kv_cuda(AppendArguments const& arguments) {
                   .pages = problem.pages,
                   .page_size = Divisor(larger(1, problem.page_size)),
                   .slots = pointer<int64_t>(arguments.slots),
-                  .slot_count = arguments.slots ? arguments.slots->size(0) : 0};
+                  .slot_count = arguments.slots ? arguments.slots->size(0) : -1};
   params.head_dim = problem.head_dim;
   params.pairs = Divisor(ceil_div(problem.head_dim * element_bytes(problem.element) / kAppendChunkBytes, 2));
   params.device = gpu_at(device_index).info;

@@ -78,7 +78,7 @@ void append_kv(std::string const& element, pybind11::dict const& values) {
                   .pages = number<int>(values, "pages"),
                   .page_size = Divisor(number<int>(values, "page_size")),
                   .slots = pointer<int64_t>(values, "slots"),
-                  .slot_count = number(values, "slot_count")};
+                  .slot_count = number<int64_t>(values, "slot_count", -1)};
   params.rotary = {.cos = pointer<void>(values, "rotary_cos"),
                    .sin = pointer<void>(values, "rotary_sin"),
                    .positions = pointer<int64_t>(values, "positions"),

@@ -110,6 +110,13 @@ def test_rotary(kernel_on_host, place, rotary, page_size, wide_table, positions,
     assert_appended(call, run(kernel_on_host, call, dtype))
 
 
+def test_slots_of_no_token(kernel_on_host):
+    """They write nothing, although an empty tensor has no address, as one that is not given."""
+    call = make_append(torch.device("cpu"), "slots", "halves", dtype=torch.float32)
+    call.arguments["slots"] = call.arguments["slots"][:0]
+    assert_appended(call, run(kernel_on_host, call, "fp32"))
+
+
 def test_many_sequences(kernel_on_host):
     """Offsets of more sequences than one round of the search asks for, many of them empty."""
     counts = torch.randint(0, 3, (300,))

@@ -36,9 +36,8 @@ struct CachePages {
   int64_t table_stride = 0;
   int width = 1, pages = 0;
   Divisor page_size;
-  int64_t const* slots =
-      nullptr;  // (slot_count,) page x page_size + row of each token; takes the others' place
-  int64_t slot_count = 0;
+  int64_t const* slots = nullptr;  // (slot_count,) page x page_size + row of each token
+  int64_t slot_count = -1;         // of 0 and more they take the others' place, also where slots is null
 
   FLASH_CUTE_HOST_DEVICE int64_t rows() const { return int64_t(pages) * page_size.value; }
 };
@@ -95,7 +94,7 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
   CachePages const& cache = params.cache;
   int const entry = tokens.rows.quotient(index), row = tokens.rows.remainder(index);
   NewToken token{entry, row, -1, 0, 0};
-  if (cache.slots) {
+  if (cache.slot_count >= 0) {
     int64_t const slot = row < cache.slot_count ? cache.slots[row] : -1;
     if (0 <= slot && slot < cache.rows()) {
       token.page = int(slot / cache.page_size.value);
