@@ -52,6 +52,6 @@ def named(error: Exception, face: str, words: Mapping[str, str] | None = None) -
         kind = torch.OutOfMemoryError if sentence.startswith("out of memory") else ValueError
         kind = RuntimeError if " failed: " in sentence else kind  # of CUDA, see core/check.hpp
     if words:
-        parts = (word.partition("'s") for word in sentence.split(" "))
-        sentence = " ".join(words.get(word, word) + rest + end for word, rest, end in parts)
+        names = [(word, word.partition("'s")[0].rstrip(",;")) for word in sentence.split(" ")]
+        sentence = " ".join(words.get(name, name) + word[len(name) :] for word, name in names)
     return kind(f"{face}: {sentence}")

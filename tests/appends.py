@@ -96,7 +96,7 @@ def make_append(
     return Append(arguments, tuple(x.clone() for x in cache))
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def turned_row(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """(heads, head_dim) in float64, by the pairs of columns one after the other."""
     x, half = x.double(), len(cos)
     turned = x.clone()
@@ -148,7 +148,7 @@ def expected(call: Append) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
                 return torch.full_like(x.double(), torch.nan)
             at = found[1]
         at = min(max(int(at), 0), len(given["rotary_cos"]) - 1)
-        return _turned(
+        return turned_row(
             x, given["rotary_cos"][at], given["rotary_sin"][at], given.get("rotary_interleaved", False)
         )
 

@@ -11,18 +11,27 @@ import sys
 import numpy as np
 import pytest
 import torch
+from appends import turned_row
 from cases import (
     MASKS,
     ROOT,
     Mask,
     Sequence,
     Shape,
+    each_pair,
     make_gradients,
     make_inputs,
     make_ragged,
     make_ragged_gradients,
 )
-from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
+from test_cache import in_pages
+from tolerance import (
+    assert_attention,
+    assert_gradients,
+    assert_ragged,
+    assert_ragged_gradients,
+    assert_within_rule,
+)
 
 import flash_cute
 from flash_cute.compat import flash_attn as fa2
@@ -158,6 +167,23 @@ def test_varlen(device, module, name, arguments):
     assert_ragged_gradients(gradients, batch, dout, dlse, mask, 0.2)
 
 
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_varlen_in_pages(device, page_size, arguments):
+    """cu_seqlens_k has the lengths of keys; there are no gradients."""
+    options, mask = ARGUMENTS[arguments]
+    batch = make_ragged(UNEQUAL, (4, 2), 64, DTYPE, device, packed=True, margins=(0, 0))
+    k, v, lengths = in_pages(batch, page_size, "heads first")
+    offsets = torch.nn.functional.pad(lengths["seqused_k"].cumsum(0), (1, 0)).int()
+    inputs = batch.q, k.transpose(1, 2), v.transpose(1, 2), lengths["cu_seqlens_q"], offsets, None, None
+    options = options | {"softmax_scale": 0.2, "block_table": lengths["block_table"]}
+    out, lse = with_lse(fa2, fa2.flash_attn_varlen_func(*inputs, **options, return_attn_probs=True))
+    assert_ragged((out, lse), batch, mask, 0.2)
+    batch.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^flash_cute\.compat: there are no gradients through a"):
+        fa2.flash_attn_varlen_func(*inputs, **options)
+
+
 def test_grouped_heads_in_one_tensor(device):
     """FlashAttention-3's qkv of 4 dimensions."""
     q, k, v = make_inputs(Shape(2, 6, 2, 150, 150, 64), DTYPE, device)
@@ -217,21 +243,17 @@ REFUSED = {
     "dropout_p": (0.1, "0.1; 0 is accepted"),
     "softcap": (30.0, "30.0; 0 is accepted"),
     "alibi_slopes": (torch.ones(4), "a tensor; None is accepted"),
-    "block_table": (torch.ones(2, 2), "a tensor; None is accepted"),
     "qv": (torch.ones(4), "a tensor; None is accepted"),
     "q_descale": (torch.ones(4), "a tensor; None is accepted"),
     "k_descale": (torch.ones(4), "a tensor; None is accepted"),
     "v_descale": (torch.ones(4), "a tensor; None is accepted"),
     "attention_chunk": (128, "128; 0 is accepted"),
-    "rotary_cos": (torch.ones(4), "a tensor; None is accepted"),
-    "rotary_sin": (torch.ones(4), "a tensor; None is accepted"),
-    "cu_seqlens_k_new": (torch.ones(4), "a tensor; None is accepted"),
 }
 REFUSALS = [
     pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
     for module, name in SIGNATURES
     for option in inspect.signature(getattr(module, name)).parameters
-    if option in REFUSED and (option, name) != ("block_table", "flash_attn_with_kvcache")
+    if option in REFUSED
 ]
 
 
@@ -283,6 +305,7 @@ def test_wrong_stacks(device, function, shape):
 
 Q, K, KV = torch.ones(2, 9, 4, 16), torch.ones(2, 9, 2, 16), torch.ones(2, 9, 2, 2, 16)
 OFFSETS, ROWS_OF_CACHE = torch.tensor([0, 9, 18]), torch.tensor([3, 3], dtype=torch.int32)
+TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 IN_WORDS_OF_THE_CALLER = [
     (fa2.flash_attn_func, (Q, K, K[..., :8]), {}, "v must have k's shape, (2, 9, 2, 16), got (2, 9, 2, 8)"),
     (fa2.flash_attn_kvpacked_func, (Q, KV[:1]), {}, "kv has batch 1 and q 2"),
@@ -294,6 +317,12 @@ IN_WORDS_OF_THE_CALLER = [
     (fa3.flash_attn_qkvpacked_func, (torch.ones(2, 9, 3, 4, 8).int(),), {}, "qkv must have dtype"),
     (fa2.flash_attn_varlen_qkvpacked_func, (torch.ones(18, 3, 4, 8), OFFSETS, 9), {},
      "cu_seqlens has dtype torch.int64"),
+    (fa2.flash_attn_varlen_func, (Q[0], K[0], K[0], *[OFFSETS.int()] * 2, 9, 9), {"block_table": TABLE},
+     "k has shape (9, 2, 16); (pages, page_size, heads, head_dim) is accepted"),
+    (fa2.flash_attn_varlen_func, (Q[0], K, K, OFFSETS.int(), OFFSETS, 9, 9), {"block_table": TABLE},
+     "cu_seqlens_k is torch.int64 of shape (3,); torch.int32 of shape (3,) is accepted"),
+    (fa2.flash_attn_varlen_func, (Q[0], K, K, OFFSETS.int(), OFFSETS[:2].int(), 9, 9), {"block_table": TABLE},
+     "cu_seqlens_k is torch.int32 of shape (2,); torch.int32 of shape (3,) is accepted"),
     (fa2.flash_attn_with_kvcache, (Q, K, K[:, 1:]), {},
      "v_cache must have k_cache's shape, (2, 9, 2, 16), got (2, 8, 2, 16)"),
     (fa2.flash_attn_with_kvcache, (Q, K[:1], K[:1]), {}, "k_cache has batch 1 and q 2"),
@@ -331,26 +360,6 @@ CACHES = {  # rows that count before the call, in a cache of 60, and at its begi
 }
 
 
-@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
-def test_kvcache_in_pages_and_chosen_entries(device, module):
-    """As the same rows in a cache of their own; new rows are refused."""
-    function, table_name = getattr(module, KVCACHE), "block_table" if module is fa2 else "page_table"
-    q, k, v = (x.transpose(1, 2) for x in make_inputs(Shape(5, 4, 2, 2, 16, 32), DTYPE, device, "contiguous"))
-    used = torch.tensor([30, 7], dtype=torch.int32, device=device)
-    table = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32, device=device)
-    gathered = [x[table.long().clamp(0)].flatten(1, 2) for x in (k, v)]
-    options = {"cache_seqlens": used, "causal": True}
-    expected = function(q[:2], *gathered, **options)
-    torch.testing.assert_close(function(q[:2], k, v, **{table_name: table}, **options), expected)
-    chosen = torch.tensor([3, 3, 0], dtype=torch.int32, device=device)
-    out = function(q[:3], k, v, cache_batch_idx=chosen, cache_seqlens=9)
-    torch.testing.assert_close(out, function(q[:3], k[chosen.long()], v[chosen.long()], cache_seqlens=9))
-    with pytest.raises(ValueError, match="k and v must be None with pages"):
-        function(q[:2], k, v, k[:2, :1], v[:2, :1], **{table_name: table}, **options)
-    with pytest.raises(ValueError, match="and no pages beside it"):
-        function(q[:2], k, v, cache_batch_idx=chosen[:2], **{table_name: table}, **options)
-
-
 @pytest.mark.parametrize("arguments", ["full", "causal", "window"])
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
@@ -382,6 +391,170 @@ def test_kvcache(device, module, name, arguments):
         assert_attention((out, lse.contiguous()), *sequence, mask, 0.2)
     if not new:
         assert torch.equal(function(q, *cache, **lengths, **options, softmax_scale=0.2), result[0])
+
+
+# Whose function, and whether queries and new rows are packed.
+FACES = {
+    "flash_attn": (fa2, False, False),
+    "flash_attn_interface": (fa3, False, False),
+    "packed": (fa3, True, True),
+    "packed apart": (fa3, True, True),
+    "packed queries": (fa3, True, False),
+    "packed rows": (fa3, False, True),
+}
+# Pages and rows in each of a cache, which of them four sequences have, and by which arguments.
+HELD = {
+    "entries": (4, 65, [[0], [1], [2], [3]], ()),
+    "chosen entries": (6, 65, [[4], [1], [5], [0]], ("cache_batch_idx",)),
+    "pages": (23, 13, "shuffled", ("table",)),
+    "pages of one row": (270, 1, "shuffled", ("table",)),
+    "chosen pages": (23, 13, "shuffled", ("table", "cache_batch_idx")),
+}
+# Columns that are rotated, of 32, whether neighbours are, and the table's type.
+ROTARY = {
+    "no rotation": None,
+    "neighbours": (16, True, DTYPE),
+    "halves": (32, False, DTYPE),
+    "by float32": (16, False, torch.float32),
+    "from other positions": (32, True, DTYPE),
+}
+ROWS_BEFORE = {"numbers": (40, 0, 7, 13), "one number": (20, 20, 20, 20)}
+
+
+def turned(x, positions, cos, sin, neighbours) -> torch.Tensor:
+    """Rows of x, (rows, heads, head_dim), rotated in float64."""
+    rows = [turned_row(row, cos[at], sin[at], neighbours) for row, at in zip(x, positions, strict=True)]
+    return torch.stack(rows) if rows else x.double()
+
+
+def int32(values, device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_held(held, counts, device):
+    """Of sequences of so many rows, where each row of them is, (page, row), and the arguments that say so."""
+    pages, page_size, table, by = HELD[held]
+    if table == "shuffled":
+        table = torch.randperm(pages)[: 4 * (65 // page_size)].view(4, -1).tolist()
+    places = [
+        [(own[j // page_size], j % page_size) for j in range(count)]
+        for own, count in zip(table, counts, strict=True)
+    ]
+    arguments = {}
+    if by == ("cache_batch_idx",):
+        arguments["cache_batch_idx"] = int32(table, device)[:, 0]
+    elif by == ("table",):
+        arguments["page_table"] = int32(table, device)
+    elif by:  # which rows of a larger table
+        shuffled = [table[3], table[0], [-1] * len(table[0]), *table[1:3]]
+        arguments["page_table"] = int32(shuffled, device)
+        arguments["cache_batch_idx"] = int32([1, 3, 4, 0], device)
+    return places, arguments
+
+
+@pytest.mark.parametrize(
+    ("face", "held", "rotary", "before", "leftpad", "arguments"),
+    sorted(each_pair(FACES, HELD, ROTARY, ROWS_BEFORE, ["", "left padding"], ["full", "causal", "window"])),
+)
+def test_new_rows(device, face, held, rotary, before, leftpad, arguments):
+    """Beside each sequence alone, by a plain rotation; and nothing else of the cache is touched."""
+    (module, packed_q, packed_k), (options, mask) = FACES[face], ARGUMENTS[arguments]
+    used, skipped = ROWS_BEFORE[before], (10, 0, 7, 3) if leftpad else (0, 0, 0, 0)
+    new = (3, 1, 0, 5) if packed_k else (3, 3, 3, 3)
+    queries = (new if face == "packed" else (2, 1, 4, 5)) if packed_q else (5, 5, 5, 5)
+    q, k, v = (
+        [torch.randn(count, heads, 32, device=device, dtype=DTYPE) for count in counts]
+        for counts, heads in ((queries, 4), (new, 2), (new, 2))
+    )
+
+    places, given = make_held(held, [a + b for a, b in zip(used, new, strict=True)], device)
+    pages, page_size, *_ = HELD[held]
+    cache = [torch.full((pages, page_size, 2, 32), torch.nan, device=device, dtype=DTYPE) for _ in "kv"]
+    for own, skip, count in zip(places, skipped, used, strict=True):
+        for place in own[skip:count]:
+            for part in cache:
+                part[place] = torch.randn(2, 32)
+    before_call = [part.clone() for part in cache]
+
+    given["cache_seqlens"] = used[0] if before == "one number" else int32(used, device)
+    if leftpad:
+        given["cache_leftpad"] = int32(skipped, device)
+    if packed_q:
+        given["cu_seqlens_q"] = int32([0, *np.cumsum(queries)], device)
+    if packed_k:
+        offsets = int32([0, *np.cumsum(new)], device)
+        given["cu_seqlens_k_new"] = given["cu_seqlens_q"] if face == "packed" else offsets
+    begins = used
+    if ROTARY[rotary]:
+        columns, neighbours, dtype = ROTARY[rotary]
+        angles = torch.rand(80, columns // 2, device=device) * 6
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        given |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": neighbours}
+        if rotary == "from other positions" and module is fa3:
+            begins = (0, 31, 2, 60)
+            given["rotary_seqlens"] = int32(begins, device)
+    if module is fa2 and "page_table" in given:
+        given["block_table"] = given.pop("page_table")
+
+    tensors = [
+        (torch.cat if packed else torch.stack)(parts)
+        for parts, packed in ((q, packed_q), (k, packed_k), (v, packed_k))
+    ]
+    options = options | given | {"softmax_scale": 0.2, "return_softmax_lse": True}
+    out, lse, *_ = getattr(module, KVCACHE)(tensors[0], *cache, *tensors[1:], **options)
+    if packed_q:
+        out, lse = out.split(queries), lse.split(queries, 1)
+
+    written = []  # rows of K: as they are, as PyTorch rounds them, exact
+    follows = arguments != "full"
+    for b, own in enumerate(places):
+        exact, turned_q = k[b].double(), q[b]
+        if ROTARY[rotary]:
+            positions = [begins[b] + i for i in range(new[b])]
+            exact = turned(k[b], positions, cos, sin, neighbours)
+            positions = [begins[b] + (i if follows else 0) for i in range(queries[b])]
+            turned_q = turned(q[b], positions, cos, sin, neighbours).to(DTYPE)
+        for i, place in enumerate(own[used[b] :]):
+            written.append((cache[0][place], exact[i].to(DTYPE), exact[i]))
+            before_call[0][place], before_call[1][place] = cache[0][place], v[b][i]
+        seen = own[skipped[b] :]
+        keys = [torch.stack([x[place] for place in seen]) if seen else x[0, :0] for x in cache]
+        if queries[b]:
+            sequence = [x.transpose(0, 1)[None] for x in (turned_q, *keys)]
+            assert_attention((out[b].transpose(0, 1)[None], lse[b][None].contiguous()), *sequence, mask, 0.2)
+    assert_within_rule("k", *(torch.stack(rows) for rows in zip(*written, strict=True)))
+    for mine, expected in zip(cache, before_call, strict=True):
+        assert torch.equal(mine.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("held", ["chosen entries", "pages", "chosen pages"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_pages_and_chosen_entries(device, held, packed):
+    """As the same rows in a cache of their own."""
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(Shape(5, 4, 2, 2, 16, 32), DTYPE, device, "contiguous"))
+    table = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32, device=device)
+    used = torch.tensor([30, 7], dtype=torch.int32, device=device)
+    arguments = {
+        "chosen entries": {"cache_batch_idx": table[:, 0]},
+        "pages": {"page_table": table},
+        "chosen pages": {
+            "page_table": table.flip(0),
+            "cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32, device=device),
+        },
+    }[held]
+    used = used.clamp(max=16) if held == "chosen entries" else used
+    options = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True}
+    gathered = [x[table.long().clamp(0)].flatten(1, 2) for x in (k, v)]
+    expected = fa3.flash_attn_with_kvcache(q[:2], *gathered, **options)[:2]
+    if packed:
+        options["cu_seqlens_q"] = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+        result = fa3.flash_attn_with_kvcache(q[:2].flatten(0, 1), k, v, **arguments, **options)[:2]
+        result = result[0].unflatten(0, (2, 2)), result[1].unflatten(1, (2, 2)).transpose(0, 1)
+    else:
+        result = fa3.flash_attn_with_kvcache(q[:2], k, v, **arguments, **options)[:2]
+        arguments["block_table"] = arguments.pop("page_table", None)
+        assert torch.equal(result[0], fa2.flash_attn_with_kvcache(q[:2], k, v, **arguments, **options)[0])
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("missing", ["k", "v", "cache_seqlens"])
@@ -432,6 +605,82 @@ WRONG_CACHES = {  # what is wrong with a call that would write 3 rows behind 5
 }
 
 
+COS = torch.ones(30, 8)
+WRONG_PLACES = {  # likewise with FlashAttention-3's arguments, of which the cache is that of two sequences
+    "one table of rotation": (
+        "of rotary_cos and rotary_sin one is None; both, or none, must be",
+        lambda t: {"rotary_cos": COS},
+    ),
+    "rotation of more columns": ("rotary_cos", lambda t: dict.fromkeys(ROTATION, torch.ones(30, 16))),
+    "positions of int64": (
+        "rotary_seqlens is torch.int64 of shape (2,); torch.int32 of shape (2,) is accepted",
+        lambda t: dict.fromkeys(ROTATION, COS) | {"rotary_seqlens": t(1, 2).long()},
+    ),
+    "a table of one dimension": (
+        "page_table must have shape (batch, max_pages), got",
+        lambda t: {"page_table": t(0, 1)},
+    ),
+    "a table of another batch": ("page_table must have", lambda t: {"page_table": t(0)[:, None]}),
+    "a table of int64": (
+        "page_table has dtype torch.int64",
+        lambda t: {"page_table": t(0, 1)[:, None].long()},
+    ),
+    "a table elsewhere": (
+        "page_table is on device meta",
+        lambda t: {"page_table": t(0, 1)[:, None].to("meta")},
+    ),
+    "more rows than pages": (
+        "cache_seqlens is 18; 0 to 17",
+        lambda t: {"page_table": t(0, 1)[:, None], "cache_seqlens": 18},
+    ),
+    "entries of int64": ("cache_batch_idx is torch.int64", lambda t: {"cache_batch_idx": t(0, 1).long()}),
+    "entries for three": (
+        "cache_batch_idx is torch.int32 of shape (3,)",
+        lambda t: {"cache_batch_idx": t(0, 1, 1)},
+    ),
+    "entries in a list": ("cache_batch_idx is of type list", lambda t: {"cache_batch_idx": [0, 1]}),
+    "packed queries of 4 dimensions": (
+        "q has 4 dimensions; 3, (total, heads, head_dim), are accepted with cu_seqlens_q",
+        lambda t: {"cu_seqlens_q": t(0, 1, 2)},
+    ),
+    "offsets of int64": ("cu_seqlens_q is torch.int64", lambda t: {"cu_seqlens_q": t(0, 1, 2).long()}),
+    "packed rows of 4 dimensions": (
+        "k is torch.bfloat16 of shape (2, 3, 2, 16)",
+        lambda t: {"cu_seqlens_k_new": t(0, 3, 6)},
+    ),
+    "offsets for one": (
+        "cu_seqlens_k_new is torch.int32 of shape (2,)",
+        lambda t: {"cu_seqlens_k_new": t(0, 3)},
+    ),
+}
+ROTATION = "rotary_cos", "rotary_sin"
+
+
+@pytest.mark.parametrize("name", WRONG_PLACES)
+def test_a_refused_place_leaves_the_cache(device, name):
+    sentence, wrong = WRONG_PLACES[name]
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    before = [x.clone() for x in cache]
+    wrong = {
+        name: x.to(device) if isinstance(x, torch.Tensor) and not x.is_meta else x
+        for name, x in wrong(lambda *values: int32(values, device)).items()
+    }
+    given = {"k": before[0][:, :3], "v": before[1][:, :3], "cache_seqlens": 5, "causal": True} | wrong
+    with pytest.raises((TypeError, ValueError)) as raised:
+        fa3.flash_attn_with_kvcache(q, *cache, **given)
+    assert str(raised.value).startswith(f"flash_cute.compat: {sentence}")
+    assert "\n" not in str(raised.value)
+    assert all(map(torch.equal, cache, before))
+
+
+@pytest.mark.parametrize("name", [*ROTATION, "cu_seqlens_k_new"])
+def test_what_only_new_rows_have(device, name):
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(CACHE, DTYPE, device))
+    sentence = f"flash_cute.compat: {name} must be None where k and v are, got a tensor"
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, **{name: COS})
+
+
 @pytest.mark.parametrize("name", WRONG_CACHES)
 def test_a_refused_call_leaves_the_cache(device, name):
     sentence, wrong = WRONG_CACHES[name]
@@ -475,6 +724,54 @@ def test_rows_of_a_tensor_are_checked_before_any_is_written(device, rows, monkey
     fa2.flash_attn_with_kvcache(q, *cache, *(x[:, :3] for x in before), cache_seqlens=used.clamp(0, 17))
 
 
+def packed_rows(device):
+    """q of one row, a cache of 20 in pages of 10, and the arguments that write 3 and 21 rows into it."""
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    new = [torch.randn(24, 2, 16, device=device).to(DTYPE) for _ in "kv"]
+    given = {"cu_seqlens_k_new": int32([0, 3, 24], device), "cache_seqlens": int32([18, 5], device)}
+    given["page_table"] = int32([[3, 1], [0, 2]], device)
+    return q, [x.reshape(4, 10, 2, 16) for x in cache], new, given
+
+
+def test_packed_rows_are_cut_to_the_cache(device):
+    """Likewise; of more rows than the cache has, the last ones remain."""
+    q, cache, new, given = packed_rows(device)
+    out = fa3.flash_attn_with_kvcache(q, *cache, *new, **given)
+    table = given["page_table"].long()
+    for mine, rows in zip(cache, new, strict=True):
+        gathered = mine[table].flatten(1, 2)
+        assert torch.equal(gathered[0, 17:], rows[:3])
+        assert torch.equal(gathered[1], rows[4:])
+    given |= {"cache_seqlens": 20, "cu_seqlens_k_new": None}
+    assert torch.equal(out, fa3.flash_attn_with_kvcache(q, *cache, **given))
+
+
+def test_packed_rows_are_checked_before_any_is_written(device, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    q, cache, new, given = packed_rows(device)
+    before = [x.clone() for x in cache]
+    for rows, sentence in (([18, 0], "sequence 0 has cache_seqlens 18; 0 to 17"), ([5, 5], "sequence 1 has")):
+        given["cache_seqlens"] = int32(rows, device)
+        with pytest.raises(ValueError, match=f"^flash_cute.compat: {sentence}"):
+            fa3.flash_attn_with_kvcache(q, *cache, *new, **given)
+    given["page_table"][0, 0] = 9
+    given |= {"cache_seqlens": int32([5, 5], device), "cu_seqlens_k_new": int32([0, 3, 4], device)}
+    with pytest.raises(ValueError, match="compat: sequence 0 has page 9 in page_table; 0 to 3 are accepted"):
+        fa3.flash_attn_with_kvcache(q, *cache, *new, **given)
+    assert all(map(torch.equal, cache, before))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_positions_are_checked_before_a_row_is_written(device, causal, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
+    before = [x.clone() for x in cache]
+    given = {"cache_seqlens": 5, "causal": causal} | dict.fromkeys(ROTATION, COS[:5].to(device))
+    with pytest.raises(ValueError, match="compat: positions must be rows of rotary_cos, 0 to 4, got 5"):
+        fa2.flash_attn_with_kvcache(q.repeat(1, 2, 1, 1), *cache, *(x[:, :3] for x in before), **given)
+    assert all(map(torch.equal, cache, before))
+
+
 def test_left_padding_is_checked_before_a_row_is_written(device, monkeypatch):
     monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
     q, *cache = (x.transpose(1, 2).clone() for x in make_inputs(CACHE, DTYPE, device))
@@ -494,7 +791,24 @@ def test_a_cache_under_autocast(device, cached):
     with torch.autocast(device.type, DTYPE):
         out = fa2.flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=5)
         assert torch.equal(out, fa2.flash_attn_with_kvcache(q, *cache, cache_seqlens=8))
+        rotation = {
+            "rotary_cos": torch.ones(30, 8, device=device),
+            "rotary_sin": torch.zeros(30, 8, device=device),
+        }
+        for causal in (False, True):
+            turned = fa2.flash_attn_with_kvcache(q, *cache, *new, cache_seqlens=5, causal=causal, **rotation)
+            torch.testing.assert_close(turned, out)
     assert out.dtype == DTYPE
+
+
+def test_pages_that_autocast_leaves_as_they_are(device):
+    q, cache, new, given = packed_rows(device)
+    cache, new = ([x.float() for x in tensors] for tensors in (cache, new))
+    before = [x.clone() for x in cache]
+    sentence = "^flash_cute.compat: k_cache has dtype torch.float32 and q torch.bfloat16; they must be"
+    with torch.autocast(device.type, DTYPE), pytest.raises(ValueError, match=sentence):
+        fa3.flash_attn_with_kvcache(q.float(), *cache, *new, **given)
+    assert all(map(torch.equal, cache, before))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -512,6 +826,39 @@ def test_a_decoding_loop_is_compiled(device, dynamic):
         torch._dynamo.exc.Unsupported, match="cache_seqlens is 20; 0 to 19, for which the cache"
     ):
         compiled(q, *cache, *new, cache_seqlens=20, softcap=0.0)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_decoding_step_in_pages_is_compiled(device, packed):
+    torch._dynamo.reset()
+    compiled = torch.compile(fa3.flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    q, cache, new, given = packed_rows(device)
+    angles = torch.rand(30, 8, device=device)
+    given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "causal": True}
+    if packed:
+        q = q[:, :1].expand(2, 12, 4, 16).flatten(0, 1)
+        given["cu_seqlens_q"] = given["cu_seqlens_k_new"]
+    expected = [x.clone() for x in cache]
+    for rows in ([0, 0], [3, 21]):
+        given["cache_seqlens"] = int32(rows, device)
+        out = compiled(q, *cache, *new, **given)
+        assert torch.equal(out, fa3.flash_attn_with_kvcache(q, *expected, *new, **given))
+        assert all(map(torch.equal, cache, expected))
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["flash_attn", "flash_attn_interface"])
+def test_one_split_is_the_same_in_any_batch(device, module):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("kernels of family sm80 are not batch-invariant")
+    q, k, v = (x.transpose(1, 2) for x in make_inputs(Shape(9, 4, 2, 3, 2500, 64), DTYPE, device))
+    used = int32([2500, 1, 1025, 70, 2049, 3, 0, 999, 12], device)
+    options = {"causal": True, "num_splits": 1, "return_softmax_lse": True}
+    out, lse, *_ = getattr(module, KVCACHE)(q, k, v, cache_seqlens=used, **options)
+    for b in range(9):
+        entry = slice(b, b + 1)
+        alone = getattr(module, KVCACHE)(q[entry], k[entry], v[entry], cache_seqlens=used[entry], **options)
+        assert torch.equal(alone[0], out[entry])
+        assert torch.equal(alone[1], lse[entry])
 
 
 def test_a_cache_gets_no_gradient(device):

@@ -7,8 +7,8 @@ or, for code that can't be changed, before it imports flash_attn:
     flash_cute.compat.flash_attn.install()
 
 Tensors are (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); float16 or bfloat16, on CUDA or
-the CPU. What flash_cute has not (dropout_p, softcap, alibi_slopes, block_table) raises NotImplementedError.
-max_seqlen arguments are not needed, and may hold anything.
+the CPU. What flash_cute has not (dropout_p, softcap, alibi_slopes) raises NotImplementedError. max_seqlen
+arguments are not needed, and may hold anything.
 
 Two differences: the LSE of a row that sees no key is -inf, as in FlashAttention-3, not inf; and the LSE is
 differentiable, where flash_attn drops its gradient.
@@ -21,7 +21,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from flash_cute.compat._translate import dense, one_column, packed, renaming, unstacked, with_cache
+from flash_cute.compat._cache import with_cache
+from flash_cute.compat._translate import dense, packed, renaming, unstacked
 
 __version__ = "2.8.3"  # the release whose functions these are
 
@@ -118,15 +119,16 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), as in flash_cute.forward_varlen.
         max_seqlen_q, max_seqlen_k: not needed.
-        block_table: None. The others: as in flash_attn_func.
+        block_table: int32 (batch, max_pages), where k and v are a cache in pages of any size, (pages,
+            page_size, heads_kv, head_dim); cu_seqlens_k then only has their lengths. There are no gradients.
+        The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
         (heads_q, total_q).
     """
     refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    refused["block_table"] = block_table
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
     out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
@@ -200,24 +202,32 @@ def flash_attn_with_kvcache(
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
     Args:
-        k, v: (batch, seqlen_new, heads_kv, head_dim), written first into the cache, or None. They get no
-            gradient, as in flash_attn.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), written into the cache behind cache_seqlens before the
+            attention, by flash_cute.append_kv; or None. They get no gradient, as in flash_attn.
+        rotary_cos, rotary_sin: (max_position, rotary_dim / 2), dtype of k or float32; rotary_dim is a
+            multiple of 16. They rotate row i of k by position cache_seqlens + i, and q likewise with causal
+            or a window, else all of it by position cache_seqlens. q then gets no gradient. Only with k and v.
+        rotary_interleaved: rotate columns 2i and 2i + 1 together; otherwise i and i + rotary_dim / 2.
         cache_seqlens: how many rows of the cache count before that: int, or int32 (batch,); None is all.
             Values of a tensor for which the cache has no room are cut to those for which it has.
         cache_leftpad: int32 (batch,), how many of them don't, at the begin. Default none.
-        rotary_interleaved: not needed, as rotary_cos and rotary_sin are None. Nor is num_splits.
-        cache_batch_idx: int32 (batch,), which entry of the cache each sequence has; default its own.
-        block_table: int32 (batch, max_pages), of a cache in pages, (pages, page_size, heads_kv, head_dim).
-            With either of the two k and v must be None. The others: as in flash_attn_func.
+        cache_batch_idx: int32 (batch,), which entry of the cache each sequence has, or with block_table which
+            row of that; default its own.
+        block_table: int32 (batch, max_pages), of a cache in pages of any size, (pages, page_size, heads_kv,
+            head_dim).
+        num_splits: 1 asks for results that don't depend on what else is in the call (batch_invariant of
+            flash_cute.forward), where kernels of Hopper run; any other value is accepted and not needed.
+        The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
     """
-    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    refused |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
-    table = one_column(cache_batch_idx, block_table)
-    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad, table
-    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
+    places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
+    places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}
+    places |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    mask = softmax_scale, causal, window_size
+    out, lse = with_cache(q, (k_cache, v_cache), (k, v), rotary, *mask, num_splits, **places)
     return (out, lse) if return_softmax_lse else out
 
 

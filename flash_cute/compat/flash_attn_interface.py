@@ -3,7 +3,8 @@
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
 What flash_cute has not (qv, descales, attention_chunk, softcap) raises NotImplementedError. What only says
-how to compute (num_splits, pack_gqa, sm_margin, scheduler_metadata) may hold anything.
+how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin, scheduler_metadata) may
+hold anything.
 
 Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
 """
@@ -12,15 +13,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from flash_cute.compat._cache import with_cache
 from flash_cute.compat._translate import (
     check_tensor,
     dense,
     integer,
-    one_column,
     packed,
     renaming,
     unstacked,
-    with_cache,
 )
 from flash_cute.wording import shown
 
@@ -140,6 +140,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
+@partial(renaming, names={"block_table": "page_table"})
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -175,19 +176,24 @@ def flash_attn_with_kvcache(
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
     Args:
-        k, v, cache_seqlens, cache_leftpad, rotary_interleaved: as in flash_cute.compat.flash_attn.
-        cache_batch_idx, page_table: as cache_batch_idx and block_table there.
-        cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin: None.
-        max_seqlen_q, rotary_seqlens, scheduler_metadata: not needed. The others: as in flash_attn_func.
+        k, v, rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens, cache_leftpad, cache_batch_idx,
+            num_splits: as in flash_cute.compat.flash_attn.
+        page_table: as block_table there.
+        cu_seqlens_q: int32 (batch + 1,), of packed queries, (total_q, heads_q, head_dim), as in
+            flash_cute.forward_varlen; cu_seqlens_k_new likewise of k and v, (total_new, heads_kv, head_dim).
+        rotary_seqlens: int32 (batch,), the position of each sequence's first new row. Default cache_seqlens.
+        max_seqlen_q, scheduler_metadata: not needed. The others: as in flash_attn_func.
 
     Returns:
-        out, like q; with return_softmax_lse=True (out, softmax_lse) and two empty tensors.
+        out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q) or
+        packed (heads_q, total_q), and two empty tensors.
     """
+    places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
+    places |= {"cache_leftpad": cache_leftpad, "block_table": page_table, "rotary_seqlens": rotary_seqlens}
+    places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
-    refused |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    refused |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    table = one_column(cache_batch_idx, page_table)
-    cache = (k_cache, v_cache), (k, v), cache_seqlens, cache_leftpad, table
-    out, lse = with_cache(q, *cache, softmax_scale, causal, window_size, **refused)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    mask = softmax_scale, causal, window_size
+    out, lse = with_cache(q, (k_cache, v_cache), (k, v), rotary, *mask, num_splits, **places, **refused)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
