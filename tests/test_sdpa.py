@@ -20,6 +20,7 @@ from cases import (
     make_ragged,
     make_ragged_gradients,
 )
+from test_cache import in_pages
 from tolerance import (
     assert_attention,
     assert_gradients,
@@ -34,8 +35,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-import flash_cute.integrations.sdpa  # noqa: F401
 from flash_cute import reference
+from flash_cute.integrations.sdpa import flash_forward, flash_forward_out
 
 if not hasattr(attention, "restore_flash_attention_impl"):
     pytest.skip("torch 2.10 can't restore its own kernels", allow_module_level=True)
@@ -183,6 +184,90 @@ def test_seqused_k(device):
         aten._flash_attention_forward(*leaves(inputs), *lengths, seqused_k=seqused_k)
 
 
+# Pages. torch 2.11 passes no block_table, so that there our functions are called directly.
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window_symmetric"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_packed_queries_and_pages(device, page_size, mask):
+    """Lengths of keys are seqused_k or else the differences of cum_seq_k."""
+    mask = MASKS[mask]
+    batch = make_ragged(BATCHES["some empty"], (4, 2), 64, DTYPE, device, packed=True)
+    *pages, lengths = in_pages(batch, page_size, "heads first")
+    inputs = batch.q, *heads_first(*pages)
+    left, right = window_arguments(mask)
+    options = {"window_size_left": left, "window_size_right": right, "block_table": lengths["block_table"]}
+    rest = 0, 0, 0.0, mask.causal, False
+    cum_seq_q, seqused_k = lengths["cu_seqlens_q"], lengths["seqused_k"]
+    out, lse, *_ = flash_forward(*inputs, cum_seq_q, None, *rest, seqused_k=seqused_k, **options)
+    assert_ragged((out, lse), batch, mask)
+    cum_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
+    again, *_ = flash_forward(*inputs, cum_seq_q, cum_seq_k, *rest, **options)
+    assert torch.equal(again, out)
+    used = torch.full_like(batch.q.transpose(0, 1), torch.nan).transpose(0, 1)
+    lse_again = flash_forward_out(used, *inputs, cum_seq_q, None, *rest, seqused_k=seqused_k, **options)
+    assert torch.equal(used, out)
+    assert torch.equal(lse_again, lse)
+
+
+def test_padded_queries_and_pages(device):
+    sequences = tuple(Sequence(4, keys) for keys in (90, 1, 700, 0, 129))
+    batch = make_ragged(sequences, (4, 2), 64, DTYPE, device, packed=False)
+    *pages, lengths = in_pages(batch, 16, "rows first")
+    inputs = heads_first(batch.q, *pages)
+    options = {"seqused_k": lengths["seqused_k"], "block_table": lengths["block_table"]}
+    out, lse, *_ = flash_forward(*inputs, None, None, 0, 0, 0.0, True, False, **options)
+    assert_ragged((out.transpose(1, 2), lse), batch, CAUSAL)
+    into = torch.empty_like(out).fill_(torch.nan)
+    assert torch.equal(flash_forward_out(into, *inputs, None, None, 0, 0, 0.0, True, False, **options), lse)
+    assert torch.equal(into, out)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["packed keys", "pages"])
+def test_one_split_is_the_same_in_any_batch(device, paged):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("kernels of family sm80 are not batch-invariant")
+    sequences = (Sequence(2, 2500), Sequence(1, 1025), Sequence(70, 70), Sequence(3, 3))
+
+    def run(batch, tensors, cum_seq_k, **options):
+        arguments = cum_seq_k, 0, 0, 0.0, True, False
+        return flash_forward(*tensors, batch.lengths["cu_seqlens_q"], *arguments, num_splits=1, **options)[:2]
+
+    batch = make_ragged(sequences, (4, 2), 64, DTYPE, device, packed=True, margins=(0, 0))
+    if paged:
+        *pages, lengths = in_pages(batch, 64, "heads first")
+        options = {name: lengths[name] for name in ("seqused_k", "block_table")}
+        out, lse = run(batch, (batch.q, *heads_first(*pages)), None, **options)
+    else:
+        out, lse = run(batch, (batch.q, batch.k, batch.v), batch.lengths["cu_seqlens_k"])
+    for sequence, (_, rows, keys) in zip(sequences, batch.places, strict=True):
+        single = make_ragged((sequence,), (4, 2), 64, DTYPE, device, packed=True, margins=(0, 0))
+        tensors = batch.q[rows], batch.k[keys], batch.v[keys]
+        alone = run(single, tensors, single.lengths["cu_seqlens_k"])
+        assert torch.equal(alone[0], out[rows])
+        assert torch.equal(alone[1], lse[:, rows])
+
+
+def test_refusals_of_pages(device):
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, DTYPE, device, packed=True)
+    *pages, lengths = in_pages(batch, 16, "heads first")
+    inputs = batch.q, *heads_first(*pages), lengths["cu_seqlens_q"], None, 0, 0, 0.0, True, False
+    options = {"seqused_k": lengths["seqused_k"], "block_table": lengths["block_table"]}
+
+    def refused(call, *tensors, **wrong):
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            call(*tensors, *inputs, **options | wrong)
+        return str(raised.value)
+
+    sentence = refused(flash_forward, block_table=options["block_table"].long())
+    assert sentence.startswith("flash_cute.sdpa: block_table has dtype torch.int64")
+    for out in (batch.q.float(), batch.q[1:].clone()):
+        assert refused(flash_forward_out, out).startswith("flash_cute.sdpa: out ")
+    batch.q.requires_grad_()
+    sentence = refused(flash_forward, seqused_k=None)
+    assert sentence.startswith("flash_cute.sdpa: block_table is given and gradients are needed")
+
+
 @pytest.mark.parametrize(
     ("sentence", "options"),
     [
@@ -195,8 +280,6 @@ def test_seqused_k(device):
          dict.fromkeys(("cum_seq_q", "cum_seq_k"), torch.ones(4, dtype=torch.int32))),
         ("window_size's left limit is -2", {"window_size_left": -2}),
         ("scale is", {"scale": -1.0}),
-        ("block_table must be None, got a tensor", {"block_table": torch.zeros(2, 1, dtype=torch.int32)}),
-        ("num_splits must be None, got 1", {"num_splits": 1}),
     ],
 )  # fmt: skip
 def test_refusals_of_the_flash_operator(device, sentence, options):
@@ -205,9 +288,6 @@ def test_refusals_of_the_flash_operator(device, sentence, options):
         "dropout_p": 0.0, "is_causal": False, "return_debug_mask": False,
     }  # fmt: skip
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    known = {argument.name for argument in aten._flash_attention_forward.default._schema.arguments}
-    if not options.keys() <= known:
-        pytest.skip("this torch has no such argument")
     inputs = [x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device)]
     with pytest.raises((ValueError, NotImplementedError)) as raised:
         aten._flash_attention_forward(*inputs, **arguments | options)
@@ -287,6 +367,28 @@ def test_varlen_attn(device, window_size):
     dout, _ = make_ragged_gradients(batch)
     gradients = torch.autograd.grad(out, inputs, dout)
     assert_ragged_gradients(gradients, batch, dout, torch.zeros_like(lse), mask, 0.2)
+
+
+@pytest.mark.skipif("block_table" not in signature(varlen_attn).parameters, reason="torch 2.11 has no pages")
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (40, 0)])
+@pytest.mark.parametrize("num_splits", [None, 0, 1])
+def test_varlen_attn_in_pages(device, num_splits, window_size):
+    from torch.nn.attention.varlen import varlen_attn_out
+
+    mask = Mask(window=tuple(None if limit == -1 else limit for limit in window_size))
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, DTYPE, device, packed=True)
+    *pages, lengths = in_pages(batch, 16, "heads first")
+    inputs = batch.q, *heads_first(*pages), lengths["cu_seqlens_q"], None, 40, 100
+    options = {"window_size": window_size, "scale": 0.2, "num_splits": num_splits, "enable_gqa": True}
+    options |= {name: lengths[name] for name in ("seqused_k", "block_table")}
+    compiled = torch.compile(varlen_attn, fullgraph=True, backend="aot_eager")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out, lse = varlen_attn(*inputs, return_aux=AuxRequest(lse=True), **options)
+        assert_ragged((out, lse), batch, mask, 0.2)
+        into = torch.full_like(out, torch.nan)
+        assert varlen_attn_out(into, *inputs, **options) is into
+        assert torch.equal(into, out)
+        assert torch.equal(compiled(*inputs, **options), out)
 
 
 # PyTorch's functions on a GPU

@@ -7,6 +7,7 @@
 The import registers the name; PyTorch's own function then puts flash_cute in the place of the operators
 
     aten::_scaled_dot_product_flash_attention, aten::_flash_attention_forward, and their backwards,
+    aten::_flash_attention_forward_no_dropout_inplace (newer than torch 2.11), which varlen_attn_out calls,
 
 on CUDA and, where PyTorch has no kernel for them, on the CPU; its restore_flash_attention_impl (torch 2.11)
 undoes that. Autograd, autocast, vmap, DTensor and torch.compile remain PyTorch's.
@@ -14,7 +15,7 @@ undoes that. Autograd, autocast, vmap, DTensor and torch.compile remain PyTorch'
 These operators align a causal mask at the bottom right, as ours do. scaled_dot_product_attention aligns its
 is_causal at the top left, and calls them only where both lengths are the same.
 
-Source: torch/nn/attention/_registry.py and _fa4.py of torch 2.11.
+Source: torch/nn/attention/_registry.py and _fa4.py of torch 2.11, varlen.py of 2.15.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NAME = "flash_cute"
 # PyTorch's names of arguments by ours.
 _NAMES = {"q": "query", "k": "key", "v": "value", "dout": "grad_out", "lse": "logsumexp"}
 _NAMES |= {"softmax_scale": "scale", "window": "window_size"}
-_NAMES |= {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k"}
+_NAMES |= {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "batch_invariant": "num_splits=1"}
 
 
 def sdpa_forward(
@@ -58,29 +59,50 @@ def sdpa_backward(
 def flash_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
     scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
-    block_table=None, num_splits=None,
+    block_table=None, num_splits=None, out=None,
 ) -> tuple:  # fmt: skip
     """aten::_flash_attention_forward: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
 
     window_size_left and _right: keys before and after a query's own; None or -1 is unlimited. max_q and max_k
-    are not needed; torch 2.12 and newer pass block_table and num_splits. Returns out, lse (float32,
-    (batch, heads, seqlen_q) or packed (heads, total_q)) and _without_dropout.
+    are not needed. With a block_table (torch 2.12 and newer) key and value are pages, (pages, page_size,
+    heads, head_dim), whose lengths are seqused_k or, without it, the differences of cum_seq_k. num_splits: 1
+    promises a sequence the same bits in any batch, as batch_invariant does; on the CPU each sequence is
+    computed by itself. Other values are hints. out: a tensor like query for the result.
+
+    Returns out, lse (float32, (batch, heads, seqlen_q) or packed (heads, total_q)) and _without_dropout.
     """
-    _refuse(dropout_p, return_debug_mask, alibi_slopes, block_table, num_splits)
-    tensors = query, key, value
-    if seqused_k is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            "flash_cute.sdpa: seqused_k is given and gradients are needed, but PyTorch doesn't tell it to "
-            "aten::_flash_attention_backward; flash_cute.forward_varlen has both"
-        )
-    options = {"softmax_scale": scale, "seqused_k": seqused_k}
+    _refuse(dropout_p, return_debug_mask, alibi_slopes)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        for name, tensor in {"seqused_k": seqused_k, "block_table": block_table}.items():
+            if tensor is not None:
+                raise NotImplementedError(
+                    f"flash_cute.sdpa: {name} is given and gradients are needed, but PyTorch doesn't tell it "
+                    "to aten::_flash_attention_backward; call it under torch.no_grad()"
+                )
+    paged = block_table is not None
+    packed = cum_seq_q is not None if paged else _is_packed(cum_seq_q, cum_seq_k)
+    if paged or not packed:
+        key, value = _transposed(key, value)
+    if paged and seqused_k is None and cum_seq_k is not None:
+        seqused_k = cum_seq_k.diff()
+    options = {"softmax_scale": scale, "seqused_k": seqused_k, "block_table": block_table}
     options |= _mask(is_causal, window_size_left, window_size_right)
-    if _is_packed(cum_seq_q, cum_seq_k):
-        out, lse = _run(ops._forward_varlen, *tensors, cum_seq_q, cum_seq_k, **options)
+    if num_splits == 1 and query.is_cuda:
+        options["batch_invariant"] = True
+    if packed:
+        options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": None if paged else cum_seq_k}
     else:
-        out, lse = _run(ops._forward, *_transposed(*tensors), **options)
-        out = out.transpose(1, 2)
-    return out, lse, *_without_dropout(query)
+        query, out = query.transpose(1, 2), None if out is None else out.transpose(1, 2)
+    if out is None:
+        out, lse = _run(ops._forward_varlen if packed else ops._forward, query, key, value, **options)
+    else:
+        lse = _run(ops._forward_out, query, key, value, out, **options)
+    return out if packed else out.transpose(1, 2), lse, *_without_dropout(query)
+
+
+def flash_forward_out(out, *tensors, **options) -> torch.Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace: the lse of flash_forward, whose out it writes."""
+    return flash_forward(*tensors, **options, out=out)[1]
 
 
 def flash_backward(
@@ -104,6 +126,8 @@ KERNELS = {
     "_flash_attention_forward": flash_forward,
     "_flash_attention_backward": flash_backward,
 }
+if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):  # newer than torch 2.11
+    KERNELS["_flash_attention_forward_no_dropout_inplace"] = flash_forward_out
 
 
 class Registration:
@@ -126,21 +150,13 @@ def _run(op, *tensors, **options):
         raise named(error, "flash_cute.sdpa", _NAMES) from None
 
 
-def _refuse(
-    dropout_p=0.0, return_debug_mask=False, alibi_slopes=None, block_table=None, num_splits=None
-) -> None:
+def _refuse(dropout_p=0.0, return_debug_mask=False, alibi_slopes=None) -> None:
     if dropout_p:
         raise NotImplementedError(f"flash_cute.sdpa: dropout_p is {dropout_p}; 0 is accepted")
     if return_debug_mask:
         raise NotImplementedError("flash_cute.sdpa: return_debug_mask is True; False is accepted")
     if alibi_slopes is not None:
         raise NotImplementedError("flash_cute.sdpa: alibi_slopes is a tensor; None is accepted")
-    if block_table is not None:
-        raise NotImplementedError("flash_cute.sdpa: block_table must be None, got a tensor")
-    if num_splits == 1:  # PyTorch promises that a result does not depend on the rest of the batch
-        raise NotImplementedError(
-            "flash_cute.sdpa: num_splits must be None, got 1; flash_cute.forward has batch_invariant"
-        )
 
 
 def _mask(causal: bool, left: int | None, right: int | None) -> dict[str, bool | int | None]:
