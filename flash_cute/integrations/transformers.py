@@ -12,182 +12,15 @@ Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
 
 import flash_cute
 from flash_cute import lengths
+from flash_cute.integrations._transformers_masks import NAME, CuteMask, cute_mask, error
 from flash_cute.storage import require_stored
-
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # which call masks otherwise
-    raise ImportError(
-        f"flash_cute.transformers: transformers must be 5.4 or newer, got {transformers.__version__}"
-    )
-
-NAME = "cute_attention"
-
-
-@dataclass(frozen=True)
-class CuteMask:
-    """transformers' mask in the terms of flash_cute.forward, made once for all layers that share it.
-
-    extent: (batch, q_length, kv_length) that it is for. options: causal or window. lengths: those of forward.
-    offsets: int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor:
-    float32 (batch, 1, 1, 1), NaN where the padding has holes, else 1.
-    """
-
-    extent: tuple[int, int, int]
-    options: dict[str, Any]
-    lengths: dict[str, torch.Tensor] = field(default_factory=dict)
-    offsets: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-
-    # generate() makes the masks of a static cache before it calls the model, and some models make the mask of
-    # the model inside them. That model takes it for padding of two dimensions, handles it so, and asks
-    # cute_mask for the mask that goes with it.
-    ndim = 2
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.extent[0], self.extent[2]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(str(_of_the_model(f".{name} of it")))
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, *_: Any) -> NoReturn:
-        raise _of_the_model(f"a call of {function.__name__} with it")
-
-    def contiguous(self) -> CuteMask:
-        return self
-
-    def to(self, *args, **options) -> CuteMask:
-        """On another device, as accelerate asks for where a model lies on several."""
-        tensors = [x for x in (*self.lengths.values(), self.offsets, self.factor) if x is not None]
-        if not tensors:
-            return self
-        device = tensors[0].new_empty(0).to(*args, **options).device
-
-        def move(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device)
-
-        moved = {name: x.to(device) for name, x in self.lengths.items()}
-        return replace(self, lengths=moved, offsets=move(self.offsets), factor=move(self.factor))
-
-    def __getitem__(self, index: Any) -> CuteMask:
-        """mask[:, :, -n:, :], the mask of the last n queries, as Gemma 4 takes it, or [:, :, 0:, :]."""
-        all_of = slice(None)
-        others = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else ()
-        rows = index[2] if others == (all_of,) * 3 and isinstance(index[2], slice) else slice(1)
-        start = rows.start or 0
-        if (
-            rows.stop is not None
-            or rows.step is not None
-            or start > 0
-            or (start and self.offsets is not None)
-        ):
-            raise _of_the_model(f"{index} of it")
-        batch, q_length, kv_length = self.extent
-        dropped = max(q_length + start, 0) if start else 0
-        given = dict(self.lengths)
-        if "seqused_q" in given:
-            given["seqused_q"] = (given["seqused_q"] - dropped).clamp(min=0)
-        return replace(self, extent=(batch, q_length - dropped, kv_length), lengths=given)
-
-    def view(self, *size: int) -> CuteMask:
-        return self
-
-
-def cute_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | CuteMask | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = True,
-    device: torch.device | str = "cpu",
-    **options: Any,
-) -> CuteMask:
-    """The mask function that transformers calls for "cute_attention".
-
-    Args:
-        q_length, kv_length, q_offset, kv_offset: how many queries and keys there are, and the first ones'
-            positions; q_offset is a tensor with a static cache.
-        mask_function: transformers' function for the mask, but for the padding.
-        attention_mask: bool (batch or 1, positions), True for tokens that are no padding.
-        local_size: the sliding window, where mask_function has one.
-
-    Raises:
-        NotImplementedError: for masks other than causal, bidirectional, sliding-window and packed ones.
-        ValueError: for padding that ends before the new tokens (with a static cache nobody looks), or with
-            holes, where FLASH_CUTE_CHECK=1 looks for them.
-    """
-    if isinstance(attention_mask, CuteMask):
-        return attention_mask
-    if use_vmap:
-        raise _refused("and_mask_function or or_mask_function")
-    if torch.compiler.is_dynamo_compiling():
-        bidirectional = "allow_is_bidirectional_skip" in options
-        # Packed sequences are looked for by transformers where there is neither padding nor a cache.
-        packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
-        packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-        kind = _assumed_kind(mask_function, local_size, bidirectional, packed, device)
-    else:
-        kind = _kind(mask_function, local_size)
-    bidirectional, windowed, packed = kind
-    # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
-    shift = q_offset - kv_offset
-    aligned = isinstance(shift, int) and shift + q_length == kv_length
-    if bidirectional and windowed and not aligned:
-        raise _error(
-            f"there are {q_length} queries and {kv_length} keys in a window to both sides", "as many"
-        )
-
-    if not windowed:
-        options = {"causal": not bidirectional}
-    elif bidirectional:
-        options = {"window": (local_size, local_size)}
-    else:  # a causal window counts the query's own key, too
-        options = {"window": (local_size - 1, 0)}
-    extent = batch_size, q_length, kv_length
-    everything = bidirectional and not windowed  # is seen, whatever stands where
-    if packed:
-        return CuteMask(extent, options, offsets=_offsets(batch_size, q_length, mask_function, device))
-    if attention_mask is None:
-        if aligned or everything:
-            return CuteMask(extent, options)
-        end = torch.as_tensor(shift + q_length, device=device).to(torch.int32)
-        return CuteMask(extent, options, {"seqused_k": end.expand(batch_size).contiguous()})
-
-    if attention_mask.ndim != 2 or attention_mask.shape[0] not in (1, batch_size):
-        raise NotImplementedError(
-            f"flash_cute.transformers: attention_mask must have shape ({batch_size} or 1, positions), got "
-            f"{tuple(attention_mask.shape)}"
-        )
-    attention_mask = attention_mask.expand(batch_size, -1)
-    if not bidirectional and isinstance(q_offset, int) and attention_mask.shape[1] < q_offset + q_length:
-        raise ValueError(
-            f"flash_cute.transformers: attention_mask has {attention_mask.shape[1]} positions; "
-            f"{q_offset + q_length}, those before and the new ones, are accepted"
-        )
-    first, end, factor = _padding(attention_mask, kv_length, kv_offset)
-    given = {"leftpad_k": first, "seqused_k": end}
-    if not everything:
-        end = end.clamp(max=shift + q_length)
-        given = {"leftpad_k": first.minimum(end), "seqused_k": end, "seqused_q": (end - shift).clamp(min=0)}
-    given = {name: tensor.to(torch.int32) for name, tensor in given.items()}
-    return CuteMask(extent, options, given, factor=factor)
 
 
 def cute_attention(
@@ -234,7 +67,7 @@ def cute_attention(
     elif not isinstance(mask, CuteMask):
         shape = tuple(getattr(mask, "shape", ()))
         found = f"attention_mask is a {type(mask).__name__} of shape {shape}"
-        raise _error(found, "padding of two dimensions, given to the model,")
+        raise error(found, "padding of two dimensions, given to the model,")
     q_length, kv_length = mask.extent[1:]
     if (q_length, kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
@@ -244,10 +77,10 @@ def cute_attention(
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
     given["deterministic"] = bool(options.get("deterministic"))
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise _error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
+        raise error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
         if mask.lengths:
-            raise _error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
+            raise error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
         offsets = cu_seq_lens_q, cu_seq_lens_k
     elif lengths.CHECKED:
         _check_positions(mask, options.get("position_ids"))
@@ -260,95 +93,6 @@ def cute_attention(
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
     out = flash_cute.attention(query, key, value, **given, **mask.lengths).transpose(1, 2)
     return out if mask.factor is None else out * mask.factor.to(out.dtype), None
-
-
-# The conditions whose intersection each accepted mask is, and whether it is bidirectional, a window, packed.
-_CAUSAL, _PACKED, _WINDOW = "causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay"
-_KINDS = {
-    (_CAUSAL,): (False, False, False),
-    (_CAUSAL, _WINDOW): (False, True, False),
-    # On places in the row, up to some version before transformers 5.23, or in the packed sequence.
-    (_CAUSAL, _PACKED): (False, False, True),
-    (_CAUSAL, _PACKED, _WINDOW): (False, True, True),
-    (f"packed {_CAUSAL}", _PACKED): (False, False, True),
-    (f"packed {_CAUSAL}", f"packed {_WINDOW}", _PACKED): (False, True, True),
-    ("bidirectional_mask_function",): (True, False, False),
-    ("bidirectional_mask_function", "sliding_window_bidirectional_overlay"): (True, True, False),
-}
-_SAID = {
-    "blockwise_overlay": "blocks of block_sequence_ids or token_type_ids",
-    "chunked_overlay": "chunks of attention_chunk_size",
-}
-
-
-def _kind(mask_function: Callable, local_size: int | None) -> tuple[bool, bool, bool]:
-    """Whether the mask of a mask function is bidirectional, a window of local_size, packed."""
-    conditions = _conditions(mask_function)
-    kind = _KINDS.get(tuple(sorted(name.removesuffix(f"({local_size})") for name in conditions)))
-    if kind is None:
-        raise _refused(" and ".join(conditions))
-    return kind
-
-
-def _conditions(mask_function: Callable) -> list[str]:
-    """What a mask function of transformers is the intersection of, by the names of what makes it there.
-
-    Anything else is one condition, with a name that no accepted one has.
-    """
-    name = getattr(mask_function, "__qualname__", type(mask_function).__name__).partition(".")[0]
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
-        return [f"the mask function {name}"]
-    cells = (cell.cell_contents for cell in mask_function.__closure__ or ())
-    held = dict(zip(mask_function.__code__.co_freevars, cells, strict=True))
-    if name == "and_masks" and "mask_functions" in held:
-        return [condition for part in held["mask_functions"] for condition in _conditions(part)]
-    if name == "or_masks" and "mask_functions" in held:
-        return [f"({' or '.join(' and '.join(_conditions(part)) for part in held['mask_functions'])})"]
-    if name == "remap_positions_for_packed_sequence" and "mask_function" in held:
-        return [f"packed {condition}" for condition in _conditions(held["mask_function"])]
-    return [f"{name}({held['sliding_window']})" if "sliding_window" in held else _SAID.get(name, name)]
-
-
-_AND_MASK = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
-
-
-def _assumed_kind(
-    mask_function: Callable, local_size: int | None, bidirectional: bool, packed: bool, device: Any
-) -> tuple[bool, bool, bool]:
-    """_kind under Dynamo, which reads no closure in torch 2.11.
-
-    What and_masks has made is taken for what transformers makes with these arguments, if it only compares.
-    """
-    if mask_function is masking_utils.causal_mask_function:
-        return False, False, False
-    if mask_function is masking_utils.bidirectional_mask_function:
-        return True, False, False
-    windowed = local_size is not None
-    if getattr(mask_function, "__code__", None) is not _AND_MASK or not (windowed or packed):
-        raise _refused(f"the mask function {mask_function.__name__}")
-    nowhere = torch.arange(0, device=device)
-    with _Comparisons():
-        mask_function(nowhere, 0, nowhere, nowhere)
-    return bidirectional, windowed, packed
-
-
-# What the accepted masks call, of either module. or_masks begins with new_zeros, and chunks are a quotient.
-_COMPARISONS = frozenset(
-    getattr(module, form)
-    for name in ("new_ones", "to", "getitem", "sub", "abs", "le", "gt", "ge", "eq", "and")
-    for form in (name, f"__{name}__")
-    for module in (torch.Tensor, operator)
-    if hasattr(module, form)
-)
-
-
-class _Comparisons(TorchFunctionMode):
-    """Refuses a mask function that is more than an intersection of comparisons, when it is called."""
-
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in _COMPARISONS:
-            raise _refused("a mask function that is more than comparisons")
-        return function(*args, **(kwargs or {}))
 
 
 # Options that models pass to their attention, and that flash_cute has not.
@@ -373,7 +117,7 @@ def _check_options(options: dict[str, Any]) -> None:
         value = options.get(name)
         if isinstance(value, torch.Tensor) or value:
             shown = value if isinstance(value, bool | int | float) else type(value).__name__
-            raise _error(f"{name} is {shown}", "none")
+            raise error(f"{name} is {shown}", "none")
 
 
 def _check_positions(mask: CuteMask, position_ids: torch.Tensor | None) -> None:
@@ -398,58 +142,9 @@ def _mask_of_module(module, query, key, is_causal: bool | None, sliding_window: 
     options: dict[str, Any] = {"causal": bool(causal)}
     if sliding_window is not None:
         if not causal:
-            raise _error("sliding_window is given without a mask, where is_causal is False", "a mask")
+            raise error("sliding_window is given without a mask, where is_causal is False", "a mask")
         options["window"] = (sliding_window - 1, 0)
     return CuteMask((query.shape[0], query.shape[2], key.shape[2]), options)
-
-
-def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> torch.Tensor:
-    """Where packed sequences begin among all tokens: where one doesn't see the token before it.
-
-    As the host doesn't know how many there are, there are as many as tokens; those too many are empty.
-    """
-    row, token = torch.arange(batch_size, device=device)[:, None], torch.arange(length, device=device)[None]
-    begins = ~mask_function(row, 0, token, token - 1) | (token == 0)
-    places = torch.arange(batch_size * length + 1, device=device)  # and the end, no constant of the graph
-    begins = torch.nn.functional.pad(begins.expand(batch_size, length).flatten(), (0, 1), value=True)
-    return places.where(begins, places[-1]).sort().values.to(torch.int32)
-
-
-def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
-    """The first of the keys that are no padding, (batch,), the end of them, and a CuteMask's factor."""
-    present = attention_mask[:, kv_offset : kv_offset + kv_length]
-    awaited = kv_length - present.shape[1]  # by a static cache
-    present = torch.nn.functional.pad(present, (0, awaited))
-    place = torch.arange(kv_length, device=present.device)
-    end = (place + 1).where(present, 0).amax(1)
-    first = place.where(present, kv_length).amin(1).minimum(end)
-    holes = end - first != present.sum(1)
-    if lengths.CHECKED and lengths.are_known(holes, holes) and holes.any():
-        raise ValueError(
-            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding "
-            "at the begin and at the end is accepted"
-        )
-    factor = torch.where(holes, torch.nan, 1.0)
-    return first, end, factor[:, None, None, None]
-
-
-def _refused(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        "flash_cute.transformers: the mask must be causal, bidirectional, sliding-window or packed, got "
-        f"{found}"
-    )
-
-
-def _of_the_model(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"flash_cute.transformers: the mask must be left to attention, got {found} by the model; load it "
-        f'without attn_implementation and call model.set_attn_implementation("{NAME}"), which leaves such '
-        'models as they are, or take "eager"'
-    )
-
-
-def _error(found: str, accepted: str) -> NotImplementedError:
-    return NotImplementedError(f"flash_cute.transformers: {found}; {accepted} is accepted")
 
 
 transformers.AttentionInterface.register(NAME, cute_attention)
