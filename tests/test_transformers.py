@@ -206,6 +206,29 @@ def test_generate(device, name, cache):
     assert_within_rule("logits", ours, yardstick, oracle)
 
 
+NAMES = ["cute_attention", *(["cute_flash_attention_3"] if face.VERSION >= (5, 23) else [])]
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@torch.no_grad()
+def test_generate_by_either_name(device, name, cache):
+    model, ids, mask = Trio(name, device).ours, tokens(device), padding("left", device)
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    if cache:
+        options |= {"cache_implementation": cache, "disable_compile": True}
+    results = []
+    for implementation in NAMES:
+        model.set_attn_implementation(implementation)
+        results.append(torch.stack(model.generate(ids, attention_mask=mask, **options).logits))
+    assert torch.equal(results[0], results[-1])
+
+
 @torch.no_grad()
 def test_prompts_in_pieces(device):
     """Several queries at a time behind a cache."""
@@ -256,10 +279,12 @@ def test_export_with_a_dynamic_length(device, name, strict):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", NAMES)
 @torch.no_grad()
-def test_compiled_generation(device):
+def test_compiled_generation(device, implementation):
     """As generate() compiles a model with a static cache by itself."""
     trio, ids, mask = Trio("llama", device), tokens(device), padding("left", device)
+    trio.ours.set_attn_implementation(implementation)
     options = {
         "attention_mask": mask,
         "max_new_tokens": 6,

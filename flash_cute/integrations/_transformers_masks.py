@@ -17,7 +17,8 @@ from transformers import masking_utils
 
 from flash_cute import lengths
 
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4):  # which call masks otherwise
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+if VERSION < (5, 4):  # which call masks otherwise
     raise ImportError(
         f"flash_cute.transformers: transformers must be 5.4 or newer, got {transformers.__version__}"
     )

@@ -4,8 +4,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., dtype="bfloat16", attn_implementation="cute_attention")
 
-The import registers the name with transformers' AttentionInterface and AttentionMaskInterface. Nothing waits
-for the GPU: on the device, padding becomes lengths, and packed sequences become offsets.
+The import registers the name with transformers' AttentionInterface and AttentionMaskInterface, and beside it
+"cute_flash_attention_3", which continuous batching accepts (transformers 5.23 and newer). Nothing waits for
+the GPU: on the device, padding becomes lengths, and packed sequences become offsets.
 
 Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23 and 5.24.
 """
@@ -19,7 +20,7 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
-from flash_cute.integrations._transformers_masks import NAME, CuteMask, cute_mask, error
+from flash_cute.integrations._transformers_masks import NAME, VERSION, CuteMask, cute_mask, error
 from flash_cute.storage import require_stored
 
 
@@ -35,6 +36,7 @@ def cute_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
+    pages: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls for "cute_attention".
@@ -45,6 +47,7 @@ def cute_attention(
         scaling: multiplies the scores.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin among the tokens of all rows, and the last
             one ends. max_length_q and max_length_k are not needed.
+        pages: of _transformers_paged, the cache that has all keys, key and value among them.
 
     Returns:
         (batch, q_length, heads, head_dim), and None, as there are no weights. Queries that are padding have
@@ -87,12 +90,32 @@ def cute_attention(
     if offsets[0] is not None:
         given_offsets = dict(zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, strict=True))
         require_stored("transformers", query=query, key=key, value=value, **given_offsets)
-        tensors = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        offsets = (None if x is None else x.to(torch.int32) for x in offsets)
-        out = flash_cute.attention_varlen(*tensors, *offsets, **given)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        offsets = [x.to(torch.int32) for x in offsets]
+        if pages is None:
+            out = flash_cute.attention_varlen(q, k, v, *offsets, **given)
+        else:
+            out = flash_cute.attention_varlen(q, cu_seqlens_q=offsets[0], **pages._asdict(), **given)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
     out = flash_cute.attention(query, key, value, **given, **mask.lengths).transpose(1, 2)
     return out if mask.factor is None else out * mask.factor.to(out.dtype), None
+
+
+def cute_flash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: CuteMask | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """cute_attention for "cute_flash_attention_3", in continuous batching, too."""
+    if "read_index" in options:
+        attention_mask = None  # transformers 5.23 makes that of the new tokens alone
+        cache = options.pop("cache", None)
+        if cache is not None:  # and its models leave the update to attention
+            key, value = cache.update(key, value, module.layer_idx, options)
+    return cute_attention(module, query, key, value, attention_mask, **options)
 
 
 # Options that models pass to their attention, and that flash_cute has not.
@@ -149,3 +172,9 @@ def _mask_of_module(module, query, key, is_causal: bool | None, sliding_window: 
 
 transformers.AttentionInterface.register(NAME, cute_attention)
 transformers.AttentionMaskInterface.register(NAME, cute_mask)
+if VERSION >= (5, 23):  # whose caches are as _transformers_paged takes them
+    from flash_cute.integrations import _transformers_paged
+
+    _transformers_paged.install()
+    transformers.AttentionInterface.register(_transformers_paged.NAME, cute_flash_attention)
+    transformers.AttentionMaskInterface.register(_transformers_paged.NAME, cute_mask)
