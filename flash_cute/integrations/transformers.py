@@ -37,6 +37,7 @@ def cute_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     pages: Any = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls for "cute_attention".
@@ -48,14 +49,15 @@ def cute_attention(
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin among the tokens of all rows, and the last
             one ends. max_length_q and max_length_k are not needed.
         pages: of _transformers_paged, the cache that has all keys, key and value among them.
+        s_aux: (heads,), the sinks of flash_cute.forward.
 
     Returns:
         (batch, q_length, heads, head_dim), and None, as there are no weights. Queries that are padding have
         an out of 0, or in bidirectional attention of no meaning.
 
     Raises:
-        NotImplementedError: dropout, softcap, s_aux, sinks, a bias, head_mask, output_attentions, indices of
-            a sparse attention, a paged cache or a mask that is not of cute_mask is given.
+        NotImplementedError: dropout, softcap, sinks by another name, a bias, head_mask, output_attentions,
+            indices of a sparse attention, a paged cache or a mask that is not of cute_mask is given.
         ValueError, TypeError: as flash_cute.forward.
     """
     if dropout:
@@ -79,6 +81,8 @@ def cute_attention(
         )
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
     given["deterministic"] = bool(options.get("deterministic"))
+    if s_aux is not None:
+        given["sinks"] = s_aux.float()
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
@@ -121,7 +125,6 @@ def cute_flash_attention(
 # Options that models pass to their attention, and that flash_cute has not.
 _NOT_OFFERED = (
     "softcap",
-    "s_aux",
     "sinks",
     "position_bias",
     "alibi",
