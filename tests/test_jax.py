@@ -154,6 +154,55 @@ def test_lengths(is_causal):
         assert_attention(q, k, v, is_causal=is_causal, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+@pytest.mark.parametrize("options", [{}, {"local_window_size": (7, 3)}, {"used": [5, 30]}], ids=str)
+def test_sinks(shape, options):
+    """By results and gradients without sinks, in float64: a sink takes a part of each row's weight."""
+    q, k, v = inputs((2, *SHAPES[shape][1:]))
+    masks, named = dict(options), {}
+    if used := masks.pop("used", None):
+        named = {"query_seq_lengths": jnp.array(used, jnp.int32)}
+    seen = visible(q, k, used_q=used, **masks)
+    sinks = 2 * np.random.default_rng(5).standard_normal(q.shape[2]).astype(np.float32)
+    generator = np.random.default_rng(3)
+    dout = generator.standard_normal(q.shape).astype(q.dtype)
+    dlse = generator.standard_normal(q.shape[:3]).astype(np.float32)
+
+    @jax.jit
+    def call(q, k, v, sinks, dout, dlse):
+        function = partial(attention, return_residual=True, **masks, **named)
+        results, gradients = jax.vjp(lambda q, k, v, s: function(q, k, v, sinks=s), q, k, v, sinks)
+        return *results, *gradients((dout, dlse))
+
+    def with_sinks(rounded):
+        out, lse, *_ = math(q, k, v, dout, dlse, seen, q.shape[-1] ** -0.5, rounded)
+        counts = np.ones(lse.shape, bool)
+        if used:
+            counts &= np.arange(q.shape[1])[None, :, None] < np.array(used)[:, None, None]
+        after = np.where(counts, np.logaddexp(lse, sinks), -np.inf)
+        whole = np.where(counts, after, 0)
+        of_keys, of_sink = np.exp(lse - whole), np.where(counts, np.exp(sinks - whole), 0)
+        out = rounded(out * of_keys[..., None])
+        delta, of_lse = (np.asarray(dout, np.float64) * out).sum(-1), np.where(counts, dlse, 0)
+        inner = np.asarray(dout, np.float64) * of_keys[..., None], of_keys * of_lse + of_sink * delta
+        gradients = math(q, k, v, *inner, seen, q.shape[-1] ** -0.5, rounded)[2:]
+        return out, after, *gradients, (of_sink * (of_lse - delta)).sum((0, 1))
+
+    oracle, yardstick = map(with_sinks, (lambda x: x, lambda x: x.astype(q.dtype).astype(np.float64)))
+    names = "out", "lse", "dq", "dk", "dv", "dsinks"
+    for name, *triple in zip(names, call(q, k, v, sinks, dout, dlse), yardstick, oracle, strict=True):
+        assert_within_rule(name, *triple)
+
+
+def test_wrong_sinks():
+    q, k, v = inputs("grouped")
+    for sinks in (jnp.zeros(5), jnp.zeros((6, 1)), jnp.zeros(6, jnp.int32), jnp.zeros(6, jnp.float16)):
+        with pytest.raises(ValueError, match=r"sinks must be float32\[6\], or of query's dtype, got"):
+            attention(q, k, v, sinks=sinks)
+    entry = attention(q[0], k[0], v[0], sinks=jnp.zeros(6))
+    assert entry.shape == q[0].shape
+
+
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize("lengths", [False, True])
 def test_blind_queries_reach_no_gradient(garbage, lengths):
@@ -351,9 +400,11 @@ def test_explicit_shards(spec):
         operands = [jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*spec))) for x in (q, k, v)]
         found = jax.jit(call)(*operands)
         mixed = jax.jit(call)(operands[0], k, v)
+        sunk = jax.jit(lambda *x: attention(*x, sinks=jnp.ones(4)))(*operands)
     assert all(jax.typeof(x) == jax.typeof(y) for x, y in zip(found[1], operands, strict=True))
     close(found, expected)
     close(mixed, expected)
+    close(sunk, attention(q, k, v, sinks=jnp.ones(4)))
 
 
 def test_explicit_shards_of_one_head_of_keys():

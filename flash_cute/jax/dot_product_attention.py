@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
+from flash_cute.jax import sinks as sinks_of
 from flash_cute.jax.arguments import ATTENTION
 from flash_cute.wording import require_bool
 
@@ -36,6 +37,7 @@ def attention(
     key_value_left_padding: jax.Array | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
+    sinks: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention with the signature, layout and masks of jax.nn.dot_product_attention.
 
@@ -55,12 +57,14 @@ def attention(
             none.
         deterministic: the same bits in the gradients each time.
         return_residual: also return the log-sum-exp.
+        sinks: (heads_q,), float32 or query's dtype: for each head the logit, not scaled, of a key that every
+            query that counts sees and that has no value; -inf is none. lse counts it. Differentiable.
 
     Returns:
         out: of query's shape and dtype. 0 for a query that sees no key or doesn't count, where JAX's own
             gives the mean of the values to the former.
         lse: with return_residual, float32 (batch, seqlen_q, heads_q), natural logarithm; -inf where out is 0
-            for these reasons.
+            for these reasons; with sinks, that of the sink for a query that sees no key.
 
         Both are differentiable, once, in reverse mode.
 
@@ -94,7 +98,8 @@ def attention(
     )
     left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
-    options = _Options(scale, -1, -1, deterministic, return_residual)
+    options = _Options(scale, -1, -1, deterministic, return_residual or sinks is not None)
+    sinks = None if sinks is None else sinks_of.checked(sinks, query)
 
     def compute(query, key, value, lengths):
         if all(x is None for x in lengths):
@@ -103,6 +108,8 @@ def attention(
         return _with_lengths(query, key, value, lengths, is_causal, same, options)
 
     out, lse = _in_shards(compute, query, key, value, lengths)
+    if sinks is not None:
+        out, lse = sinks_of.with_sinks(out, lse, sinks, lengths[0])
     out, lse = (x if has_batch else jnp.squeeze(x, 0) for x in (out, jnp.swapaxes(lse, 1, 2)))
     return (out, lse) if return_residual else out
 
