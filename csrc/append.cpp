@@ -222,6 +222,8 @@ AppendProblem validate(AppendArguments const& arguments) {
     require_readable_cache(cache, tensor.strides(), tensor.const_data_ptr());
     require_no_overlap(cache, tensor.strides());
   }
+  require_different_memory(*operands[size_t(Part::v_cache)], v_cache, *operands[size_t(Part::k_cache)],
+                           k_cache);
   return problem;
 }
 

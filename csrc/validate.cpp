@@ -155,10 +155,17 @@ void require_scale(char const* name, double scale) {
 }
 
 void require_no_overlap(Operand const& operand, IntHeaderOnlyArrayRef strides) {
+  if (std::ranges::find(operand.sizes, 0) != operand.sizes.end()) return;
   for (size_t dim = 0; dim < operand.sizes.size(); ++dim) {
     require(operand.sizes[dim] <= 1 || strides[dim] != 0, operand.name,
             " is written, so its elements must not overlap, but its stride of dimension ", dim, " is 0");
   }
+}
+
+void require_different_memory(Operand const& written, Tensor const& tensor, Operand const& other,
+                              Tensor const& other_tensor) {
+  require(tensor.numel() == 0 || tensor.const_data_ptr() != other_tensor.const_data_ptr(), written.name,
+          " is written and must not have the memory of ", other.name);
 }
 
 // Three calls of torch for each operand, as a GPU's kernel waits for them.
@@ -178,6 +185,7 @@ void require_stored(Operand const& operand, Tensor const& tensor) {
 }
 
 void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef strides, void const* data) {
+  if (std::ranges::find(operand.sizes, 0) != operand.sizes.end()) return;
   int const bytes = element_bytes(operand.type);
   require(operand.sizes[3] == 1 || strides[3] == 1, operand.name,
           " is a cache, which is not copied; its last dimension must have stride 1, got ", strides[3]);
@@ -212,6 +220,10 @@ AttentionProblem validate(AttentionArguments const& arguments) {
     validate_out(q, out);
     require_stored(out, *arguments.out);
     require_no_overlap(out, arguments.out->strides());
+    for (auto const& [operand, tensor] :
+         {std::pair{&q, &arguments.q}, {&k, &arguments.k}, {&v, &arguments.v}}) {
+      require_different_memory(out, *arguments.out, *operand, *tensor);
+    }
   }
   if (problem.cached) {
     require_readable_cache(k, arguments.k.strides(), arguments.k.const_data_ptr());

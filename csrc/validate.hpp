@@ -127,6 +127,10 @@ void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef stride
 // Throws if what is written has several elements in one place.
 void require_no_overlap(Operand const& operand, IntHeaderOnlyArrayRef strides);
 
+// Throws if both begin at one address.
+void require_different_memory(Operand const& written, Tensor const& tensor, Operand const& other,
+                              Tensor const& other_tensor);
+
 // Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
 void require_stored(Operand const& operand, Tensor const& tensor);  // of it
 

@@ -19,7 +19,9 @@ _TENSORS = (
     *("k", "v", "k_cache", "v_cache", "cache_seqlens", "block_table", "slots", "cu_seqlens", "q"),
     *("rotary_cos", "rotary_sin", "positions"),
 )
-_DTYPES = "torch.float16, torch.bfloat16 and torch.float32 are"
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
+_INTEGERS = dict.fromkeys(("cache_seqlens", "block_table", "cu_seqlens"), torch.int32)
+_INTEGERS |= dict.fromkeys(("slots", "positions"), torch.int64)
 
 
 def append_kv(
@@ -46,7 +48,7 @@ def append_kv(
     Args:
         k, v: the new rows, (batch, heads_kv, rows, head_dim), or packed, with cu_seqlens or slots,
             (total, heads_kv, head_dim). float16, bfloat16 or float32, any strides; head_dim is a multiple
-            of 8. Under autocast they, and q, are cast to the cache's dtype.
+            of 8. What autocast would cast of them, and of q, is cast to the cache's dtype.
         k_cache, v_cache: (batch, heads_kv, capacity, head_dim), or pages (pages, heads_kv, page_size,
             head_dim) with block_table or slots; k's dtype and device. A cache is never copied: the last
             dimension must be contiguous, and other strides multiples of 16 bytes.
@@ -88,17 +90,31 @@ def append_kv(
     try:
         if torch_private.autocast_is_enabled():
             require_stored("append_kv", **tensors)
-            tensors |= {name: tensors[name].to(k_cache.dtype) for name in ("k", "v", "q") if name in tensors}
+            rows = {name: tensors[name] for name in ("k", "v", "q") if name in tensors}
+            cast = {name: x for name, x in rows.items() if ops.autocast_concerns(x) and _is_accepted(k_cache)}
+            tensors |= {name: x.to(k_cache.dtype) for name, x in cast.items()}
         if ops.needs_gradient(*tensors.values()):
             raise NotImplementedError(f"{OURS}there are no gradients through a cache; detach k, v and q")
+        ops.require_memory_of_its_own(k_cache=k_cache, v_cache=v_cache)
         if lengths.CHECKED and lengths.are_known(*tensors.values()):
             _check_values(**tensors)
         rotated = _append(**tensors, rotary_interleaved=rotary_interleaved)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         if torch.compiler.is_compiling():  # which can't trace what follows, and shows the error as it is
             raise
-        raise ops.named(error, "flash_cute.append_kv", tensors, _DTYPES) from None
+        raise ops.named(error, "flash_cute.append_kv", tensors, _accepted) from None
     return None if q is None else rotated
+
+
+def _accepted(argument: str) -> str:
+    if argument in _INTEGERS:
+        return f"{_INTEGERS[argument]} is"
+    *others, last = map(str, _DTYPES)
+    return f"{', '.join(others)} and {last} are"
+
+
+def _is_accepted(cache: torch.Tensor) -> bool:
+    return cache.dtype in _DTYPES
 
 
 def _places(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,27 +210,49 @@ def _check_shapes(**tensors: torch.Tensor | None) -> None:
 def _check_values(**tensors: torch.Tensor) -> None:
     """Raises ValueError for a row without a place, or a position that the table of rotations has not."""
     _check_shapes(**tensors)
-    k, k_cache = tensors["k"], tensors["k_cache"]
-    slots, table, cos = (tensors.get(name) for name in ("slots", "block_table", "rotary_cos"))
+    require_stored("append_kv", **tensors)
+    names = (
+        "k",
+        "k_cache",
+        "cache_seqlens",
+        "block_table",
+        "slots",
+        "cu_seqlens",
+        "q",
+        "rotary_cos",
+        "positions",
+    )
+    k, k_cache, used, table, slots, offsets, q, cos, positions = map(tensors.get, names)
     pages, page_size = k_cache.shape[0], k_cache.shape[2]
     if slots is not None:
         _require("slots must be less than the cache's rows,", slots, None, pages * page_size)
     else:
-        sequence, place = _places(k, tensors.get("cache_seqlens"), tensors.get("cu_seqlens"))
-        sequence, place = sequence[sequence >= 0], place[sequence >= 0]
+        if offsets is not None:
+            lengths.check_offsets("cu_seqlens", offsets.tolist(), "k", k.shape[0])
+        sequence, place = _places_in_sequences(k, used, offsets)
         room = page_size * (1 if table is None else table.shape[1])
-        _require("cache_seqlens must leave room for the new rows, whose places must be", place, 0, room)
+        _require("the places of new rows behind cache_seqlens must be", place, 0, room)
         if table is not None:
             _require("block_table must have pages", table[sequence, place // page_size], 0, pages)
     if cos is not None:
-        found = tensors.get("positions", None if slots is not None else place)
-        _require("positions must be rows of rotary_cos,", found, 0, cos.shape[0])
+        if positions is None:
+            positions = torch.cat(
+                [_places_in_sequences(x, used, offsets)[1] for x in (k, q) if x is not None]
+            )
+        _require("positions must be rows of rotary_cos,", positions, 0, cos.shape[0])
+
+
+def _places_in_sequences(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """_places, without rows that belong to none."""
+    sequence, place = _places(*arguments)
+    return sequence[sequence >= 0], place[sequence >= 0]
 
 
 def _require(what: str, values: torch.Tensor, least: int | None, end: int) -> None:
     for value in values.flatten().tolist():
         if value >= end or (least is not None and value < least):
-            accepted = f"{least} to {end - 1}" if least is not None else f"at most {end - 1}"
+            accepted = "of a cache with room" if end == 0 else f"at most {end - 1}"
+            accepted = accepted if least is None or end == 0 else f"{least} to {end - 1}"
             raise ValueError(f"{OURS}{what} {accepted}, got {value}")
 
 

@@ -14,7 +14,7 @@ from flash_cute import lengths, ops
 from flash_cute import sinks as sinks_of
 from flash_cute.explanation import Explanation, work
 from flash_cute.registration import LENGTHS
-from flash_cute.wording import OURS, is_ours, require_bool, shown
+from flash_cute.wording import OURS, require_bool, shown
 
 _BOOLS = bool, torch.SymBool
 Window = int | tuple[int | None, int | None] | None
@@ -416,24 +416,11 @@ def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exceptio
     if torch.compiler.is_compiling():  # which can't trace what follows, and shows the error as it is
         return error
     message = str(error).partition("\n")[0]
-    foreign = not is_ours(error)
-    for argument, value in tensors.items():
-        if foreign and (value.is_nested or value.layout != torch.strided):
-            kind = "nested" if value.is_nested else f"of layout {value.layout}"
-            return ValueError(f"{face}: {argument} is {kind}; dense tensors are accepted")
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
         return TypeError(f"{face}: expected {expected.removesuffix('.')}")
-    elements = "torch.float16 and torch.bfloat16 are"
-    for argument, tensor in tensors.items():
-        if foreign and tensor.is_quantized:
-            accepted = "torch.int32 is" if argument in LENGTHS else elements
-            return ValueError(f"{face}: {argument} is quantized; {accepted} accepted")
-    for argument, tensor in tensors.items():
-        if foreign and tensor.device.type not in ("cuda", "cpu"):
-            where = f"{argument} is on device {tensor.device}"
-            return NotImplementedError(f"{face}: {where}; cuda and cpu are supported, all on one device")
-    return ops.named(error, face, tensors, elements)
+    accepted = ops.accepted_beside_lengths("torch.float16 and torch.bfloat16 are")
+    return ops.named(error, face, tensors, accepted)
 
 
 # By function, for who misnames one: while a compiler traces, signatures are out of reach.

@@ -113,17 +113,21 @@ def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
     return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def check_offsets(name: str, offsets: list[int], side: str, total: int) -> None:
+    for sequence, (begin, end) in enumerate(pairwise(offsets)):
+        if not 0 <= begin <= end <= total:
+            raise _error(
+                f"sequence {sequence} has {name} {begin} to {end}; offsets that do not decrease, "
+                f"from 0 to {side}'s total {total}, are accepted"
+            )
+
+
 def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:
     table = given.get("block_table") if side == "k" else None
     if "cu_seqlens_q" in given and tensor.dim() == 3:
         name = f"cu_seqlens_{side}" if f"cu_seqlens_{side}" in given else "cu_seqlens_q"
-        offsets, total = given[name].tolist(), tensor.shape[0]
-        for sequence, (begin, end) in enumerate(pairwise(offsets)):
-            if not 0 <= begin <= end <= total:
-                raise _error(
-                    f"sequence {sequence} has {name} {begin} to {end}; offsets that do not decrease, "
-                    f"from 0 to {side}'s total {total}, are accepted"
-                )
+        offsets = given[name].tolist()
+        check_offsets(name, offsets, side, tensor.shape[0])
         room = [end - begin for begin, end in pairwise(offsets)]
     elif table is not None:
         room = [tensor.shape[2] * table.shape[1]] * table.shape[0]

@@ -7,7 +7,7 @@ but on the CPU: calls without gradients, and compiled graphs with or without the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -45,6 +45,7 @@ def forward_into(q, k, v, lengths, options, out):
     """forward, whose out is written into a tensor."""
     options.pop("deterministic", None)
     require_stored("forward", out=out)
+    require_memory_of_its_own(out=out)
     q, k, v = _cast(q, k, v, _is_cache(k, lengths))
     if needs_gradient(q, k, v, out):
         raise NotImplementedError(f"{wording.OURS}there are no gradients with out; detach q, k, v and out")
@@ -130,17 +131,44 @@ def _composite(op):
     return kernel
 
 
-def named(error: Exception, face: str, tensors: dict[str, torch.Tensor], elements: str) -> Exception:
-    """wording.named, and a sentence for a dtype that torch's stable ABI has no name for.
+def named(
+    error: Exception, face: str, tensors: dict[str, torch.Tensor], accepted: Callable[[str], str]
+) -> Exception:
+    """wording.named, and a sentence for what torch refuses before our checks: layouts, devices, dtypes.
 
-    tensors: of the call, by the names of its arguments; elements: the dtypes that are accepted of operands.
+    tensors: of the call, by the names of its arguments; accepted: "torch.int32 is" for an argument.
     """
+    if not wording.is_ours(error):
+        for argument, tensor in tensors.items():
+            if tensor.is_nested or tensor.layout != torch.strided:
+                kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+                return ValueError(f"{face}: {argument} is {kind}; dense tensors are accepted")
+        for argument, tensor in tensors.items():
+            if tensor.is_quantized:
+                return ValueError(f"{face}: {argument} is quantized; {accepted(argument)} accepted")
+        for argument, tensor in tensors.items():
+            if tensor.device.type not in ("cuda", "cpu"):
+                where = f"{argument} is on device {tensor.device}"
+                return NotImplementedError(f"{face}: {where}; cuda and cpu are supported, all on one device")
     if "Not yet supported ScalarType" in str(error):
         for argument, tensor in tensors.items():
-            accepted = "torch.int32 is" if argument in LENGTHS else elements
-            if str(tensor.dtype) not in accepted:
-                return ValueError(f"{face}: {argument} has dtype {tensor.dtype}; {accepted} accepted")
+            if str(tensor.dtype) not in accepted(argument):
+                return ValueError(
+                    f"{face}: {argument} has dtype {tensor.dtype}; {accepted(argument)} accepted"
+                )
     return wording.named(error, face)
+
+
+def accepted_beside_lengths(elements: str) -> Callable[[str], str]:
+    """accepted of named, where all that are no lengths are of these dtypes."""
+    return lambda argument: "torch.int32 is" if argument in LENGTHS else elements
+
+
+def require_memory_of_its_own(**tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor to write into that is a view which negates what its memory holds."""
+    for name, tensor in tensors.items():
+        if tensor.is_neg():
+            raise ValueError(f"{wording.OURS}{name} is a view that negates; call resolve_neg() on it first")
 
 
 def require_number(face: str, name: str, value: object, accepted: str) -> None:
@@ -279,12 +307,14 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(tensor.device.type) if autocast_concerns(tensor) else tensor.dtype
+
+
+def autocast_concerns(tensor: torch.Tensor) -> bool:
     device = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     # Not any device that autocast is available for: dynamo can't trace that question.
-    if eligible and device in ("cuda", "cpu") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
+    return eligible and device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:

@@ -145,10 +145,11 @@ def count_versions(op, library: torch.library.Library) -> None:
     written = torch_private.written_arguments(op)
 
     def kernel(keyset, *args, **kwargs):
+        results = op.redispatch(torch_private.below_versions(keyset), *args, **kwargs)
         for place, name in written:
             tensor = args[place] if place < len(args) else kwargs[name]
             torch.autograd.graph.increment_version(tensor)
-        return op.redispatch(torch_private.below_versions(keyset), *args, **kwargs)
+        return results
 
     library.impl(op.name().split("::")[1], kernel, "ADInplaceOrView", with_keyset=True)
 

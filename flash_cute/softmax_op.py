@@ -75,8 +75,8 @@ def softmax(
     except RuntimeError as error:
         tensors = {"x": x, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        elements = "torch.float32, torch.float16 and torch.bfloat16 are"
-        raise ops.named(error, "flash_cute.softmax", tensors, elements) from None
+        accepted = ops.accepted_beside_lengths("torch.float32, torch.float16 and torch.bfloat16 are")
+        raise ops.named(error, "flash_cute.softmax", tensors, accepted) from None
 
 
 def _check_dense(name: str, x: torch.Tensor) -> None:

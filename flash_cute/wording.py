@@ -5,6 +5,7 @@ Needs torch for a name alone, as flash_cute.jax works without.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 _MOST = 100
@@ -28,7 +29,7 @@ def require_bool(face: str, name: str, value: object) -> None:
 
 
 def is_ours(error: Exception) -> bool:
-    return str(error).partition(": ")[0].partition(".")[0] == "flash_cute"
+    return re.match(r"flash_cute(\.\w+)*: ", str(error)) is not None
 
 
 def named(error: Exception, face: str, words: Mapping[str, str] | None = None) -> Exception:

@@ -307,6 +307,35 @@ def test_wrong_calls(device, name, traced):
     assert_appended(call, flash_cute.append_kv(**call.arguments))
 
 
+def test_other_kinds_of_tensors(device):
+    """One sentence for what torch itself would refuse, and nothing is counted as written."""
+    call = make_append(device, rotary="halves")
+    given, version = call.arguments, call.arguments["k_cache"]._version
+    offsets = torch.tensor([0, 3, 5])
+    wrong = {
+        "k": (given["k"].to_sparse(), "k is of layout torch.sparse_coo; dense tensors are accepted"),
+        "cache_seqlens": (
+            torch.nested.nested_tensor_from_jagged(torch.ones(5), offsets),
+            "cache_seqlens is nested",
+        ),
+        "rotary_cos": (
+            given["rotary_cos"].to(torch.float8_e8m0fnu),
+            "rotary_cos has dtype torch.float8_e8m0fnu; torch",
+        ),
+        "v_cache": (torch._neg_view(given["v_cache"]), "v_cache is a view that negates; call resolve_neg()"),
+        "q": (given["q"].to("meta"), "q is on device meta"),
+        "v": (given["v"][:1], "v has shape"),
+    }
+    for name, (tensor, sentence) in wrong.items():
+        with pytest.raises((ValueError, NotImplementedError), match=r"^flash_cute\.append_kv: ") as error:
+            flash_cute.append_kv(**given | {name: tensor})
+        assert sentence in str(error.value)
+    with pytest.raises(ValueError, match="v_cache is written and must not have the memory of k_cache"):
+        flash_cute.append_kv(**given | {"v_cache": given["k_cache"]})
+    assert given["k_cache"]._version == version
+    assert_appended(call, flash_cute.append_kv(**given))
+
+
 def test_other_types(device):
     call = make_append(device)
     for name, value in (("k", 3), ("cache_seqlens", [1, 2]), ("q", "x")):
@@ -357,6 +386,12 @@ def test_autocast(device):
     with torch.autocast(device.type, torch.bfloat16):
         rotated = flash_cute.append_kv(**call.arguments | wide)
     assert_appended(call, rotated)
+    for other in (torch.int64, torch.float64):
+        with (
+            torch.autocast(device.type, torch.bfloat16),
+            pytest.raises(ValueError, match=rf"v has dtype {other} and k torch\.bfloat16"),
+        ):
+            flash_cute.append_kv(**call.arguments | {"v": call.arguments["v"].to(other)})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -420,7 +455,7 @@ def test_exported(device):
 def test_values_are_checked_on_request(device, monkeypatch):
     monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
     cases = {
-        "padded": "cache_seqlens must leave room for the new rows, whose places must be 0 to 63, got 6",
+        "padded": "the places of new rows behind cache_seqlens must be 0 to 63, got 6",
         "slots": "slots must be less than the cache's rows, at most 351, got 352",
     }
     for place, sentence in cases.items():
@@ -441,6 +476,30 @@ def test_values_are_checked_on_request(device, monkeypatch):
         "positions": torch.full((len(call.arguments["k"]),), 999, device=device),
     }
     with pytest.raises(ValueError, match=r"positions must be rows of rotary_cos, 0 to 191, got 999"):
+        flash_cute.append_kv(**call.arguments)
+
+
+def test_values_that_are_wrong_in_other_ways(device, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    call = make_append(device, "packed", "halves")
+    call.arguments["cache_seqlens"].zero_()
+    changes = {
+        "cu_seqlens": (
+            lambda x: x.flip(0),
+            "cu_seqlens .* to .*; offsets that do not decrease, from 0 to k's total",
+        ),
+        "k_cache": (lambda x: x[:, :, :0], "the places of new rows .* must be of a cache with room, got 0"),
+        "rotary_cos": (lambda x: x[:2], "positions must be rows of rotary_cos, 0 to 1, got"),
+    }
+    for name, (change, sentence) in changes.items():
+        arguments = call.arguments | {name: change(call.arguments[name])}
+        others = {"k_cache": "v_cache", "rotary_cos": "rotary_sin"}
+        if other := others.get(name):
+            arguments[other] = change(call.arguments[other])
+        with pytest.raises(ValueError, match=sentence):
+            flash_cute.append_kv(**arguments)
+    call.arguments["cu_seqlens"].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="cu_seqlens must have a storage of at least"):
         flash_cute.append_kv(**call.arguments)
 
 

@@ -105,6 +105,23 @@ def test_wrong_tensors(device, name):
     assert flash_cute.forward(**arguments, out=torch.empty_like(arguments["q"]))[0].isfinite().all()
 
 
+def test_memory_of_others(device):
+    arguments = make_call("dense", device) | {"k": torch.randn(2, 2, 70, 64, device=device).bfloat16()}
+    q = arguments["q"]
+    with pytest.raises(
+        ValueError, match=r"^flash_cute\.forward: out is written and must not have the memory of q"
+    ):
+        flash_cute.forward(**arguments, out=q)
+    with pytest.raises(ValueError, match=r"^flash_cute\.forward: out is a view that negates"):
+        flash_cute.forward(**arguments, out=torch._neg_view(torch.empty_like(q)))
+    version = (out := torch.empty_like(q).half())._version
+    with pytest.raises(ValueError, match="out has dtype"):
+        flash_cute.forward(**arguments, out=out)
+    assert out._version == version
+    empty = q[:, :, :0]
+    flash_cute.forward(empty, arguments["k"], arguments["v"], out=empty[:1].expand(2, -1, -1, -1))
+
+
 def test_freed_storage(device):
     arguments = make_call("dense", device)
     out = torch.empty_like(arguments["q"])
