@@ -95,7 +95,8 @@ struct CombineRow {
 };
 
 // The thread blocks of a slot, blockIdx.y of gridDim.y, combine the part's share of the tile's rows.
-template <class Element, int kHeadDim, class Problem>
+// kStartsEarly: as launch_kernel has it.
+template <class Element, int kHeadDim, bool kStartsEarly, class Problem>
 __global__ void __launch_bounds__(kCombineThreads, 5)
     combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
                    __grid_constant__ PartialResults const partial) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
   __shared__ typename Combine::Sums sums;
   list.template make<kCombineThreads>(params, problem.limits, problem.order, nullptr);
   // Also where nothing is cut: the kernel behind this one waits for this one alone.
-  wait_for_grid_before();
+  if constexpr (kStartsEarly) wait_for_grid_before();
   int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
   if (slot >= list.split_blocks * int(problem.order.packs_of_all.value)) return;
   PartTile const tile = problem.tile(list, slot);
@@ -164,7 +165,7 @@ void launch_combine(ForwardParams const& params, Problem const& problem, Partial
                     int slots, cudaStream_t stream) {
   constexpr int kRowsOfBlock = 16;  // of two parts, about half as many
   int const blocks_of_slot = ceil_div(partial.rows, kRowsOfBlock);
-  launch_kernel<combine_kernel<Element, kHeadDim, Problem>, kStartsEarly>(
+  launch_kernel<combine_kernel<Element, kHeadDim, kStartsEarly, Problem>, kStartsEarly>(
       params.device, dim3(slots, blocks_of_slot), kCombineThreads, 0, stream, params, problem, partial);
 }
 

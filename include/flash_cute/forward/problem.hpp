@@ -2,6 +2,8 @@
 // of keys and where its rows lie. The mask is a part of it; schedulers know only numbers of tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "flash_cute/attention/keys/dense.hpp"
 #include "flash_cute/attention/keys/paged.hpp"
 #include "flash_cute/attention/keys/varlen.hpp"
@@ -93,16 +95,24 @@ struct SplitProblem : VarlenProblem<Mask, SplitOrder, PagedRows, PartTile> {
   PartialResults partial;
 };
 
+// The blocks of keys that the queries of a tile see, of those of its part.
+template <int kBlockN, class Mask, class Tile>
+FLASH_CUTE_HOST_DEVICE BlockRange visited_blocks(Mask const& mask, int tile_queries, Tile const& tile) {
+  BlockRange const visited = mask.visited(tile.m_begin, tile_queries, kBlockN);
+  if constexpr (std::is_base_of_v<PartTile, Tile>) {
+    return {larger(visited.begin, tile.block_begin), smaller(visited.end, tile.block_end)};
+  } else {
+    return visited;
+  }
+}
+
 // The blocks of keys that a tile of queries computes: those that its queries see, or one block that is hidden
 // from them all.
 template <int kBlockN, class Problem>
 FLASH_CUTE_HOST_DEVICE KvBlocks kv_blocks_of(Problem const& problem, typename Problem::Tile const& tile) {
-  BlockRange visited = problem.mask(tile).visited(tile.m_begin, problem.rows().tile_queries(), kBlockN);
+  BlockRange const visited = visited_blocks<kBlockN>(problem.mask(tile), problem.rows().tile_queries(), tile);
   int hidden = 0;
-  if constexpr (Problem::kSplits) {
-    visited = {larger(visited.begin, tile.block_begin), smaller(visited.end, tile.block_end)};
-    hidden = tile.block_begin;
-  }
+  if constexpr (Problem::kSplits) hidden = tile.block_begin;
   return KvBlocks(visited.empty() ? BlockRange{hidden, hidden + 1} : visited);
 }
 

@@ -135,8 +135,15 @@ struct SplitOrder : VarlenOrder {
             found.parts,
             int(of_part)};
   }
+
+  // Of a prepared list or a uniform batch, of kernels that keep no list in shared memory.
+  FLASH_CUTE_HOST_DEVICE int tiles() const {
+    return is_uniform() ? capacity * int(packs_of_all.value) : VarlenOrder::tiles();
+  }
+  FLASH_CUTE_HOST_DEVICE bool unwritten() const { return !is_uniform() && VarlenOrder::unwritten(); }
   FLASH_CUTE_HOST_DEVICE PartTile operator()(int index) const {
-    return tile(prepared()[packs_of_all.quotient(index)], index);
+    int const m_block = packs_of_all.quotient(index);
+    return is_uniform() ? tile(record_alike(m_block), index) : tile(prepared()[m_block], index);
   }
 };
 

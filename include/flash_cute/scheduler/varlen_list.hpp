@@ -167,7 +167,7 @@ struct VarlenList {
   }
   // The tile of the block's own number, which exists.
   CUTE_DEVICE auto first_tile(Order const& order, int block) const {
-    if (order.is_prepared()) return order(block);
+    if (order.is_prepared()) return order.tile(order.prepared()[order.packs_of_all.quotient(block)], block);
     if constexpr (Order::kSplits) {
       if (order.is_uniform()) return tile(order, block);
     }

@@ -77,24 +77,26 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
   }
 }
 
-template <int kThreads, class Mask, class Order>
+// kStartsEarly: as of the kernel after it. Each family so has a kernel of its own, from its own PTX.
+template <int kThreads, bool kStartsEarly, class Mask, class Order>
 __global__ void __launch_bounds__(kThreads)
     varlen_prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Mask const limits,
                           __grid_constant__ Order const order) {
+  if constexpr (kStartsEarly) {
 #if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
+    cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
 #endif
-  wait_for_grid_before();
+    wait_for_grid_before();
+  }
   list_sequences<kThreads>(params, limits, order);
 }
 
-// kStartsEarly: as of the kernel after it.
 template <bool kStartsEarly, class Mask, class Order>
 void launch_varlen_prepare(ForwardParams const& params, Mask const& limits, Order const& order,
                            cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-    launch_kernel<varlen_prepare_kernel<kThreads, Mask, Order>, kStartsEarly>(params.device, 1, kThreads, 0,
-                                                                              stream, params, limits, order);
+    launch_kernel<varlen_prepare_kernel<kThreads, kStartsEarly, Mask, Order>, kStartsEarly>(
+        params.device, 1, kThreads, 0, stream, params, limits, order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).
   constexpr int kFew = kLengthClasses, kMany = 1024;
