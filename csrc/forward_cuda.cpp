@@ -52,12 +52,6 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   int const unreachable = call.unreachable();
   Readable const q = readable("a copy of q", q_whole, varlen);
   bool const whole_rows = varlen && !call.launch.splits();  // see reason_to_copy
-  if (call.problem.cached && whole_rows) {
-    for (auto const& [name, cache] : {std::pair{"k", &k_whole}, {"v", &v_whole}}) {
-      require(is_readable(*cache, true), name, " is a cache, which is not copied, but ",
-              reason_to_copy(*cache, true));
-    }
-  }
   Readable const k = readable("a copy of k", k_whole, whole_rows, unreachable);
   Readable const v = readable("a copy of v", v_whole, whole_rows, unreachable);
   Target target("a copy of out", out, varlen);  // of a layout that the kernels may not be able to write

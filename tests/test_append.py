@@ -129,10 +129,7 @@ def test_then_attention(kernel):
         rows = slice(begin, begin + count)
         flash_cute.append_kv(k[:, :, rows], v[:, :, rows], *caches, used, block_table=table)
         used += count
-        if kernel.family == "sm80":
-            part = kernel.forward(q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], causal=True)
-        else:
-            part = kernel.forward(q[:, :, rows], *caches, causal=True, seqused_k=used, block_table=table)
+        part = kernel.forward(q[:, :, rows], *caches, causal=True, seqused_k=used, block_table=table)
         torch.testing.assert_close(part[0], whole[:, :, rows], atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(part[1], lse[:, :, rows], atol=1e-3, rtol=1e-3)
         begin += count

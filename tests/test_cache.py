@@ -39,10 +39,6 @@ LENGTHS = {
 }
 
 
-def runs_pages(kernel) -> bool:
-    return kernel.family != "sm80"
-
-
 def in_pages(batch: Ragged, page_size: int, layout: str) -> tuple[torch.Tensor, ...]:
     """k, v and the arguments of a batch whose valid keys lie in pages; what no query may use is NaN."""
     device, heads, head_dim = batch.k.device, batch.k.shape[1], batch.k.shape[-1]
@@ -74,12 +70,6 @@ def check_pages(kernel, sequences, packed, mask, page_size, layout="rows first",
     batch = make_ragged(sequences, heads, head_dim, dtype, kernel.device, packed)
     k, v, arguments = in_pages(batch, page_size, layout)
     assert_ragged(kernel.forward(batch.q, k, v, **arguments, **mask.options, **options), batch, mask)
-
-
-@pytest.fixture(autouse=True)
-def only_where_there_are_pages(request):
-    if "kernel" in request.fixturenames and not runs_pages(request.getfixturevalue("kernel")):
-        pytest.skip("kernels of family sm80 read no pages")
 
 
 @matrix(sequences=LENGTHS, packed=PACKED, mask=MASKS, page_size=[1, 16, 64])

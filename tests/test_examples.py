@@ -46,13 +46,6 @@ def test_train_llama(device, tmp_path):
 SERVING = {"requests": 9, "running": 4, "pages": 20, "page_size": 8, "chunk": 10, "prompt": 40, "new": 20}
 
 
-@pytest.fixture
-def needs_pages(device):
-    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("pages need Hopper")
-
-
-@pytest.mark.usefixtures("needs_pages")
 def test_generate(device, tmp_path):
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in (SIZES | SERVING).items()]
     ran = example("generate.py", device, tmp_path, "--check", *sizes, str(ROOT / "tests" / "test_sdpa.py"))
@@ -60,7 +53,6 @@ def test_generate(device, tmp_path):
     assert "the text is that of the model without a cache" in ran.stdout
 
 
-@pytest.mark.usefixtures("needs_pages")
 def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
     """Of a model whose attention decides: wrong lengths or pages change logits by 0.2 or more.
 

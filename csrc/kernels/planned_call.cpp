@@ -120,15 +120,14 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     planned.lengths = {};
     planned.cache = {};
   }
-  bool const splits_keys = call.kernel.family == Family::sm90;
-  require(splits_keys || problem.pages == 0, "block_table needs kernels of family 'sm90' (Hopper); got ",
-          name_of(call.kernel.family));
-  require(splits_keys || !problem.batch_invariant,
-          "batch_invariant needs kernels of family 'sm90' (Hopper); got ", name_of(call.kernel.family));
-  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, planned, mask);
-  if (call.launch.splits()) {
-    call.kernel = forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);
-  }
+  ForwardKernel const split =
+      forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);
+  require(split.run || !(problem.cached || problem.batch_invariant), "this build has no ",
+          name_of(call.kernel.family), " kernel for caches and batch_invariant with ",
+          name_of(problem.element), " and head_dim ", problem.shape.head_dim,
+          "; flash_cute.supported() lists what it has");
+  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, split.head_dim, planned, mask);
+  if (call.launch.splits()) call.kernel = split;
   return call;
 }
 
@@ -154,14 +153,17 @@ int64_t forward_workspace(AttentionProblem const& problem) {
       problem, plain_kernel, [&](Family family, int bucket, auto const& params, auto const& mask) {
         plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
         ForwardTiles const tiles = forward_tiles(family, bucket);
-        int64_t const split = plan::splits(family, tiles, params, mask)
-                                  ? plan::plan_split(tiles, params, mask).workspace_bytes
+        ForwardTiles const split_tiles = forward_tiles(
+            family, forward_kernel(family, problem.element, problem.shape.head_dim, Variant::split).head_dim);
+        int64_t const split = plan::splits(family, split_tiles, params, mask)
+                                  ? plan::plan_split(family, split_tiles, params, mask).workspace_bytes
                                   : 0;
         if (!problem.varlen) return larger<int64_t>(sizeof(int), split);
         int64_t m_blocks = 0;
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
           if (tile.warps == 0) continue;
-          m_blocks = larger(m_blocks, m_block_capacity(params, plan::rows_of(family, tile, mean.shape)));
+          m_blocks =
+              larger(m_blocks, m_block_capacity(params, plan::whole_rows_of(family, tile, mean.shape)));
         }
         return larger(split, int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord)));
       });

@@ -495,13 +495,23 @@ PYBIND11_MODULE(flash_cute_host, module) {
 
   // Every tile of every part, cut sequences first, as a list has them: (entry, head, m_begin, first key,
   // keys, blocks of keys of the part, slot, part, parts). lengths: as of PartLengths.
+  // is_uniform: do all sequences have the lengths of the shape, so that nothing is listed?
   module.def("split_tiles", [](VarlenBatch const& batch, int block_m, int groups, int packed,
-                               std::array<int, 4> const& lengths) {
+                               std::array<int, 4> const& lengths, bool is_uniform) {
     auto const [block_n, wanted_items, least_blocks, fixed_blocks] = lengths;
     ForwardParams const& params = batch.params;
     SplitOrder const order =
         SplitOrder::make(params, batch.mask, PackedRows(block_m / groups, groups, packed),
-                         {block_n, wanted_items, least_blocks, fixed_blocks}, false, false);
+                         {block_n, wanted_items, least_blocks, fixed_blocks}, false, is_uniform);
+    std::vector<std::tuple<int, int, int, int, int, std::pair<int, int>, int, int, int>> tiles;
+    auto add = [&](PartTile const& tile) {
+      tiles.emplace_back(tile.batch, tile.head, tile.m_begin, tile.k_first, tile.seqlen_k,
+                         std::pair(tile.block_begin, tile.block_end), tile.slot, tile.part, tile.parts);
+    };
+    if (is_uniform) {
+      for (int index = 0; index < order.tiles(); ++index) add(order(index));
+      return std::pair(tiles, order.capacity);
+    }
     std::vector<std::pair<int, SplitSequence>> sequences;
     int64_t work = 0;
     for (int b = 0; b < params.shape.batch; ++b) {
@@ -512,17 +522,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
     std::ranges::stable_partition(sequences, [&](auto const& s) {
       return s.second.used > 0 && order.parts(s.second, part_blocks) > 1;
     });
-    std::vector<std::tuple<int, int, int, int, int, std::pair<int, int>, int, int, int>> tiles;
     int first_block = 0;
     for (auto const& [b, sequence] : sequences) {
       if (sequence.used == 0) continue;
       SplitRecord const record = order.record(b, sequence, first_block, part_blocks);
       int const m_blocks = record.m_blocks * record.parts;
-      for (int index = first_block * packs; index < (first_block + m_blocks) * packs; ++index) {
-        PartTile const tile = order.tile(record, index);
-        tiles.emplace_back(tile.batch, tile.head, tile.m_begin, tile.k_first, tile.seqlen_k,
-                           std::pair(tile.block_begin, tile.block_end), tile.slot, tile.part, tile.parts);
-      }
+      for (int index = first_block * packs; index < (first_block + m_blocks) * packs; ++index)
+        add(order.tile(record, index));
       first_block += m_blocks;
     }
     return std::pair(tiles, order.capacity);
@@ -546,7 +552,9 @@ PYBIND11_MODULE(flash_cute_host, module) {
                                 int64_t l2_bytes) {
     ForwardParams params = batch.params;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
-    return plan_forward(family, bucket, params, batch.mask);
+    int split_bucket = bucket;  // of the smallest that holds this one
+    while (split_bucket <= 256 && forward_tiles(family, split_bucket).few.warps == 0) split_bucket += 8;
+    return plan_forward(family, bucket, split_bucket, params, batch.mask);
   });
 
   py::class_<Divisor>(module, "Divisor")
@@ -561,7 +569,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("warps", &ForwardTile::warps);
   module.def("forward_tiles", [](Family family, int head_dim) {
     ForwardTiles const tiles = forward_tiles(family, head_dim);
-    return std::pair(tiles.main, tiles.small);
+    return std::tuple(tiles.main, tiles.small, tiles.few, tiles.many);
   });
 
   module.def("instances", &instances);

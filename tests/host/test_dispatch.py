@@ -10,13 +10,29 @@ def test_every_instance_has_a_tile(host):
         if direction == host.Pass.backward:
             assert host.backward_tiles(family, head_dim), f"{family} has no tile for head_dim {head_dim}"
             continue
-        main, small = host.forward_tiles(family, head_dim)
+        main, small, *_ = host.forward_tiles(family, head_dim)
         assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
         for tile in [main, small] if small.warps else [main]:
             assert tile.stages >= 1
             assert tile.block_m % 16 == 0
             assert tile.block_n % 16 == 0
         assert small.block_m < main.block_m
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_tiles_of_parts(host, family, head_dim):
+    """Both have the same block of keys, on which a query's bits depend, and parts of whole blocks."""
+    _, _, few, many = host.forward_tiles(getattr(host.Family, family), head_dim)
+    if (family, head_dim) in (("sm80", 96), ("sm80", 192)):  # a larger kernel serves them
+        assert few.warps == many.warps == 0
+        return
+    assert few.block_n == many.block_n
+    assert few.block_m == 64
+    for tile in (few, many):
+        assert 256 % tile.block_n == 0
+        rows = tile.block_m + 2 * tile.stages * tile.block_n
+        assert rows * head_dim * 2 <= (96 if family == "sm80" else 226) << 10
 
 
 def test_a_head_dim_without_a_row_has_no_tile(host):

@@ -57,9 +57,10 @@ def test_the_tile_of_unequal_lengths(host, lengths, block_m):
 
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (64, 64), (65, 33), (256, 64)])
 def test_heads_are_packed_where_queries_are_few(host, group, packed):
-    assert plan(host, "sm90", 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
-    assert plan(host, "sm90", 128, (16, group, 1, 8192, 8192, 128)).packed_heads == 1
-    assert plan(host, "sm80", 128, (16, group, 1, 1, 8192, 128)).packed_heads == 1
+    for family in ("sm80", "sm90"):
+        assert plan(host, family, 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
+        assert plan(host, family, 128, (16, group, 1, 8192, 8192, 128)).packed_heads == 1
+    assert plan(host, "sm80", 128, (16, group, 1, 1, 100, 128)).packed_heads == 1  # of uncut keys
 
 
 @given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 96, 128, 192, 256]))
@@ -170,3 +171,38 @@ def test_partial_results_lie_behind_the_tile_counter(host, shape, head_dim):
     assume(chosen.slots > 0)
     assert chosen.partial_offset >= 4
     assert chosen.workspace_bytes > chosen.partial_offset
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("sizes", "window", "splits"),
+    [
+        ((1, 32, 8, 1, 8192, 128), FULL, True),
+        ((64, 32, 8, 1, 8192, 128), FULL, True),  # as their heads are packed
+        ((64, 32, 8, 16, 256, 128), CAUSAL, True),
+        ((64, 32, 8, 1, 255, 128), FULL, False),  # few keys
+        ((64, 32, 8, 100, 390, 128), CAUSAL, False),  # many queries
+        ((1, 1, 1, 8192, 8192, 128), CAUSAL, True),  # few tiles
+        ((1, 2, 2, 8192, 8192, 128), CAUSAL, False),
+    ],
+)
+def test_keys_are_cut_where_queries_or_tiles_are_few(host, family, sizes, window, splits):
+    assert plan(host, family, 128, sizes, window).splits == splits
+
+
+@given(shapes, st.sampled_from([64, 96, 128, 192, 256]))
+def test_parts_on_sm80_have_a_block_each(host, shape, head_dim):
+    """And as they take no tile from a counter, there is none before the partial results."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, 100 * seqlen_k, head_dim
+    chosen = plan(host, "sm80", head_dim, sizes)
+    assume(chosen.splits)
+    tiles = -(-seqlen_q // chosen.tile_queries) * batch * heads_kv * -(-group // chosen.packed_heads)
+    assert chosen.slots in (0, chosen.blocks)
+    assert chosen.blocks % tiles == 0
+    assert (chosen.slots > 0) == (chosen.blocks > tiles)
+    assert chosen.partial_offset == 0
+    rows = min(chosen.tile.block_m // chosen.packed_heads, seqlen_q) * chosen.packed_heads
+    assert chosen.workspace_bytes == 4 * chosen.slots * rows * (head_dim + 1)
+    lengths = plan(host, "sm80", head_dim, sizes, lengths=[None, None, None, [1] * batch, None])
+    assert not lengths.splits or lengths.prepares

@@ -14,7 +14,8 @@ def test_parts_have_every_visible_key_once(host, data):
     batch = make_varlen_batch(host, sizes, window, lengths)
     block_n, wanted = data.draw(st.sampled_from([16, 64])), data.draw(st.sampled_from([1, 8, 132]))
     least, fixed = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 0, 1, 3]))
-    tiles, capacity = host.split_tiles(batch, 16, 1, 1, (block_n, wanted, least, fixed))
+    is_uniform = not any(lengths)
+    tiles, capacity = host.split_tiles(batch, 16, 1, 1, (block_n, wanted, least, fixed), is_uniform)
     slots = [tile[6] for tile in tiles]
     cut = sum(slot >= 0 for slot in slots)
     assert slots == [*range(cut), *[-1] * (len(tiles) - cut)]

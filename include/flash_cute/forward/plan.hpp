@@ -72,6 +72,9 @@ constexpr int kMaxTiles = std::numeric_limits<int>::max() / 2;  // the rest is f
 inline PackedRows rows_sm90(ForwardTile const& tile, int packed) {
   return PackedRows(kWarpgroupRows, tile.block_m / kWarpgroupRows, packed);
 }
+inline PackedRows rows_of(Family family, ForwardTile const& tile, int packed) {
+  return family == Family::sm80 ? PackedRows(tile.block_m, 1, packed) : rows_sm90(tile, packed);
+}
 
 inline int64_t count_tiles(ProblemShape const& shape, PackedRows const& rows) {
   int64_t const packs = rows.packs(shape.heads_q / shape.heads_kv);
@@ -149,15 +152,16 @@ inline double work(UniformBatch const& batch, ForwardTile const& tile, int packe
 
 // Packing pays with fewer queries than a tile has rows: it leaves fewer tiles, and K and V are read less
 // often. A group of more heads than a warpgroup has rows is packed in equal parts.
-inline int packed_heads(ProblemShape const& shape, ForwardTile const& tile) {
+inline int packed_heads(Family family, ProblemShape const& shape, ForwardTile const& tile) {
   int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
   int const packed = ceil_div(group, packs);
   if (shape.seqlen_q >= tile.block_m) return 1;
-  return packs * ceil_div(shape.seqlen_q, rows_sm90(tile, packed).tile_queries()) < group ? packed : 1;
+  return packs * ceil_div(shape.seqlen_q, rows_of(family, tile, packed).tile_queries()) < group ? packed : 1;
 }
 
-inline PackedRows rows_of(Family family, ForwardTile const& tile, ProblemShape const& shape) {
-  return family == Family::sm80 ? PackedRows(tile.block_m, 1) : rows_sm90(tile, packed_heads(shape, tile));
+// Of a tile of keys that are not cut. On sm80 no heads are packed.
+inline PackedRows whole_rows_of(Family family, ForwardTile const& tile, ProblemShape const& shape) {
+  return rows_of(family, tile, family == Family::sm80 ? 1 : packed_heads(family, shape, tile));
 }
 
 // One block an SM goes through many tiles, loading ahead. The tiles take whole rounds of all blocks, so no
@@ -208,28 +212,28 @@ inline double work_of_unequal(ForwardParams const& params, WindowMask const& mas
 inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                              WindowMask const& mask) {
   bool const varlen = params.lengths.given;
-  if (family == Family::sm80) return {tiles.main, rows_of(family, tiles.main, params.shape), 0, varlen};
+  if (family == Family::sm80) return {tiles.main, whole_rows_of(family, tiles.main, params.shape), 0, varlen};
   UniformBatch const mean = varlen ? of_equal_lengths(params, mask, 1)
                                    : UniformBatch{params.shape, mask, params.device, params.element_bytes};
   bool const differ = varlen && lengths_differ(params);
-  auto packed = [&](ForwardTile const& tile) { return packed_heads(mean.shape, tile); };
+  auto packed = [&](ForwardTile const& tile) { return packed_heads(family, mean.shape, tile); };
   auto work_with = [&](ForwardTile const& tile) {
     return differ ? work_of_unequal(params, mask, tile, packed(tile)) : work(mean, tile, packed(tile));
   };
   double const enough = differ ? tiles.enough_unequal : tiles.enough;
   bool const take_small = tiles.small.warps > 0 && work_with(tiles.small) < enough * work_with(tiles.main);
   ForwardTile const tile = take_small ? tiles.small : tiles.main;
-  return {tile, rows_of(family, tile, mean.shape), 0, varlen};
+  return {tile, whole_rows_of(family, tile, mean.shape), 0, varlen};
 }
 
 // The tile for a call whose keys are cut into parts: all heads that share keys are packed where the queries
 // of the mean sequence leave room.
-inline ForwardPlan split_with_tile(ForwardTiles const& tiles, ProblemShape const& shape) {
+inline ForwardPlan split_with_tile(Family family, ForwardTiles const& tiles, ProblemShape const& shape) {
   int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
   int const packed = ceil_div(group, packs);
   bool const few = shape.seqlen_q <= kWarpgroupRows / packed;
   ForwardTile const& tile = few ? tiles.few : tiles.many;
-  return {tile, rows_sm90(tile, few ? packed : packed_heads(shape, tile)), 0, true};
+  return {tile, rows_of(family, tile, few ? packed : packed_heads(family, shape, tile)), 0, true};
 }
 
 // Are keys cut into parts? They are where few queries read many keys, which takes as long as memory does, and
@@ -237,19 +241,20 @@ inline ForwardPlan split_with_tile(ForwardTiles const& tiles, ProblemShape const
 // 64 tiles -22%; 128 tiles would take 41% longer.)
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
-  if (family != Family::sm90 || tiles.few.warps == 0) return false;
+  if (tiles.few.warps == 0) return false;
   if (params.cache.given || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys
-  ForwardPlan const split = split_with_tile(tiles, mean);
+  ForwardPlan const split = split_with_tile(family, tiles, mean);
   if (split.tile == tiles.few && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
   return mean.seqlen_k >= kLong && 2 * count_tiles(mean, split.rows) <= params.device.multiprocessors;
 }
 
-inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& params,
+inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                               WindowMask const& mask) {
+  bool const persistent = family == Family::sm90;
   constexpr int kLeastKeys = 256, kFixedKeys = 1024;
-  ForwardPlan result = split_with_tile(tiles, of_equal_lengths(params, mask, 1).shape);
+  ForwardPlan result = split_with_tile(family, tiles, of_equal_lengths(params, mask, 1).shape);
   ForwardTile const& tile = result.tile;
   PackedRows const& rows = result.rows;
   SplitPlan& split = result.split;
@@ -272,12 +277,12 @@ inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& pa
   split.slots = is_whole                                     ? 0
                 : split.is_uniform || params.batch_invariant ? items
                                                              : 2 * split.lengths.wanted_items;
-  result.blocks = smaller(items, blocks);
-  result.prepares = !split.is_uniform && params.shape.batch > SplitOrder::kFewSequences;
-  result.workspace_bytes = result.prepares
-                               ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
-                           : items > result.blocks || split.slots > 0 ? sizeof(int)  // the tile counter
-                                                                      : 0;
+  result.blocks = persistent ? smaller(items, blocks) : items;
+  result.prepares = !split.is_uniform && (!persistent || params.shape.batch > SplitOrder::kFewSequences);
+  result.workspace_bytes =
+      result.prepares ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
+      : persistent && (items > blocks || split.slots > 0) ? sizeof(int)  // the tile counter
+                                                          : 0;
   constexpr int64_t kAlignment = 256;
   split.partial_offset = ceil_div(result.workspace_bytes, kAlignment) * kAlignment;
   result.workspace_bytes =
@@ -287,16 +292,17 @@ inline ForwardPlan plan_split(ForwardTiles const& tiles, ForwardParams const& pa
 
 }  // namespace plan
 
-// bucket: the head dim of the kernel that serves the problem.
-inline ForwardPlan plan_forward(Family family, int bucket, ForwardParams const& params,
+// bucket, split_bucket: the head dims of the kernels that serve the problem, with all keys of a tile and with
+// parts of them; 0 where there is none.
+inline ForwardPlan plan_forward(Family family, int bucket, int split_bucket, ForwardParams const& params,
                                 WindowMask const& mask) {
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
-  ForwardTiles const tiles_of_kernel = forward_tiles(family, bucket);
-  if (plan::splits(family, tiles_of_kernel, params, mask)) {
-    return plan::plan_split(tiles_of_kernel, params, mask);
+  ForwardTiles const split_tiles = forward_tiles(family, split_bucket);
+  if (plan::splits(family, split_tiles, params, mask)) {
+    return plan::plan_split(family, split_tiles, params, mask);
   }
-  ForwardPlan result = plan::with_tile(family, tiles_of_kernel, params, mask);
+  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
   plan::UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
   // where tiles have equal lengths or a static scheduler, of one head of K and V.

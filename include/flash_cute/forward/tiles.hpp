@@ -23,7 +23,8 @@ struct ForwardTiles {
   // The small tile is taken where it leaves less than this part of the main tile's work.
   double enough = 0;          // of uniform batches
   double enough_unequal = 0;  // of batches of unequal lengths
-  // Where keys are cut into parts, for few queries and for many.
+  // Where keys are cut into parts, for few queries and for many. Both have the same block of keys: a query's
+  // bits are the same in either.
   ForwardTile few = {}, many = {};
 };
 
@@ -36,17 +37,26 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
       // Two blocks an SM. 64 keys and three blocks win 2% at 512 causal and lose 3 to 9% else; two stages
       // lose 1 to 2% up to 2k and win 1 to 2% where sequences differ in length, but leave 8.6 room for one
       // block.
-      case 64: return {{.block_m = 128, .block_n = 128, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
+      case 64:
+        return {.main = {.block_m = 128, .block_n = 128, .stages = 1, .warps = 4, .blocks_per_sm = 2},
+                .few = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                .many = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
       // 96 keys with one stage lose 5-7% at 512 and win 4-8% from 2k on. 32 keys, or 64 rows, lose 6-14%.
       case 96: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 32 rows a warp: K and V are read from shared memory half as often as with 16, which loses 20%. 32 or
       // 48 keys lose 5-8% to 64.
-      case 128: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
+      case 128:
+        return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4},
+                .few = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 7-9%, 32 with two stages 13-18%. 80 lose 4% at 512 causal and win 4-8% from 2k on, but
       // leave an A100 room for one block only.
       case 192: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
       // 48 keys lose 3-6%.
-      case 256: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
+      case 256:
+        return {.main = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4},
+                .few = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4},
+                .many = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
     }
   }
   if (family == Family::sm90) {

@@ -43,13 +43,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
       make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   auto const& mask = mask_of(problem, tile);
-  finish_rows(softmax, mask, tile.m_begin, PlainRows{}, cO, acc_o);
-  store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cO);
+  auto const& rows = rows_of(problem);
+  if constexpr (Problem::kSplits) {
+    if (tile.slot != PartTile::kWhole) {
+      softmax.finish(acc_o, [](int) { return true; });  // other parts may see keys
+      store_partial(problem.partial, tile, 0, rows, softmax, cO, acc_o);
+      return;
+    }
+  }
+  finish_rows(softmax, mask, tile.m_begin, rows, cO, acc_o);
+  store_lse(params, problem, tile, mask.seqlen_q, rows, softmax, cO);
   RowCoord const first = problem.operands.query(tile, tile.m_begin);
   Tensor out = local_tensor<typename Traits::Element>(params.out, first.entry, tile.head, first.row,
                                                       Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
-  store_rows(out.data().get(), params.out.row_stride, mask.seqlen_q - tile.m_begin, params.shape.head_dim,
-             acc_o, cO);
+  store_rows(out.data().get(), params.out.row_stride, params.out.head_stride, rows,
+             mask.seqlen_q - tile.m_begin, params.shape.head_dim, acc_o, cO);
 }
 
 }  // namespace flash_cute

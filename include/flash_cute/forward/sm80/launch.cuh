@@ -1,34 +1,46 @@
 // Launches the Ampere family's forward.
 #pragma once
 
+#include "flash_cute/forward/combine.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/forward/sm80/kernel.hpp"
 #include "flash_cute/scheduler/varlen_prepare.cuh"
 
 namespace flash_cute {
 
-template <class Instance>
-using TraitsOf = ForwardTraitsSm80<Instance, forward_tiles(Instance::family, Instance::head_dim).main>;
-
 // Calls visitor(traits, type of the problem) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
-  TraitsOf<Instance> const traits;
-  return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
-                     : visitor(traits, std::type_identity<UniformProblem<WindowMask>>{});
+  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  if constexpr (Instance::variant == Variant::split) {
+    using Split = std::type_identity<SplitProblem<WindowMask>>;
+    if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, Split{});
+    return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, Split{});
+  } else {
+    ForwardTraitsSm80<Instance, kTiles.main> const traits;
+    return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
+                       : visitor(traits, std::type_identity<UniformProblem<WindowMask>>{});
+  }
 }
 
 template <class Instance>
 void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const& mask,
                                   ForwardPlan const& plan, cudaStream_t stream) {
+  constexpr bool kStartsEarly = false;
   visit_kernel_sm80<Instance>(plan, [&]<class Traits, class Problem>(Traits, std::type_identity<Problem>) {
     Problem const problem = plan.problem<Problem>(params, mask);
     if constexpr (Problem::kVarlen) {
-      launch_varlen_prepare</*kStartsEarly=*/false>(params, mask, problem.order, stream);
+      if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
     }
     launch_kernel<forward_kernel_sm80<Traits, Problem>>(params.device, plan.blocks, Traits::kThreads,
                                                         sizeof(typename Traits::SharedStorage), stream,
                                                         params, problem);
+    if constexpr (Problem::kSplits) {
+      if (plan.split.slots > 0) {
+        launch_combine<typename Traits::Element, Traits::kHeadDim, kStartsEarly>(
+            params, problem, problem.partial, plan.split.slots, stream);
+      }
+    }
   });
 }
 
@@ -43,8 +55,18 @@ KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
 
 template <class Instance>
 std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
-  using Traits = TraitsOf<Instance>;
-  return {{Traits::kTile, sizeof(typename Traits::SharedStorage)}};
+  std::vector<CompiledTile> list;
+  auto add = [&]<ForwardTile tile>() {
+    list.push_back({tile, sizeof(typename ForwardTraitsSm80<Instance, tile>::SharedStorage)});
+  };
+  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  if constexpr (Instance::variant == Variant::split) {
+    add.template operator()<kTiles.few>();
+    if (kTiles.many != kTiles.few) add.template operator()<kTiles.many>();
+  } else {
+    add.template operator()<kTiles.main>();
+  }
+  return list;
 }
 
 }  // namespace flash_cute

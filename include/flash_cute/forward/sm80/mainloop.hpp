@@ -4,31 +4,45 @@
 
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
-#include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
-#include "flash_cute/core/sm80/copy_async.hpp"
 #include "flash_cute/core/sm80/gemm.hpp"
-#include "flash_cute/core/special_registers.hpp"
-#include "flash_cute/forward/problem.hpp"
-#include "flash_cute/forward/sm80/traits.hpp"
+#include "flash_cute/forward/sm80/loads.hpp"
 
 namespace flash_cute {
 
 // A tile in shared memory carries its mask and the blocks of keys that all of its queries see, where these
 // are not in the kernel's parameters.
-template <class Mask>
-struct MaskedVarlenTile : VarlenTile {
+template <class Tile, class Mask>
+struct MaskedTile : Tile {
   Mask mask;
-  decltype(Mask{}.unmasked(0, 0, 0)) unmasked;
+  decltype(std::declval<Mask>().unmasked(0, 0, 0)) unmasked;
 };
+
+// The rows of a tile: only where keys are split do several heads share one.
+template <class Problem>
+CUTE_DEVICE decltype(auto) rows_of(Problem const& problem) {
+  if constexpr (Problem::kSplits) {
+    return (problem.rows());
+  } else {
+    return PlainRows{};
+  }
+}
+template <class Traits, class Problem>
+CUTE_DEVICE int tile_queries(Problem const& problem) {
+  if constexpr (Problem::kSplits) {
+    return problem.rows().tile_queries();
+  } else {
+    return Traits::kBlockM;
+  }
+}
 
 template <class Traits, class Problem>
 CUTE_DEVICE auto find_tile(Problem const& problem, int index) {
   typename Problem::Tile const tile = problem.tile(index);
   if constexpr (Problem::kVarlen) {
     auto const mask = problem.mask(tile);
-    return MaskedVarlenTile<typename Problem::Mask>{
-        tile, mask, mask.unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN)};
+    return MaskedTile<typename Problem::Tile, std::remove_const_t<decltype(mask)>>{
+        tile, mask, mask.unmasked(tile.m_begin, tile_queries<Traits>(problem), Traits::kBlockN)};
   } else {
     return tile;
   }
@@ -38,8 +52,8 @@ template <class Mask>
 CUTE_DEVICE Mask const& mask_of(UniformProblem<Mask> const& problem, TileCoord const& tile) {
   return problem.mask(tile);
 }
-template <class Mask>
-CUTE_DEVICE Mask const& mask_of(VarlenProblem<Mask> const&, MaskedVarlenTile<Mask> const& tile) {
+template <class Problem, class Tile, class Mask>
+CUTE_DEVICE Mask const& mask_of(Problem const&, MaskedTile<Tile, Mask> const& tile) {
   return tile.mask;
 }
 
@@ -47,8 +61,8 @@ template <class Traits, class Mask>
 CUTE_DEVICE auto unmasked_blocks(UniformProblem<Mask> const& problem, TileCoord const& tile) {
   return problem.mask(tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
 }
-template <class Traits, class Mask>
-CUTE_DEVICE auto const& unmasked_blocks(VarlenProblem<Mask> const&, MaskedVarlenTile<Mask> const& tile) {
+template <class Traits, class Problem, class Tile, class Mask>
+CUTE_DEVICE auto const& unmasked_blocks(Problem const&, MaskedTile<Tile, Mask> const& tile) {
   return tile.unmasked;
 }
 
@@ -56,10 +70,7 @@ template <class Traits>
 struct ForwardMainloopSm80 {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
-  using TileShapeQ = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
-  using TileShapeKV = Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>;
   static constexpr int kStages = Traits::kStages;
-  static constexpr int kRowsOfWarp = Traits::kBlockM / Traits::kTile.warps;
   static_assert(kStages == 1 || kStages == 2);
 
   // Goes through the visited blocks from the last to the first. With two stages, block n - 1 loads while
@@ -68,9 +79,9 @@ struct ForwardMainloopSm80 {
   template <class Problem, class Tile, class Softmax, class Output>
   CUTE_DEVICE static void run(ForwardParams const& params, Problem const& problem, Tile const& tile,
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
-    ProblemShape const& shape = params.shape;
     auto const& mask = mask_of(problem, tile);
-    BlockRange const visited = mask.visited(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+    using Mask = std::remove_cvref_t<decltype(mask)>;
+    BlockRange const visited = visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile);
     decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
     if (visited.empty()) return;
 
@@ -80,22 +91,11 @@ struct ForwardMainloopSm80 {
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
 
     // Global memory to shared memory.
-    typename Traits::LoadAtom const load_atom;
-    auto load_tile = [&](auto tile_shape, TensorView const& view, int head, RowCoord const& first, int begin,
-                         int rows, auto&& target) {
-      auto const loader = typename Traits::TiledLoad{}.get_slice(reread(thread, kRowsOfWarp > 16));
-      Tensor source = local_tensor<Element>(view, first.entry, head, first.row, tile_shape);
-      copy_async(load_atom, loader.partition_S(source), loader.partition_D(target),
-                 loader.partition_S(make_identity_tensor(tile_shape)),
-                 TileBounds{rows - begin, shape.head_dim});
-    };
-    auto load_kv = [&](TensorView const& view, int block, auto&& target) {
-      int const begin = block * Traits::kBlockN;
-      load_tile(TileShapeKV{}, view, tile.head_kv, problem.operands.key(tile, begin), begin, mask.seqlen_k,
-                target);
-    };
-    auto load_k = [&](int block) { load_kv(params.k, block, sK(_, _, block % kStages)); };
-    auto load_v = [&](int block) { load_kv(params.v, block, sV(_, _, block % kStages)); };
+    using Loads = std::conditional_t<Problem::kSplits, RowLoads<Traits, Problem, Tile, Mask>,
+                                     TileLoads<Traits, Problem, Tile, Mask>>;
+    Loads loads{params, problem, tile, mask, thread};
+    auto load_k = [&](int block) { loads.load_k(block, sK(_, _, block % kStages)); };
+    auto load_v = [&](int block) { loads.load_v(block, sV(_, _, block % kStages)); };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
@@ -113,8 +113,8 @@ struct ForwardMainloopSm80 {
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
     int const first_block = KvBlocks(visited).block;
-    load_tile(TileShapeQ{}, params.q, tile.head, problem.operands.query(tile, tile.m_begin), tile.m_begin,
-              mask.seqlen_q, sQ);
+    if constexpr (Problem::kSplits) loads.find_page(first_block);
+    loads.load_q(sQ);
     load_k(first_block);
     cp_async_fence();
     load_v(first_block);
@@ -141,7 +141,8 @@ struct ForwardMainloopSm80 {
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
       if (!unmasked.contains(blocks.block)) {
-        apply_mask<ComparedKeys>(mask, PlainRows{}, tile.m_begin, blocks.block * Traits::kBlockN, cS, acc_s);
+        apply_mask<ComparedKeys>(mask, rows_of(problem), tile.m_begin, blocks.block * Traits::kBlockN, cS,
+                                 acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
       Tensor rP = convert<Element>(acc_s);
@@ -167,13 +168,6 @@ struct ForwardMainloopSm80 {
   }
 
  private:
-  // The thread's index, read anew where registers are short (32 rows a warp, several blocks an SM): what
-  // follows from it need not stay in registers in between.
-  CUTE_DEVICE static int reread(int thread, bool registers_are_short) {
-    if (registers_are_short) thread = read_thread_index();
-    return thread;
-  }
-
   // All but the newest kPending groups of loads have arrived, for every thread of the block.
   template <int kPending>
   CUTE_DEVICE static void wait_for_loads() {
