@@ -15,7 +15,7 @@ likeliest byte, in three ways, and prints tokens per second of each:
 
 With --check all but attention is computed in float32, and the text must be that of the model without a cache,
 but where it finds two bytes equally likely, within --tolerance. Exits with 1 where it is not. The model
-rotates q and k itself; `append_kv` could do that, too. On a GPU pages need Hopper.
+rotates q and k itself; `append_kv` could do that, too.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def forward(
             page_size, head_dim) of any page size, and sequence b has key j in row j % page_size of page
             block_table[b, j // page_size]. Pages may be shared. Entries behind a sequence's seqused_k, and
             what its pages hold there, are never used. There are no gradients, and nothing is copied: the last
-            dimension must be contiguous and other strides multiples of 16 bytes. On a GPU it needs Hopper.
+            dimension must be contiguous and other strides multiples of 16 bytes.
         batch_invariant: a query's out and LSE don't depend, to the bit, on what else is in the call, in which
-            chunks queries come and where keys lie, at a price (docs/decoding.md). It needs Hopper.
+            chunks queries come and where keys lie, at a price (docs/decoding.md). It needs a GPU.
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
