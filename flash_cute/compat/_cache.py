@@ -26,8 +26,6 @@ _forward_varlen = renaming(flash_cute.forward_varlen, _NAMES)
 _check_lengths = renaming(flash_cute.lengths.check, _NAMES)
 _append_kv = renaming(flash_cute.append_kv, {"cu_seqlens": "cu_seqlens_k_new"})
 
-_HAS_SM90 = "sm90" in flash_cute.supported()["families"]
-
 
 def with_cache(
     q,
@@ -80,18 +78,15 @@ def with_cache(
     lengths = {name: x for name, x in lengths.items() if x is not None}
 
     forward = _forward_varlen if packed else _forward
-    on_hopper = q.is_cuda and _HAS_SM90 and torch.cuda.get_device_properties(q.device).major == 9
     if rows is not None:
         _check_on_meta(forward, tensors, lengths, options)
-        if table is not None and q.is_cuda and not on_hopper:
-            raise ValueError("flash_cute.compat: block_table and cache_batch_idx need Hopper's kernels")
         if flash_cute.lengths.CHECKED:
             _check_lengths(*tensors, lengths)
         follows = causal or options["window"] != (None, None) or (not packed and q.shape[1] == 1)
         offsets = cu_seqlens_q, cu_seqlens_k_new
         begins = used, None if rotary_seqlens is cache_seqlens else rotary_seqlens
         tensors[0] = _write(*tensors, rows, table, offsets, begins, rotary, follows)
-    if on_hopper and isinstance(num_splits, int) and num_splits == 1:
+    if q.is_cuda and isinstance(num_splits, int) and num_splits == 1:
         options["batch_invariant"] = True
     out, lse = forward(*tensors, **lengths, **options)
     return (out if packed else out.transpose(1, 2)), lse

@@ -216,7 +216,7 @@ def flash_attn_with_kvcache(
         block_table: int32 (batch, max_pages), of a cache in pages of any size, (pages, page_size, heads_kv,
             head_dim).
         num_splits: 1 asks for results that don't depend on what else is in the call (batch_invariant of
-            flash_cute.forward), where kernels of Hopper run; any other value is accepted and not needed.
+            flash_cute.forward), on a GPU; any other value is accepted and not needed.
         The others: as in flash_attn_func.
 
     Returns:
