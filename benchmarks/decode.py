@@ -1,6 +1,6 @@
 """Serving: a few new queries or a chunk of a prompt against a long cache, and writing into it, beside others.
 
-    python -m benchmarks.decode                                 all cells, about 90 s on an H200
+    python -m benchmarks.decode                                 all cells
     python -m benchmarks.decode --quick                         a few of them
     python -m benchmarks.decode --only decode --head-dims 128 --heads 32/8 --cases 1x8192,64x1-16384
     python -m benchmarks.decode_report benchmarks/results/<device>/decode.json    table and plot again
@@ -14,7 +14,7 @@ that does nothing else reads 4 GiB, before or after all cells, whichever is high
 are causal, but for PyTorch's peers, which run them without a mask. Contenders are ours contiguous, with
 batch_invariant and with pages of each size; PyTorch's cuDNN and FlashAttention-2; and where they are
 installed FlashAttention-3 and FlashInfer ("flashinfer", its FlashAttention-2, and "xqa"), whose first run
-takes minutes to compile. Who gives another result than float32 is left out.
+takes minutes to compile. What gives another result than float32 is left out.
 
 Chunks are the next 512 tokens of prompts, packed, ours by forward_varlen, contiguous with the same cuts of
 the keys as in pages. append_kv writes new rows of K and V and rotates K and Q, beside a copy of the same
@@ -119,7 +119,7 @@ def in_a_graph(calls: list[Run], device: torch.device) -> tuple[Run, int]:
 
 
 def captured(running: dict[str, list[Run]], excluded: dict[str, str], device: torch.device) -> dict:
-    """Contender -> its graph; who cannot be captured is excluded. The calls own what the graphs read."""
+    """Contender -> its graph; what cannot be captured is excluded. The calls own what the graphs read."""
     graphs = {}
     for name, calls in running.items():
         try:

@@ -339,11 +339,14 @@ def _call(name, op, q, k, v, given, options, out=None, sinks=None):
                 lengths.check(q, k, v, given)
         if out is None and sinks is None:
             return op(q, k, v, given, options)
-        if sinks is not None:
-            sinks_of.check_sinks("q", sinks, q)  # before anything is written
-        results = (
-            op(q, k, v, given, options) if out is None else ops.forward_into(q, k, v, given, options, out)
-        )
+        if sinks is not None and q.dim() == (3 if "cu_seqlens_q" in given else 4):
+            sinks_of.check_sinks(
+                "q", sinks, q
+            )  # before anything is written; another q is refused by the operator
+        if out is None:
+            results = op(q, k, v, given, options)
+        else:
+            results = ops.forward_into(q, k, v, given, options, out, sinks)
         if sinks is None:
             return results
         result, lse = sinks_of.applied(results, sinks, q, given)

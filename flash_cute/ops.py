@@ -41,14 +41,16 @@ def forward(q, k, v, lengths, options):
     return (_forward_varlen if "cu_seqlens_q" in lengths else _forward)(q, k, v, **lengths, **options)
 
 
-def forward_into(q, k, v, lengths, options, out):
-    """forward, whose out is written into a tensor."""
+def forward_into(q, k, v, lengths, options, out, sinks=None):
+    """forward, whose out is written into a tensor; sinks, if there are any, are counted behind it."""
     options.pop("deterministic", None)
     require_stored("forward", out=out)
     require_memory_of_its_own(out=out)
     q, k, v = _cast(q, k, v, _is_cache(k, lengths))
-    if needs_gradient(q, k, v, out):
-        raise NotImplementedError(f"{wording.OURS}there are no gradients with out; detach q, k, v and out")
+    if needs_gradient(q, k, v, out, *(() if sinks is None else (sinks,))):
+        raise NotImplementedError(
+            f"{wording.OURS}there are no gradients with out; detach q, k, v, out and sinks"
+        )
     return out, _forward_out(q, k, v, out, **lengths, **options)
 
 
@@ -166,6 +168,8 @@ def accepted_beside_lengths(elements: str) -> Callable[[str], str]:
 
 def require_memory_of_its_own(**tensors: torch.Tensor) -> None:
     """Raises ValueError for a tensor to write into that is a view which negates what its memory holds."""
+    if torch.compiler.is_compiling():  # which can't trace the question
+        return
     for name, tensor in tensors.items():
         if tensor.is_neg():
             raise ValueError(f"{wording.OURS}{name} is a view that negates; call resolve_neg() on it first")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute import lengths, ops
+from flash_cute import lengths, ops, torch_private
 from flash_cute.storage import require_stored
 from flash_cute.wording import OURS
 
@@ -29,12 +29,17 @@ def with_sinks(
     total = of_keys + of_sink
     counts = total != 0 if valid is None else (total != 0) & valid
     total = total.where(counts, 1)
-    # Where a row sees no key, its gradients may hold anything.
-    shares, sees = of_keys / total, lse != -torch.inf
+    # Of rows that see no key, or scores of -inf alone, the sink has all of the weight, if there is one. Their
+    # out may be NaN, and its gradients may hold anything.
+    shares, idle = of_keys / total, (lse == -torch.inf) & (sinks != -torch.inf)
     if out.dim() == 3:  # packed, while lse is (heads, total)
-        shares, sees = shares.mT, sees.mT
-    shrunk = (out * shares.unsqueeze(-1)).where(sees.unsqueeze(-1), 0)
-    return shrunk.to(out.dtype), (total.log() + highest).where(counts, -torch.inf)
+        shares, idle = shares.mT, idle.mT
+    shrunk = out.masked_fill(idle.unsqueeze(-1), 0) * shares.where(~idle, 0).unsqueeze(-1)
+    if torch_private.transforms_are_active():  # vmap may have mapped the sinks alone
+        shrunk = shrunk.to(out.dtype)
+    else:
+        shrunk = torch.empty_like(out).copy_(shrunk)  # in its strides, too
+    return shrunk, (total.log() + highest).where(counts, -torch.inf)
 
 
 def check_sinks(name: str, sinks: torch.Tensor, like: torch.Tensor) -> None:

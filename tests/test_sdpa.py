@@ -225,8 +225,6 @@ def test_padded_queries_and_pages(device):
 
 @pytest.mark.parametrize("paged", [False, True], ids=["packed keys", "pages"])
 def test_one_split_is_the_same_in_any_batch(device, paged):
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("kernels of family sm80 are not batch-invariant")
     sequences = (Sequence(2, 2500), Sequence(1, 1025), Sequence(70, 70), Sequence(3, 3))
 
     def run(batch, tensors, cum_seq_k, **options):

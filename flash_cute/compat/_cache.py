@@ -78,6 +78,8 @@ def with_cache(
     lengths = {name: x for name, x in lengths.items() if x is not None}
 
     forward = _forward_varlen if packed else _forward
+    if q.is_cuda and isinstance(num_splits, int) and num_splits == 1:
+        options["batch_invariant"] = True
     if rows is not None:
         _check_on_meta(forward, tensors, lengths, options)
         if flash_cute.lengths.CHECKED:
@@ -86,8 +88,6 @@ def with_cache(
         offsets = cu_seqlens_q, cu_seqlens_k_new
         begins = used, None if rotary_seqlens is cache_seqlens else rotary_seqlens
         tensors[0] = _write(*tensors, rows, table, offsets, begins, rotary, follows)
-    if q.is_cuda and isinstance(num_splits, int) and num_splits == 1:
-        options["batch_invariant"] = True
     out, lse = forward(*tensors, **lengths, **options)
     return (out if packed else out.transpose(1, 2)), lse
 
@@ -104,7 +104,13 @@ def _table(q, batch, cache_batch_idx, block_table):
     if cache_batch_idx is None:
         return block_table
     require_int32(q, batch, cache_batch_idx=cache_batch_idx)
-    return cache_batch_idx[:, None] if block_table is None else block_table.index_select(0, cache_batch_idx)
+    if block_table is None:
+        return cache_batch_idx[:, None]
+    require_device(q, block_table=block_table)
+    if block_table.shape[0] == 0:
+        raise ValueError("flash_cute.compat: block_table must have a row for cache_batch_idx, got none")
+    # As a number of a page that makes no sense, an index is cut to what there is.
+    return block_table.index_select(0, cache_batch_idx.clamp(0, block_table.shape[0] - 1))
 
 
 def _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_k_new):

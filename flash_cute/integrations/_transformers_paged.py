@@ -83,7 +83,7 @@ def _places(allocator: Any, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch
 
 
 def _reads_pages(device: torch.device) -> bool:
-    """Whether flash_cute has kernels for pages there, or needs none."""
+    """Whether pages are read in place: not on other GPUs than Hopper, where that has not been measured."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -34,7 +34,9 @@ def with_sinks(out, lse, sinks, used):
     if used is not None:
         counts &= (jnp.arange(lse.shape[2], dtype=jnp.int32) < used[:, None])[:, None]
     total = jnp.where(counts, total, 1)
-    # Where a row sees no key, its gradients may hold anything.
-    shares, sees = (jnp.swapaxes(x, 1, 2)[..., None] for x in (of_keys / total, lse != -jnp.inf))
-    shrunk = jnp.where(sees, out * shares, 0).astype(out.dtype)
+    # Of rows that see no key, or scores of -inf alone, the sink has all of the weight, if there is one. Their
+    # out may be NaN, and its gradients may hold anything.
+    idle = (lse == -jnp.inf) & (sinks != -jnp.inf)
+    shares, idle = (jnp.swapaxes(x, 1, 2)[..., None] for x in (jnp.where(idle, 0, of_keys / total), idle))
+    shrunk = (jnp.where(idle, 0, out) * shares).astype(out.dtype)
     return shrunk, jnp.where(counts, jnp.log(total) + highest, -jnp.inf)

@@ -174,6 +174,7 @@ def test_partial_results_lie_behind_the_tile_counter(host, shape, head_dim):
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     ("sizes", "window", "splits"),
     [
@@ -182,12 +183,14 @@ def test_partial_results_lie_behind_the_tile_counter(host, shape, head_dim):
         ((64, 32, 8, 16, 256, 128), CAUSAL, True),
         ((64, 32, 8, 1, 255, 128), FULL, False),  # few keys
         ((64, 32, 8, 100, 390, 128), CAUSAL, False),  # many queries
-        ((1, 1, 1, 8192, 8192, 128), CAUSAL, True),  # few tiles
-        ((1, 2, 2, 8192, 8192, 128), CAUSAL, False),
+        ((1, 1, 1, 4096, 8192, 128), CAUSAL, True),  # few tiles
+        ((8, 8, 8, 2048, 8192, 128), CAUSAL, False),
+        ((1, 4, 4, 8192, 8192, 128), CAUSAL, False),
     ],
 )
-def test_keys_are_cut_where_queries_or_tiles_are_few(host, family, sizes, window, splits):
-    assert plan(host, family, 128, sizes, window).splits == splits
+def test_keys_are_cut_where_queries_or_tiles_are_few(host, family, head_dim, sizes, window, splits):
+    sizes = *sizes[:5], head_dim
+    assert plan(host, family, head_dim, sizes, window).splits == splits
 
 
 @given(shapes, st.sampled_from([64, 96, 128, 192, 256]))

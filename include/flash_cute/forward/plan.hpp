@@ -226,14 +226,22 @@ inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardPa
   return {tile, whole_rows_of(family, tile, mean.shape), 0, varlen};
 }
 
+// Of the heads that share keys, those that a tile of few queries has.
+inline int heads_of_few(ProblemShape const& shape) {
+  int const group = shape.heads_q / shape.heads_kv;
+  return ceil_div(group, ceil_div(group, kWarpgroupRows));
+}
+inline bool are_few(ProblemShape const& shape) {
+  return shape.seqlen_q <= kWarpgroupRows / heads_of_few(shape);
+}
+
 // The tile for a call whose keys are cut into parts: all heads that share keys are packed where the queries
 // of the mean sequence leave room.
 inline ForwardPlan split_with_tile(Family family, ForwardTiles const& tiles, ProblemShape const& shape) {
-  int const group = shape.heads_q / shape.heads_kv, packs = ceil_div(group, kWarpgroupRows);
-  int const packed = ceil_div(group, packs);
-  bool const few = shape.seqlen_q <= kWarpgroupRows / packed;
+  bool const few = are_few(shape);
   ForwardTile const& tile = few ? tiles.few : tiles.many;
-  return {tile, rows_of(family, tile, few ? packed : packed_heads(family, shape, tile)), 0, true};
+  int const packed = few ? heads_of_few(shape) : packed_heads(family, shape, tile);
+  return {tile, rows_of(family, tile, packed), 0, true};
 }
 
 // Are keys cut into parts? They are where few queries read many keys, which takes as long as memory does, and
@@ -245,9 +253,9 @@ inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const
   if (params.cache.given || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys
-  ForwardPlan const split = split_with_tile(family, tiles, mean);
-  if (split.tile == tiles.few && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
-  return mean.seqlen_k >= kLong && 2 * count_tiles(mean, split.rows) <= params.device.multiprocessors;
+  if (are_few(mean) && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
+  PackedRows const rows = split_with_tile(family, tiles, mean).rows;
+  return mean.seqlen_k >= kLong && 2 * count_tiles(mean, rows) <= params.device.multiprocessors;
 }
 
 inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardParams const& params,

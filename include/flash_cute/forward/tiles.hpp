@@ -24,7 +24,7 @@ struct ForwardTiles {
   double enough = 0;          // of uniform batches
   double enough_unequal = 0;  // of batches of unequal lengths
   // Where keys are cut into parts, for few queries and for many. Both have the same block of keys: a query's
-  // bits are the same in either.
+  // bits are the same in either. Those of sm80 were not tuned (docs/decoding.md).
   ForwardTile few = {}, many = {};
 };
 
