@@ -117,7 +117,7 @@ def _is_accepted(cache: torch.Tensor) -> bool:
     return cache.dtype in _DTYPES
 
 
-def _places(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
+def places_of(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the rows of k or q, entry by entry: which sequence has each, -1 for none, and its place in it."""
     device = x.device
     if cu_seqlens is None:
@@ -137,7 +137,7 @@ def _rows_of_cache(k, k_cache, cache_seqlens, block_table, slots, cu_seqlens):
         slots = torch.cat((slots, slots.new_full((k.shape[0] - slots.shape[0],), -1)))
         written = (slots >= 0) & (slots < pages * page_size)
         return (slots // page_size).where(written, -1), slots % page_size
-    sequence, place = _places(k, cache_seqlens, cu_seqlens)
+    sequence, place = places_of(k, cache_seqlens, cu_seqlens)
     room = page_size * (1 if block_table is None else block_table.shape[1])
     written = (sequence >= 0) & (place >= 0) & (place < room)
     if block_table is None:
@@ -176,7 +176,7 @@ def _append_kv_cpu(k, v, k_cache, v_cache, cache_seqlens=None, *, block_table=No
     def rotated(x: torch.Tensor) -> torch.Tensor:
         if rotary_cos is None:
             return rows(x)
-        at = _places(x, cache_seqlens, cu_seqlens)[1] if positions is None else positions.flatten()
+        at = places_of(x, cache_seqlens, cu_seqlens)[1] if positions is None else positions.flatten()
         at = at.clamp(0, rotary_cos.shape[0] - 1)
         return _rotated(rows(x), rotary_cos[at], rotary_sin[at], rotary_interleaved)
 
@@ -243,8 +243,8 @@ def _check_values(**tensors: torch.Tensor) -> None:
 
 
 def _places_in_sequences(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """_places, without rows that belong to none."""
-    sequence, place = _places(*arguments)
+    """places_of, without rows that belong to none."""
+    sequence, place = places_of(*arguments)
     return sequence[sequence >= 0], place[sequence >= 0]
 
 

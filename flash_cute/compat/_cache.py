@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import flash_cute
-from flash_cute.appending import _places
+from flash_cute.appending import places_of
 from flash_cute.compat._translate import (
     NAMES,
     check_tensor,
@@ -216,7 +216,7 @@ def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows):
             return _append_kv(*rows, k_cache, v_cache, **places, **turning, q=q)
         if first is not None:
             require_int32(q, used.shape[0], rotary_seqlens=first)
-            positions = _places(rows[0], first, cu_seqlens_k)[1]
+            positions = places_of(rows[0], first, cu_seqlens_k)[1]
             padded = rows[0].shape[:3:2]  # batch and rows
             places["positions"] = positions if cu_seqlens_k is not None else positions.view(padded)
         q = _turned(q, used if first is None else first, cu_seqlens_q, follows, k_cache, v_cache, turning)
@@ -226,7 +226,7 @@ def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows):
 
 def _turned(q, begin, cu_seqlens_q, follows, k_cache, v_cache, turning):
     """q rotated from position begin on, int32 (batch,), by a call of append_kv that writes nothing."""
-    sequence, position = _places(q, begin, cu_seqlens_q)
+    sequence, position = places_of(q, begin, cu_seqlens_q)
     position = position if follows else begin[sequence].long()
     packed = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
     unused = packed[:, : k_cache.shape[1]]

@@ -122,7 +122,7 @@ def cute_mask(
 
     Raises:
         NotImplementedError: for masks other than causal, bidirectional, sliding-window and packed ones.
-        ValueError: for padding that ends before the new tokens (with a static cache nobody looks), or with
+        ValueError: for padding that ends before the new tokens (not looked at with a static cache), or with
             holes, where FLASH_CUTE_CHECK=1 looks for them.
     """
     if isinstance(attention_mask, CuteMask):
