@@ -115,8 +115,13 @@ AppendProblem validate_append(AppendOperands const& operands) {
   require(k_cache.sizes[3] == head_dim, "k_cache has head_dim ", k_cache.sizes[3], " and k ", head_dim,
           "; they must be the same");
   require(head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
-  int64_t const batch =
-      packed ? (cu_seqlens ? cu_seqlens->sizes.size() == 1 ? cu_seqlens->sizes[0] - 1 : 0 : 0) : k.sizes[0];
+  if (cu_seqlens) {
+    require_type(*cu_seqlens, ScalarType::Int);
+    require(cu_seqlens->sizes.size() == 1 && cu_seqlens->sizes[0] >= 1, "cu_seqlens has shape ",
+            ShapeOf{cu_seqlens->sizes}, "; (batch + 1,) is accepted");
+    require_contiguous_in_last(*cu_seqlens);
+  }
+  int64_t const batch = cu_seqlens ? cu_seqlens->sizes[0] - 1 : packed ? 0 : k.sizes[0];
   if (q) {
     require(q->sizes.back() == head_dim, "q has head_dim ", q->sizes.back(), " and k ", head_dim,
             "; they must be the same");
@@ -128,12 +133,6 @@ AppendProblem validate_append(AppendOperands const& operands) {
     require(cos.has_value(), "q is given without rotary_cos; nothing would be done with it");
   }
 
-  if (cu_seqlens) {
-    require_type(*cu_seqlens, ScalarType::Int);
-    require(cu_seqlens->sizes.size() == 1 && cu_seqlens->sizes[0] >= 1, "cu_seqlens has shape ",
-            ShapeOf{cu_seqlens->sizes}, "; (batch + 1,) is accepted");
-    require_contiguous_in_last(*cu_seqlens);
-  }
   if (cache_seqlens) {
     require_type(*cache_seqlens, ScalarType::Int);
     require_entries(*cache_seqlens, batch, batch);

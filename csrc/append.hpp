@@ -55,7 +55,7 @@ struct AppendProblem {
 AppendProblem validate_append(AppendOperands const& operands);
 AppendProblem validate(AppendArguments const& arguments);
 
-// The rotated q, of an empty tensor where there is none.
+// The rotated q, or an empty tensor where there is none.
 Tensor append_kv_cuda(AppendArguments const& arguments);
 
 }  // namespace flash_cute

@@ -91,8 +91,9 @@ def append_kv(
         if torch_private.autocast_is_enabled():
             require_stored("append_kv", **tensors)
             rows = {name: tensors[name] for name in ("k", "v", "q") if name in tensors}
-            cast = {name: x for name, x in rows.items() if ops.autocast_concerns(x) and _is_accepted(k_cache)}
-            tensors |= {name: x.to(k_cache.dtype) for name, x in cast.items()}
+            if k_cache.dtype in _DTYPES:
+                cast = {name: x for name, x in rows.items() if ops.autocast_concerns(x)}
+                tensors |= {name: x.to(k_cache.dtype) for name, x in cast.items()}
         if ops.needs_gradient(*tensors.values()):
             raise NotImplementedError(f"{OURS}there are no gradients through a cache; detach k, v and q")
         ops.require_memory_of_its_own(k_cache=k_cache, v_cache=v_cache)
@@ -111,10 +112,6 @@ def _accepted(argument: str) -> str:
         return f"{_INTEGERS[argument]} is"
     *others, last = map(str, _DTYPES)
     return f"{', '.join(others)} and {last} are"
-
-
-def _is_accepted(cache: torch.Tensor) -> bool:
-    return cache.dtype in _DTYPES
 
 
 def places_of(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
