@@ -121,6 +121,16 @@ def device(pytestconfig: pytest.Config) -> torch.device:
     return pytestconfig.stash[DEVICE]
 
 
+@pytest.fixture(scope="session")
+def build_report_path() -> Path:
+    """What the compiler said about the kernels that are installed."""
+    paths = (Path(folder) / "build_report.json" for folder in flash_cute.__path__)
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        pytest.skip("this flash_cute was built without a build report")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def leave_little_memory_behind():
     """Memory that PyTorch keeps is of no use to other processes, and workers of pytest-xdist share a GPU."""

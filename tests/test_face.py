@@ -264,6 +264,7 @@ def test_programs_say_what_is_wrong(arguments, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.usefixtures("build_report_path")
 def test_output_that_cannot_be_written(closed, tmp_path):
     """A pipe that is closed says nothing, as of other programs; a disk that is full does."""
     if closed:
