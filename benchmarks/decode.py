@@ -54,7 +54,7 @@ CASES = {
     "cpu": ["2x40", "3x1-90"],
 }
 CHUNKS = {"cuda": (512, ["1x8192", "4x8192", "1x32768", "1x131072"]), "cpu": (16, ["2x70"])}
-APPENDS = {"cuda": [(8, 512), (64, 1)], "cpu": [(2, 5)]}  # sequences, and new rows of each
+APPENDS = {"cuda": [(8, 512), (64, 1)], "cpu": [(2, 5), (3, 1)]}  # sequences, and new rows of each
 HEADS = {"cuda": ["32/8", "32/1", "32/32"], "cpu": ["4/2"]}
 HEAD_DIMS = {"cuda": [128, 64], "cpu": [32]}
 QUICK = {  # of a GPU
@@ -224,7 +224,7 @@ class Rows:
             if by_slots:
                 q, k, v = (rows.flatten(0, 1) for rows in (q, k, v))
                 where, positions = slots(region)
-                place = {"slots": where.flatten(), "positions": positions.flatten()}
+                place = {"slots": where.flatten(), "positions": positions.flatten().contiguous()}
             else:
                 q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
                 before = torch.full((cell.sequences,), region * cell.rows, device=self.device)
