@@ -77,6 +77,13 @@ def test_lengths_and_masks(kernel, sequences, packed, mask, page_size):
     check_pages(kernel, sequences, packed, mask, page_size)
 
 
+@matrix(count=[41, 256, 257], packed=PACKED)  # up to 256 (SplitOrder::kFewSequences), as in BATCHES
+def test_many_sequences(kernel, count, packed):
+    sequences = [Sequence(1 + i % 3, 1 + 389 * i % 1531) for i in range(count)]
+    sequences[3], sequences[7], sequences[-1] = Sequence(0, 90), Sequence(2, 0), Sequence(1, 9000)
+    check_pages(kernel, tuple(sequences), packed, MASKS["causal"], 64)
+
+
 @matrix(layout=LAYOUTS.keys(), page_size=PAGE_SIZES, packed=PACKED)
 def test_layouts_and_page_sizes(kernel, layout, page_size, packed):
     check_pages(kernel, LENGTHS["used and left padding"], packed, MASKS["causal"], page_size, layout)

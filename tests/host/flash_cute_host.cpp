@@ -141,6 +141,7 @@ std::vector<std::tuple<Pass, Family, int, Variant>> instances() {
 
 PYBIND11_MODULE(flash_cute_host, module) {
   module.attr("FEW_SEQUENCES") = VarlenOrder::kFewSequences;
+  module.attr("FEW_CUT_SEQUENCES") = SplitOrder::kFewSequences;
   module.attr("MAP_BOUND") = VarlenCoord::kBound;
   module.attr("MAP_WRAP") = VarlenCoord::kWrap;
   py::enum_<Pass>(module, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
@@ -497,12 +498,12 @@ PYBIND11_MODULE(flash_cute_host, module) {
   // keys, blocks of keys of the part, slot, part, parts). lengths: as of PartLengths.
   // is_uniform: do all sequences have the lengths of the shape, so that nothing is listed?
   module.def("split_tiles", [](VarlenBatch const& batch, int block_m, int groups, int packed,
-                               std::array<int, 4> const& lengths, bool is_uniform) {
-    auto const [block_n, wanted_items, least_blocks, fixed_blocks] = lengths;
+                               std::array<int, 6> const& lengths, bool is_uniform) {
+    auto const [block_n, blocks, rounds, least_blocks, fixed_blocks, rows] = lengths;
     ForwardParams const& params = batch.params;
     SplitOrder const order =
         SplitOrder::make(params, batch.mask, PackedRows(block_m / groups, groups, packed),
-                         {block_n, wanted_items, least_blocks, fixed_blocks}, false, is_uniform);
+                         {block_n, blocks, rounds, least_blocks, fixed_blocks, rows}, false, is_uniform);
     std::vector<std::tuple<int, int, int, int, int, std::pair<int, int>, int, int, int>> tiles;
     auto add = [&](PartTile const& tile) {
       tiles.emplace_back(tile.batch, tile.head, tile.m_begin, tile.k_first, tile.seqlen_k,
@@ -513,10 +514,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
       return std::pair(tiles, order.capacity);
     }
     std::vector<std::pair<int, SplitSequence>> sequences;
-    int64_t work = 0;
+    SplitWork work{};
     for (int b = 0; b < params.shape.batch; ++b) {
       sequences.emplace_back(b, SplitOrder::sequence_of(params, batch.mask, b));
-      if (sequences.back().second.used > 0) work += order.work(sequences.back().second);
+      work = work + order.work(sequences.back().second);
     }
     int const part_blocks = order.part_blocks(work), packs = order.packs_of_all.value;
     std::ranges::stable_partition(sequences, [&](auto const& s) {

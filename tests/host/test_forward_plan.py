@@ -162,6 +162,19 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
     assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_many_sequences_that_are_cut(host, more):
+    """Blocks that list them keep the tile of each slot, for the kernel that combines parts."""
+    batch = host.FEW_CUT_SEQUENCES + more
+    used = [None, None, None, [8192] * batch, None]
+    chosen = plan(host, "sm90", 128, (batch, 32, 8, 1, 8192, 128), FULL, used)
+    assert chosen.splits
+    assert chosen.prepares == bool(more)
+    rows = 4 * (128 + 1) * 4  # of a slot: 4 heads, O and the LSE in float32
+    assert chosen.workspace_bytes == chosen.partial_offset + chosen.slots * (rows + 64 * (not more))
+    assert chosen.slots == 4 * HOPPERS
+
+
 @given(shapes, st.sampled_from([64, 128, 256]))
 def test_partial_results_lie_behind_the_tile_counter(host, shape, head_dim):
     """Blocks add to the counter even where each of them has one tile."""

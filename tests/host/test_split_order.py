@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from itertools import groupby, pairwise
 
-from problems import given, make_varlen_batch, ragged_batches, st
+import pytest
+from problems import FULL, HOPPERS, given, make_varlen_batch, ragged_batches, st
 
 
 @given(st.data())
@@ -12,10 +14,13 @@ def test_parts_have_every_visible_key_once(host, data):
     """Parts of a tile follow each other without gaps; few tiles have slots, and these are the first ones."""
     sizes, window, lengths = data.draw(ragged_batches())
     batch = make_varlen_batch(host, sizes, window, lengths)
-    block_n, wanted = data.draw(st.sampled_from([16, 64])), data.draw(st.sampled_from([1, 8, 132]))
+    block_n, blocks = data.draw(st.sampled_from([16, 64])), data.draw(st.sampled_from([1, 4, 132]))
+    rounds, rows = data.draw(st.sampled_from([1, 2, 16])), data.draw(st.sampled_from([1, 64]))
+    wanted = blocks * rounds
     least, fixed = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 0, 1, 3]))
     is_uniform = not any(lengths)
-    tiles, capacity = host.split_tiles(batch, 16, 1, 1, (block_n, wanted, least, fixed), is_uniform)
+    part_lengths = block_n, blocks, rounds, least, fixed, rows
+    tiles, capacity = host.split_tiles(batch, 16, 1, 1, part_lengths, is_uniform)
     slots = [tile[6] for tile in tiles]
     cut = sum(slot >= 0 for slot in slots)
     assert slots == [*range(cut), *[-1] * (len(tiles) - cut)]
@@ -38,3 +43,37 @@ def test_parts_have_every_visible_key_once(host, data):
             assert first_key + seen[1] <= blocks[-1][1] * block_n
     counted = {tile[0] for tile in tiles}
     assert counted == {b for b in range(sizes[0]) if batch.sequence(b)[2] > 0}
+
+
+def time_of(lengths, blocks):
+    """When the last thread block ends. Each takes tiles one by one; they cost half a block of keys more."""
+    ends = [0.0] * blocks
+    for length in lengths:
+        heapq.heappush(ends, heapq.heappop(ends) + length + 0.5)
+    return max(ends)
+
+
+@pytest.mark.parametrize(
+    ("batch", "blocks_of_keys", "shorter", "most"),
+    [
+        (1, 64, False, 0.1),  # few tiles
+        (17, 64, False, 0.65),  # little more than a round of them
+        (17, 64, True, 0.8),  # of lengths that the device knows: at most two rounds
+        (64, 16, True, 1.0),  # whole
+        (64, 16, False, 1.0),
+        (256, 8, True, 1.0),
+        (5, 256, False, 0.4),
+    ],
+)
+def test_parts_of_sequences_that_are_alike(host, batch, blocks_of_keys, shorter, most):
+    """They take no more than this part of the time of tiles that have all of their keys."""
+    heads_kv, block_n, keys = 8, 128, 128 * blocks_of_keys
+    used = [keys - shorter * (b % 2) for b in range(batch)]
+    sizes = batch, 4 * heads_kv, heads_kv, 1, keys, 128
+    made = make_varlen_batch(host, sizes, FULL, [None, None, None, used if shorter else None, None])
+    lengths = block_n, HOPPERS, 2 if shorter else 16, 2, 0, 4
+    tiles, _ = host.split_tiles(made, 64, 1, 4, lengths, not shorter)
+    taken = time_of([tile[5][1] - tile[5][0] for tile in tiles], HOPPERS)
+    whole = time_of([blocks_of_keys] * (heads_kv * batch), HOPPERS)
+    assert taken <= most * whole
+    assert (len(tiles) == heads_kv * batch) == (most == 1)

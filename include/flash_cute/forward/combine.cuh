@@ -10,7 +10,6 @@
 #include "flash_cute/core/math.hpp"
 #include "flash_cute/forward/partial.hpp"
 #include "flash_cute/forward/problem.hpp"
-#include "flash_cute/scheduler/varlen_list.hpp"
 
 namespace flash_cute {
 
@@ -101,14 +100,12 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
     combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
                    __grid_constant__ PartialResults const partial) {
   using Combine = CombineRow<Element, kHeadDim>;
-  __shared__ VarlenList<typename Problem::Order> list;
   __shared__ typename Combine::Sums sums;
-  list.template make<kCombineThreads>(params, problem.limits, problem.order, nullptr);
   // Also where nothing is cut: the kernel behind this one waits for this one alone.
   if constexpr (kStartsEarly) wait_for_grid_before();
   int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
-  if (slot >= list.split_blocks * int(problem.order.packs_of_all.value)) return;
-  PartTile const tile = problem.tile(list, slot);
+  if (slot >= problem.order.split_blocks() * int(problem.order.packs_of_all.value)) return;
+  PartTile const tile = partial.tiles ? partial.tiles[slot] : problem.tile(slot);
   auto const mask = problem.mask(tile);
   PackedRows const& rows = problem.rows();
   // Parts of a fixed length are added up as their place among all parts of the sequence says.

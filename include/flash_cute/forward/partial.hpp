@@ -4,12 +4,15 @@
 
 #include <cstdint>
 
+#include "flash_cute/attention/tile.hpp"
 #include "flash_cute/core/platform.hpp"
 
 namespace flash_cute {
 
-// Of each slot the rows of a tile, in float32: O, each part's normalised by its own sum, and its LSE.
+// Of each slot the tile, where no list in global memory has it, and its rows in float32: O, each part's
+// normalised by its own sum, and its LSE.
 struct PartialResults {
+  PartTile* tiles;  // or null
   float *out, *lse;
   int rows, head_dim;  // of a slot
 
@@ -18,13 +21,15 @@ struct PartialResults {
   }
   FLASH_CUTE_HOST_DEVICE float& lse_of(int slot, int row) const { return lse[int64_t(slot) * rows + row]; }
 
-  static int64_t bytes(int slots, int rows, int head_dim) {
-    return int64_t(slots) * rows * (head_dim + 1) * int64_t(sizeof(float));
+  static int64_t bytes(int slots, int rows, int head_dim, bool has_tiles) {
+    int64_t const of_rows = int64_t(rows) * (head_dim + 1) * int64_t(sizeof(float));
+    return slots * (of_rows + (has_tiles ? int64_t(sizeof(PartTile)) : 0));
   }
   // In memory of that many bytes.
-  static PartialResults in(void* memory, int slots, int rows, int head_dim) {
-    auto* const out = static_cast<float*>(memory);
-    return {out, out + int64_t(slots) * rows * head_dim, rows, head_dim};
+  static PartialResults in(void* memory, int slots, int rows, int head_dim, bool has_tiles) {
+    auto* const tiles = static_cast<PartTile*>(memory);
+    auto* const out = reinterpret_cast<float*>(tiles + (has_tiles ? slots : 0));
+    return {has_tiles ? tiles : nullptr, out, out + int64_t(slots) * rows * head_dim, rows, head_dim};
   }
 };
 

@@ -15,8 +15,9 @@ constexpr int kWarpgroupRows = 64;  // of a WGMMA
 
 // How keys are cut into parts; see SplitOrder.
 struct SplitPlan {
-  PartLengths lengths = {};    // no wanted_items: keys are not cut
+  PartLengths lengths = {};    // no rounds: keys are not cut
   bool is_uniform = false;     // are all sequences as long as the shape says?
+  bool keeps_tiles = false;    // do slots have their tiles?
   int rows = 0;                // of a slot
   int slots = 0;               // 0 where no sequence is cut
   int64_t partial_offset = 0;  // of the partial results in the workspace
@@ -35,7 +36,7 @@ struct ForwardPlan {
                                 // partial results
   SplitPlan split = {};
 
-  bool splits() const { return split.lengths.wanted_items > 0; }
+  bool splits() const { return split.lengths.rounds > 0; }
   Variant variant() const { return splits() ? Variant::split : Variant::plain; }
 
   // Of params with operands and the workspace.
@@ -44,7 +45,9 @@ struct ForwardPlan {
     if constexpr (Problem::kSplits) {
       auto* const partial = static_cast<char*>(params.lengths.workspace) + split.partial_offset;
       return {{split_order(params, mask), mask, PagedRows::of(params)},
-              PartialResults::in(partial, split.slots, split.rows, params.shape.head_dim)};
+              PartialResults::in(partial, split.slots, split.rows, params.shape.head_dim, split.keeps_tiles),
+              params.shape,
+              params.lengths};
     } else if constexpr (Problem::kVarlen) {
       return {VarlenOrder::make(params, rows, section_tiles, prepares, mask.is_longest_last()), mask,
               VarlenRows::of(params)};
@@ -57,7 +60,9 @@ struct ForwardPlan {
   }
   int* tile_counter(ForwardParams const& params) const {
     void* const workspace = params.lengths.workspace;
-    return prepares ? &static_cast<VarlenListHeader*>(workspace)->tile_counter : static_cast<int*>(workspace);
+    bool const has_header = prepares || (splits() && !split.is_uniform);
+    return has_header ? &static_cast<VarlenListHeader*>(workspace)->tile_counter
+                      : static_cast<int*>(workspace);
   }
 };
 
@@ -268,12 +273,14 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   SplitPlan& split = result.split;
   int const blocks = params.device.multiprocessors * tile.blocks_per_sm;
   split.is_uniform = !params.lengths.given;
-  split.lengths = {.block_n = tile.block_n,
-                   .wanted_items = (split.is_uniform ? 1 : 2) * blocks,
-                   .least_blocks = kLeastKeys / tile.block_n,
-                   .fixed_blocks = params.batch_invariant ? kFixedKeys / tile.block_n : 0};
   int64_t const rows_of_head = int64_t(rows.packed.value) * params.shape.seqlen_q;
   split.rows = rows.groups * int(smaller<int64_t>(rows.used(), rows_of_head));
+  split.lengths = {.block_n = tile.block_n,
+                   .blocks = blocks,
+                   .rounds = split.is_uniform ? 16 : 2,
+                   .least_blocks = kLeastKeys / tile.block_n,
+                   .fixed_blocks = params.batch_invariant ? kFixedKeys / tile.block_n : 0,
+                   .rows = split.rows};
 
   int64_t const packs_of_all =
       params.shape.heads_kv * rows.packs(params.shape.heads_q / params.shape.heads_kv);
@@ -284,17 +291,20 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   bool const is_whole = split.is_uniform && order.alike.parts == 1;
   split.slots = is_whole                                     ? 0
                 : split.is_uniform || params.batch_invariant ? items
-                                                             : 2 * split.lengths.wanted_items;
+                                                             : 2 * split.lengths.wanted_items();
   result.blocks = persistent ? smaller(items, blocks) : items;
   result.prepares = !split.is_uniform && (!persistent || params.shape.batch > SplitOrder::kFewSequences);
+  split.keeps_tiles = !split.is_uniform && !result.prepares;
   result.workspace_bytes =
-      result.prepares ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
+      result.prepares     ? sizeof(VarlenListHeader) + order.capacity * int64_t(sizeof(SplitRecord))
+      : split.keeps_tiles ? sizeof(VarlenListHeader)
       : persistent && (items > blocks || split.slots > 0) ? sizeof(int)  // the tile counter
                                                           : 0;
   constexpr int64_t kAlignment = 256;
   split.partial_offset = ceil_div(result.workspace_bytes, kAlignment) * kAlignment;
   result.workspace_bytes =
-      split.partial_offset + PartialResults::bytes(split.slots, split.rows, params.shape.head_dim);
+      split.partial_offset +
+      PartialResults::bytes(split.slots, split.rows, params.shape.head_dim, split.keeps_tiles);
   return result;
 }
 

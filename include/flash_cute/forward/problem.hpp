@@ -93,6 +93,18 @@ struct VarlenProblem {
 template <class Mask>
 struct SplitProblem : VarlenProblem<Mask, SplitOrder, PagedRows, PartTile> {
   PartialResults partial;
+  ProblemShape shape;
+  LengthParams lengths;
+
+  using VarlenProblem<Mask, SplitOrder, PagedRows, PartTile>::tile;
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE PartTile tile(List const& list, int index) const {
+    return list.tile(*this, index);
+  }
+  template <class List>
+  FLASH_CUTE_HOST_DEVICE PartTile first_tile(List const& list, int block) const {
+    return list.first_tile(*this, block);
+  }
 };
 
 // The blocks of keys that the queries of a tile see, of those of its part.

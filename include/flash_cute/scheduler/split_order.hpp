@@ -23,9 +23,50 @@ struct alignas(16) SplitRecord : SequenceRecord {
 // How long parts are.
 struct PartLengths {
   int block_n;
-  int wanted_items;  // tiles of all parts, about
+  int blocks;        // thread blocks that run at once
+  int rounds;        // of them, at most, that parts are to take
   int least_blocks;  // of a part
   int fixed_blocks;  // of each part, where results must not depend on other sequences; else 0
+  int rows;          // of a partial result
+
+  FLASH_CUTE_HOST_DEVICE int wanted_items() const { return blocks * rounds; }  // tiles of all parts, about
+
+  // Tiles that are equally long, in parts of `part` blocks of keys: how long they take, in sixteenths of what
+  // a block of keys does. Thread blocks take the longest parts first, so those at the ends of sequences fill
+  // up the last round. Of head dims 64 and 128 (H200): a tile takes 0.5 to 0.9 blocks of keys beside its own,
+  // 16 rows of a partial result about one, the kernel that combines them two.
+  FLASH_CUTE_HOST_DEVICE int time(int tiles, int of_tile, int part) const {
+    constexpr int kBlock = 16, kTile = 10, kCombine = 32;
+    int const whole = of_tile / part, rest = of_tile - whole * part, items = tiles * whole;
+    int const fixed = kTile + (part < of_tile ? rows : 0);
+    int const full = ceil_div(items, blocks), spare = full * blocks - items;
+    int const longer = kBlock * part + fixed, shorter = kBlock * rest + fixed;
+    int64_t const fit = int64_t(spare) * (longer / shorter);
+    int const left = rest > 0 ? int(larger<int64_t>(0, tiles - fit)) : 0;
+    return full * longer + ceil_div(left, blocks) * shorter + (part < of_tile ? kCombine : 0);
+  }
+  // The blocks of keys of a part that take the least time, but no more parts for less than 3% of it. share:
+  // of the work, what a thread block has of it.
+  FLASH_CUTE_HOST_DEVICE int best_part(int tiles, int of_tile, int share) const {
+    int best = of_tile, least = time(tiles, of_tile, of_tile);
+    for (int round = 1; round <= rounds; ++round) {
+      int const part = smaller(of_tile, larger(least_blocks, ceil_div(share, round)));
+      int const needed = time(tiles, of_tile, part);
+      if (33 * int64_t(needed) < 32 * int64_t(least)) best = part, least = needed;
+    }
+    return best;
+  }
+};
+
+// The blocks of keys that tiles compute.
+struct SplitWork {
+  int64_t blocks, tiles;
+  int longest;  // blocks of one tile
+
+  FLASH_CUTE_HOST_DEVICE SplitWork operator+(SplitWork const& other) const {
+    return {blocks + other.blocks, tiles + other.tiles, larger(longest, other.longest)};
+  }
+  FLASH_CUTE_HOST_DEVICE bool is_even() const { return 7 * tiles * longest <= 8 * blocks; }
 };
 
 // All tiles of a sequence are cut at the same keys, and those of a part run side by side, so that L2 serves
@@ -36,8 +77,9 @@ struct PartLengths {
 struct SplitOrder : VarlenOrder {
   using Record = SplitRecord;
   static constexpr bool kSplits = true;
-  static constexpr int kFewSequences = 40;  // see VarlenOrder
+  static constexpr int kFewSequences = 256;  // see SplitList
   PartLengths lengths;
+  bool prepares;         // is the list prepared? Its header is there in any case, but of a uniform batch
   SplitRecord alike;     // of sequence 0 of a uniform batch, whose others are as it is; parts is 0 else
   Divisor blocks_alike;  // M blocks of each of these
 
@@ -45,12 +87,15 @@ struct SplitOrder : VarlenOrder {
   template <class Mask>
   static SplitOrder make(ForwardParams const& params, Mask const& mask, PackedRows const& rows,
                          PartLengths const& lengths, bool is_prepared, bool is_uniform) {
-    SplitOrder order{
-        VarlenOrder::make(params, rows, 0, is_prepared, mask.is_longest_last()), lengths, {}, {}};
+    SplitOrder order{VarlenOrder::make(params, rows, 0, !is_uniform, mask.is_longest_last()),
+                     lengths,
+                     is_prepared,
+                     {},
+                     {}};
     order.capacity = int(list_capacity(params, rows, lengths));
     if (is_uniform) {
       SplitSequence const sequence = sequence_of(params, mask, 0);
-      order.alike = order.record(0, sequence, 0, order.part_blocks(order.work(sequence) * order.batch));
+      order.alike = order.record(0, sequence, 0, order.part_blocks(order.work(sequence, order.batch)));
       order.blocks_alike = Divisor(order.alike.m_blocks * order.alike.parts);
       order.capacity = order.batch * int(order.blocks_alike.value);
     }
@@ -62,10 +107,11 @@ struct SplitOrder : VarlenOrder {
                                PartLengths const& lengths) {
     int64_t const m_blocks = m_block_capacity(params, rows);
     int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
-    if (lengths.fixed_blocks == 0) return m_blocks + ceil_div(lengths.wanted_items, packs_of_all);
+    if (lengths.fixed_blocks == 0) return m_blocks + ceil_div(lengths.wanted_items(), packs_of_all);
     return m_blocks * (1 + ceil_div(params.shape.seqlen_k, lengths.block_n * lengths.fixed_blocks));
   }
 
+  FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return prepares; }
   FLASH_CUTE_HOST_DEVICE bool is_uniform() const { return alike.parts > 0; }
   // Of a uniform batch: the sequence of an M block.
   FLASH_CUTE_HOST_DEVICE SplitRecord record_alike(int m_block) const {
@@ -77,9 +123,8 @@ struct SplitOrder : VarlenOrder {
 
   FLASH_CUTE_HOST_DEVICE SplitRecord* prepared() const { return reinterpret_cast<SplitRecord*>(header + 1); }
 
-  template <class Mask>
-  FLASH_CUTE_HOST_DEVICE static SplitSequence sequence_of(ForwardParams const& params, Mask const& limits,
-                                                          int b) {
+  template <class Params, class Mask>
+  FLASH_CUTE_HOST_DEVICE static SplitSequence sequence_of(Params const& params, Mask const& limits, int b) {
     int const* const offsets = params.lengths.cu_seqlens_k;
     Sequence const s = sequence(params.shape, params.lengths, limits, b);
     int const begin = offsets ? larger(0, smaller(offsets[b], params.shape.seqlen_k)) : 0;
@@ -91,15 +136,23 @@ struct SplitOrder : VarlenOrder {
     int const begin = s.k_first / lengths.block_n, end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
     return {begin, larger(begin + 1, ceil_div(end, lengths.block_n))};
   }
-  // Blocks of keys of all the sequence's tiles.
-  FLASH_CUTE_HOST_DEVICE int64_t work(SplitSequence const& s) const {
+  // Of `alike` such sequences.
+  FLASH_CUTE_HOST_DEVICE SplitWork work(SplitSequence const& s, int alike = 1) const {
     BlockRange const blocks = visited(s);
-    return int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * (blocks.end - blocks.begin);
+    int const length = blocks.end - blocks.begin;
+    int64_t const tiles = int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * alike;
+    return {tiles * length, tiles, tiles > 0 ? length : 0};
   }
-  FLASH_CUTE_HOST_DEVICE int part_blocks(int64_t work_of_all) const {
+  FLASH_CUTE_HOST_DEVICE int part_blocks(SplitWork const& of_all) const {
     if (lengths.fixed_blocks > 0) return lengths.fixed_blocks;
-    int64_t const even = (work_of_all + lengths.wanted_items - 1) / lengths.wanted_items;
-    return int(larger<int64_t>(lengths.least_blocks, smaller<int64_t>(even, 1 << 30)));
+    int64_t const even = (of_all.blocks + lengths.blocks - 1) / lengths.blocks;
+    int const share = int(smaller<int64_t>(even, 1 << 30));
+    if (of_all.is_even() && of_all.tiles > 0) {  // and if they are many, they are whole
+      int const longest = of_all.longest;
+      return of_all.tiles < lengths.wanted_items() ? lengths.best_part(int(of_all.tiles), longest, share)
+                                                   : longest;
+    }
+    return larger(lengths.least_blocks, ceil_div(share, lengths.rounds));
   }
   // Where the first part starts.
   FLASH_CUTE_HOST_DEVICE int first_block(SplitSequence const& s) const {
@@ -139,6 +192,9 @@ struct SplitOrder : VarlenOrder {
   // Of a prepared list or a uniform batch, of kernels that keep no list in shared memory.
   FLASH_CUTE_HOST_DEVICE int tiles() const {
     return is_uniform() ? capacity * int(packs_of_all.value) : VarlenOrder::tiles();
+  }
+  FLASH_CUTE_HOST_DEVICE int split_blocks() const {
+    return is_uniform() ? (alike.parts > 1 ? capacity : 0) : header->split_blocks;
   }
   FLASH_CUTE_HOST_DEVICE bool unwritten() const { return !is_uniform() && VarlenOrder::unwritten(); }
   FLASH_CUTE_HOST_DEVICE PartTile operator()(int index) const {

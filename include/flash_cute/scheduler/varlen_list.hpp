@@ -20,9 +20,8 @@ struct ListedSequence {
   int length_class;  // of its longest tile: lengths within an eighth of a power of two; 0 has the longest
   bool unwritten;    // are there rows at its ends that no tile writes?
 
-  template <class Mask>
-  CUTE_DEVICE static ListedSequence of(ForwardParams const& params, Mask const& limits, Order const& order,
-                                       int b) {
+  template <class Params, class Mask>
+  CUTE_DEVICE static ListedSequence of(Params const& params, Mask const& limits, Order const& order, int b) {
     auto const s = Order::sequence_of(params, limits, b);
     int const queries = order.rows.tile_queries(), m_blocks = order.m_blocks(s);
     auto keys = [&](int m_block) {
@@ -54,10 +53,9 @@ struct VarlenList {
   static constexpr int kFewSequences = Order::kFewSequences, kSearch = kFewSequences < 64 ? 32 : 64;
   static_assert(kSearch <= kFewSequences && kFewSequences <= 2 * kSearch);
   typename Order::Record
-      records[kFewSequences];             // where the block makes them; those without a query come last
-  unsigned long long work;                // of all sequences, where these may be cut
-  int m_blocks, unwritten, split_blocks;  // as in VarlenListHeader
-  int first;                              // the record that has the block's first tile
+      records[kFewSequences];  // where the block makes them; those without a query come last
+  int m_blocks, unwritten;     // as in VarlenListHeader
+  int first;                   // the record that has the block's first tile
 
   // By all threads of a block. tile_counter: of the dynamic scheduler, null where each block has one tile at
   // most.
@@ -66,23 +64,10 @@ struct VarlenList {
                         int* tile_counter) {
     constexpr int kLanes = kThreads >= 4 * kFewSequences ? 4 : 2;  // threads that count for a sequence
     static_assert(kThreads >= kLanes * kFewSequences);
-    if constexpr (Order::kSplits) {
-      if (order.is_uniform()) {
-        if (threadIdx.x == 0) {
-          m_blocks = order.capacity;
-          unwritten = false;
-          split_blocks = order.alike.parts > 1 ? order.capacity : 0;
-          if (blockIdx.x == 0 && tile_counter) *tile_counter = 0;
-        }
-        __syncthreads();
-        return;
-      }
-    }
     if (order.is_prepared()) {
       if (threadIdx.x == 0) {
         m_blocks = order.header->m_blocks;
         unwritten = order.header->unwritten;
-        split_blocks = order.header->split_blocks;
       }
       __syncthreads();
       return;
@@ -98,21 +83,12 @@ struct VarlenList {
     int const b = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, batch = params.shape.batch;
     bool const is_sequence = b < batch;
     using Listed = ListedSequence<Order>;
-    Listed own = is_sequence ? Listed::of(params, limits, order, b) : Listed{};
-    int part_blocks = 0;
-    if constexpr (Order::kSplits) {
-      if (threadIdx.x == 0) work = split_blocks = 0;
-      __syncthreads();
-      if (lane == 0 && own.m_blocks > 0) atomicAdd(&work, order.work(own.sequence));
-      __syncthreads();
-      part_blocks = order.part_blocks(work);
-      own.cut(order, part_blocks);
-    }
+    Listed const own = is_sequence ? Listed::of(params, limits, order, b) : Listed{};
     Key const key{own.m_blocks > 0 ? own.length_class : kLengthClasses, own.m_blocks};
     if (is_sequence && lane == 0) keys[b] = key;
     int const any_unwritten = __syncthreads_or(own.unwritten);
 
-    auto record = order.record(b, own.sequence, 0, part_blocks);
+    auto record = order.record(b, own.sequence, 0);
     int rank = 0, first_block = 0;  // behind all that are longer, or as long with a smaller index
     if (is_sequence) {
 #pragma unroll 4
@@ -134,10 +110,6 @@ struct VarlenList {
     if (is_sequence && lane == 0) {
       record.first_block = first_block;
       records[rank] = record;
-      if constexpr (Order::kSplits) {
-        if (own.length_class == 0)
-          atomicMax(&split_blocks, smaller(first_block + own.m_blocks, order.capacity));
-      }
       int const m_block = order.packs_of_all.quotient(blockIdx.x);
       if (first_block <= m_block && m_block < first_block + own.m_blocks) first = rank;
       if (rank == batch - 1) {
@@ -152,9 +124,6 @@ struct VarlenList {
 
   CUTE_DEVICE auto tile(Order const& order, int index) const {
     int const m_block = order.packs_of_all.quotient(index);
-    if constexpr (Order::kSplits) {
-      if (order.is_uniform()) return order.tile(order.record_alike(m_block), index);
-    }
     typename Order::Record const* found = order.prepared() + m_block;
     if (!order.is_prepared()) {
       found = records;  // the last that begins no later
@@ -168,9 +137,6 @@ struct VarlenList {
   // The tile of the block's own number, which exists.
   CUTE_DEVICE auto first_tile(Order const& order, int block) const {
     if (order.is_prepared()) return order.tile(order.prepared()[order.packs_of_all.quotient(block)], block);
-    if constexpr (Order::kSplits) {
-      if (order.is_uniform()) return tile(order, block);
-    }
     return order.tile(records[first], block);
   }
 };

@@ -7,6 +7,7 @@
 
 #include "flash_cute/core/dependent_launch.hpp"
 #include "flash_cute/core/launch_kernel.hpp"
+#include "flash_cute/scheduler/split_list.hpp"
 #include "flash_cute/scheduler/varlen_list.hpp"
 
 namespace flash_cute {
@@ -27,16 +28,13 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
   bool unwritten = false, uncountable = false;
   int part_blocks = 0;
   if constexpr (Order::kSplits) {
-    __shared__ unsigned long long work;
-    if (threadIdx.x == 0) work = 0;
-    __syncthreads();
+    __shared__ SplitWork of_warps[kThreads / 32];
+    SplitWork work{};
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
-      auto const s = Order::sequence_of(params, limits, b);
-      if (s.used > 0) atomicAdd(&work, order.work(s));
+      work = work + order.work(Order::sequence_of(params, limits, b));
     }
-    __syncthreads();
-    part_blocks = order.part_blocks(work);
+    part_blocks = order.part_blocks(add_work<kThreads>(work, of_warps));
   }
 #pragma unroll 1
   for (bool lists = false;; lists = true) {

@@ -82,6 +82,7 @@ struct ForwardConsumerSm90 {
       if constexpr (kSplits) {
         if (tile.slot != PartTile::kWhole) {
           softmax.finish(acc_o, [](int) { return true; });  // other parts may see keys
+          if (warpgroup == 0 && thread == 0 && problem.partial.tiles) problem.partial.tiles[tile.slot] = tile;
           store_partial(problem.partial, tile, warpgroup * (problem.partial.rows / rows.groups), rows,
                         softmax, cO, acc_o);
           return;

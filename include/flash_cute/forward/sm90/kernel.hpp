@@ -41,8 +41,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   // In this order: where loading and zero filling share what they know of the list, head dim 256 spills.
   if constexpr (Problem::kVarlen) {
-    shared.varlen_list.template make<Traits::kThreads>(params, problem.limits, problem.order,
-                                                       scheduler.tile_counter);
+    if constexpr (Problem::kSplits) {
+      shared.varlen_list.make(problem, scheduler.tile_counter);
+    } else {
+      shared.varlen_list.template make<Traits::kThreads>(params, problem.limits, problem.order,
+                                                         scheduler.tile_counter);
+    }
     if (warpgroup > 0 && blockIdx.x >= problem.tiles(shared.varlen_list)) return;
   }
   auto tiles = [&](unsigned lanes) {

@@ -11,6 +11,7 @@
 #include "flash_cute/forward/plan.hpp"
 #include "flash_cute/forward/tiles.hpp"
 #include "flash_cute/scheduler/dynamic_scheduler.hpp"
+#include "flash_cute/scheduler/split_list.hpp"
 
 namespace flash_cute {
 
@@ -41,10 +42,10 @@ struct ForwardTraitsSm90 {
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static constexpr bool kSplits = Instance::variant == Variant::split;  // whose producer finds rows
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 1 ? 88 : kSplits ? 72 : 24;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 1 ? 88 : kSplits ? 88 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 1 ? 168
-                                            : kSplits         ? 216
+                                            : kSplits         ? 208
                                                               : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
@@ -93,7 +94,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup releases its own rows
     TmaRing<kStages> ring_k, ring_v;
-    VarlenList<std::conditional_t<kSplits, SplitOrder, VarlenOrder>> varlen_list;
+    std::conditional_t<kSplits, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
     TileQueue tile_queue;
   };
 };

@@ -1,0 +1,146 @@
+// The list of up to 256 sequences that are cut into parts, longest first, which each thread block of a
+// persistent kernel makes for itself:
+// a kernel before it costs 10 us and more.
+#pragma once
+
+#include <cub/block/block_scan.cuh>
+
+#include "flash_cute/scheduler/varlen_list.hpp"
+
+namespace flash_cute {
+
+// The work of all threads of a block; of_warps: in shared memory.
+template <int kThreads>
+CUTE_DEVICE SplitWork add_work(SplitWork own, SplitWork (&of_warps)[kThreads / 32]) {
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2) {
+    own = own + SplitWork{__shfl_xor_sync(~0u, own.blocks, step), __shfl_xor_sync(~0u, own.tiles, step),
+                          __shfl_xor_sync(~0u, own.longest, step)};
+  }
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
+  __syncthreads();
+  SplitWork sum{};
+#pragma unroll 4
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum = sum + of_warps[warp];
+  return sum;
+}
+
+// In shared memory. Of a sequence it has what its order decides; the lengths are read again for each tile.
+// All blocks make the same list: sequences of a class stay in the order of the batch.
+template <int kThreads>
+struct SplitList {
+  static constexpr int kFewSequences = SplitOrder::kFewSequences, kWarps = kThreads / 32;
+  // Of lengths; class 0 has the sequences that are cut: their parts are as long as the longest others.
+  static constexpr int kClasses = 16;
+  using Scan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  static_assert(kFewSequences <= kThreads && kClasses * kWarps <= kThreads);
+  PartTile first;                         // the block's first tile
+  int m_blocks, unwritten, split_blocks;  // as in VarlenListHeader
+  int part_blocks;
+  int first_blocks[kFewSequences];  // of the sequences in their order
+  unsigned char batch[kFewSequences];
+  int counts[kClasses * kWarps];  // of sequences
+  SplitWork of_warps[kWarps];
+  typename Scan::TempStorage scan;
+
+  // By all threads of a block; tile_counter: of the dynamic scheduler, null where each block has one tile at
+  // most.
+  template <class Problem>
+  CUTE_DEVICE void make(Problem const& problem, int* tile_counter) {
+    SplitOrder const& order = problem.order;
+    if (order.is_uniform() || order.is_prepared()) {
+      if (threadIdx.x == 0) {
+        m_blocks = order.is_uniform() ? order.capacity : order.header->m_blocks;
+        unwritten = order.unwritten();
+        if (order.is_uniform() && blockIdx.x == 0 && tile_counter) *tile_counter = 0;
+      }
+      __syncthreads();
+      return;
+    }
+    if (threadIdx.x == 0 && blockIdx.x == 0) *tile_counter = 0;  // see VarlenList
+
+    using Listed = ListedSequence<SplitOrder>;
+    int const b = threadIdx.x, lane = b % 32, warp = b / 32;
+    bool const is_sequence = b < order.batch;
+    Listed const own = is_sequence ? Listed::of(problem, problem.limits, order, b) : Listed{};
+    if (threadIdx.x < kClasses * kWarps) counts[threadIdx.x] = 0;
+    SplitWork const own_work = own.m_blocks > 0 ? order.work(own.sequence) : SplitWork{};
+    SplitWork const work = add_work<kThreads>(own_work, of_warps);
+    int const any_unwritten = __syncthreads_or(own.unwritten);
+    int const blocks_of_part = order.part_blocks(work);
+    int const parts = own.m_blocks > 0 ? order.parts(own.sequence, blocks_of_part) : 1;
+    int const own_blocks = int(smaller<int64_t>(int64_t(own.m_blocks) * parts, order.capacity));
+
+    int const longest = larger(1, smaller(blocks_of_part, work.longest));
+    int const length_class = parts > 1 ? 0 : 1 + (kClasses - 2) * (longest - own_work.longest) / longest;
+    int* const count = counts + length_class * kWarps + warp;
+    unsigned const alike = __match_any_sync(~0u, is_sequence ? length_class : kClasses);
+    int const before = __popc(alike & ((1u << lane) - 1));
+    if (is_sequence && before == 0) *count = __popc(alike);
+    __syncthreads();
+    bool const is_count = threadIdx.x < kClasses * kWarps;
+    int own_count = is_count ? counts[threadIdx.x] : 0;
+    Scan(scan).ExclusiveSum(own_count, own_count);
+    if (is_count) counts[threadIdx.x] = own_count;
+    __syncthreads();
+    if (is_sequence) {
+      int const rank = *count + before;
+      first_blocks[rank] = own_blocks;
+      batch[rank] = b;
+    }
+    __syncthreads();
+
+    int const listed = is_sequence ? first_blocks[threadIdx.x] : 0;
+    int const capacity = order.capacity;
+    int first_block = 0, end = 0;
+    Scan(scan).ExclusiveScan(
+        listed, first_block, 0,
+        [=](int x, int y) { return int(smaller<unsigned>(unsigned(x) + unsigned(y), capacity)); }, end);
+    if (is_sequence) first_blocks[threadIdx.x] = first_block;
+    if (threadIdx.x == 0) {
+      m_blocks = end;
+      unwritten = any_unwritten;
+      part_blocks = blocks_of_part;
+    }
+    __syncthreads();
+    int const m_block = order.packs_of_all.quotient(blockIdx.x), cut = counts[kWarps];
+    if (first_block <= m_block && m_block < first_block + listed && m_block < end) {
+      first = tile_of(problem, threadIdx.x, blockIdx.x);
+    }
+    if (threadIdx.x == 0 && blockIdx.x == 0) {
+      order.header->split_blocks = cut < order.batch ? first_blocks[cut] : end;
+    }
+    __syncthreads();
+  }
+
+  CUTE_DEVICE int tiles(SplitOrder const& order) const { return m_blocks * int(order.packs_of_all.value); }
+
+  template <class Problem>
+  CUTE_DEVICE PartTile tile(Problem const& problem, int index) const {
+    SplitOrder const& order = problem.order;
+    if (order.is_uniform() || order.is_prepared()) return order(index);
+    int const m_block = order.packs_of_all.quotient(index);
+    int rank = 0;  // of the last sequence that begins no later
+#pragma unroll 1
+    for (int step = kFewSequences / 2; step > 0; step /= 2) {
+      if (rank + step < order.batch && first_blocks[rank + step] <= m_block) rank += step;
+    }
+    return tile_of(problem, rank, index);
+  }
+  // The tile of the block's own number, which exists.
+  template <class Problem>
+  CUTE_DEVICE PartTile first_tile(Problem const& problem, int block) const {
+    SplitOrder const& order = problem.order;
+    return order.is_uniform() || order.is_prepared() ? order(block) : first;
+  }
+
+ private:
+  template <class Problem>
+  CUTE_DEVICE PartTile tile_of(Problem const& problem, int rank, int index) const {
+    int const b = batch[rank];
+    SplitSequence const s = SplitOrder::sequence_of(problem, problem.limits, b);
+    return problem.order.tile(problem.order.record(b, s, first_blocks[rank], part_blocks), index);
+  }
+};
+
+}  // namespace flash_cute
