@@ -17,6 +17,7 @@ namespace {
 
 BackwardCall plan_call(AttentionProblem const& problem, BackwardArguments const& arguments) {
   AttentionArguments const& attention = arguments.attention;
+  refuse_ranges(problem);
   return plan_backward_call(problem, length_params(attention.lengths), gpu_at(attention.q.get_device_index()),
                             arguments.needs_dq, arguments.needs_dkv, arguments.deterministic);
 }
@@ -36,7 +37,7 @@ struct Gradient : Target {
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, no_out] = arguments.attention;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out] = arguments.attention;
   BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);

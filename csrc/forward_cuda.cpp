@@ -19,6 +19,7 @@ namespace {
 
 ForwardCall plan_call(AttentionArguments const& arguments) {
   AttentionProblem const problem = validate(arguments);  // before the device, of which it may complain
+  refuse_ranges(problem);
   std::optional<Tensor> const& table = arguments.lengths.block_table;
   return plan_forward_call(
       problem, length_params(arguments.lengths, problem.cached), gpu_at(arguments.q.get_device_index()),
@@ -28,7 +29,7 @@ ForwardCall plan_call(AttentionArguments const& arguments) {
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, given_out] = arguments;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out] = arguments;
   ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);

@@ -14,25 +14,27 @@ template <auto function>
 auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
             std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,
             MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
-            std::optional<std::string> family) {
+            MaybeTensor ranges, std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
-                   {{}, {}, seqused_q, seqused_k, leftpad_k, block_table}});
+                   {{}, {}, seqused_q, seqused_k, leftpad_k, block_table},
+                   ranges});
 }
 
 template <auto function>
 auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
             std::optional<double> softmax_scale, std::optional<int64_t> window_left,
             std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-            MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
+            MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
             std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
-                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table}});
+                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
+                   ranges});
 }
 
 // Of padded and packed calls, with a tensor to write out into.
@@ -40,12 +42,14 @@ template <auto function>
 auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<double> softmax_scale,
           std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
           MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
-          MaybeTensor block_table, bool batch_invariant, std::optional<std::string> family) {
+          MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
+          std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
+                   ranges,
                    out});
 }
 
@@ -53,13 +57,14 @@ template <auto function>
 auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                      bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, bool deterministic,
-                     std::optional<std::string> family) {
+                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, MaybeTensor ranges,
+                     bool deterministic, std::optional<std::string> family) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
-                                     {{}, {}, seqused_q, seqused_k, leftpad_k}};
+                                     {{}, {}, seqused_q, seqused_k, leftpad_k},
+                                     ranges};
   return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
@@ -68,13 +73,14 @@ auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                      Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
                      std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, bool deterministic,
-                     std::optional<std::string> family) {
+                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, MaybeTensor ranges,
+                     bool deterministic, std::optional<std::string> family) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
-                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k}};
+                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k},
+                                     ranges};
   return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
@@ -83,13 +89,14 @@ std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double
                  std::optional<int64_t> window_left, std::optional<int64_t> window_right,
                  MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
                  MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
-                 bool backward, bool deterministic, std::optional<std::string> family) {
+                 MaybeTensor ranges, bool backward, bool deterministic, std::optional<std::string> family) {
   AttentionArguments const attention{
       q,
       k,
       v,
       {causal, softmax_scale, window_left, window_right, family, batch_invariant},
-      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table}};
+      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
+      ranges};
   if (!backward) return forward_plan(attention);
   return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
@@ -110,8 +117,8 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
                   bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                   std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
                   MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes block_table,
-                  bool batch_invariant, MaybeSizes out, MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse,
-                  std::optional<std::string> family) {
+                  bool batch_invariant, MaybeSizes ranges, MaybeSizes out, MaybeSizes lse, MaybeSizes dout,
+                  MaybeSizes dlse, std::optional<std::string> family) {
   size_t next = 0;
   auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
     Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
@@ -128,9 +135,11 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
     }
     ++index;
   }
-  AttentionProblem const problem =
-      validate(operand_q, operand_k, operand_v,
-               {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths);
+  std::optional<Operand> operand_ranges;
+  if (ranges) operand_ranges.emplace(operand("ranges", *ranges)).step = steps.at(given);
+  AttentionProblem const problem = validate(
+      operand_q, operand_k, operand_v,
+      {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths, operand_ranges);
   if (!out) return;
   if (!lse) return validate_out(operand_q, operand("out", *out));
   validate_keys_of_backward(problem);
@@ -153,8 +162,9 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   "bool causal=False, *, float? softmax_scale=None, SymInt? window_left=None, SymInt? " \
   "window_right=None, "
 #define FLASH_CUTE_LENGTHS(type) type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, "
+#define FLASH_CUTE_RANGES(type) type "? ranges=None, "
 // What only a forward has.
-#define FLASH_CUTE_CACHE(type) type "? block_table=None, bool batch_invariant=False, "
+#define FLASH_CUTE_CACHE(type) type "? block_table=None, bool batch_invariant=False, " FLASH_CUTE_RANGES(type)
 #define FLASH_CUTE_MAYBE_OFFSETS(type) type "? cu_seqlens_q=None, " type "? cu_seqlens_k=None, "
 #define FLASH_CUTE_MAYBE_RESULTS(type) \
   type "? out=None, " type "? lse=None, " type "? dout=None, " type "? dlse=None, "
@@ -169,9 +179,10 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 #define FLASH_CUTE_INTO(out)                                                                                \
   FLASH_CUTE_TENSORS out FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor") FLASH_CUTE_LENGTHS("Tensor") \
       FLASH_CUTE_CACHE("Tensor") FLASH_CUTE_FAMILY
-#define FLASH_CUTE_BACKWARD              \
-  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS( \
-      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
+#define FLASH_CUTE_BACKWARD                                                             \
+  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS(                                                \
+      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_RANGES("Tensor") \
+      FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
 #define FLASH_CUTE_INPUT_GRADIENTS "-> (Tensor dq, Tensor dk, Tensor dv)"
 
 // forward and forward_varlen are what Python calls and differentiates (flash_cute/ops.py); those with an

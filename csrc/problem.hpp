@@ -46,6 +46,7 @@ struct AttentionProblem {
   bool cached = false;                               // k and v are a cache, which is never copied
   int pages = 0, page_size = 0;                      // of a cache in pages
   bool batch_invariant = false;
+  int ranges = 0;  // of keys that each query sees, cut by the rest of the mask; 0: it sees all of them
 
   // That of sequences which are all as long as the shape says.
   WindowMask mask() const {
@@ -54,6 +55,11 @@ struct AttentionProblem {
                             window_right.value_or(unlimited));
   }
 };
+
+// Throws where a GPU is asked for what it has no kernels for.
+inline void refuse_ranges(AttentionProblem const& problem) {
+  require(problem.ranges == 0, "ranges on a GPU needs kernels that this build does not have");
+}
 
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
 inline char const* name_of(Variant variant) { return variant == Variant::plain ? "plain" : "split"; }

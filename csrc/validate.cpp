@@ -78,6 +78,40 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   return batch;
 }
 
+void validate_ranges(Operand const& q, Operand const& ranges, int64_t batch, bool packed, bool cached,
+                     AttentionOptions const& options) {
+  require_type(ranges, ScalarType::Int);
+  require_same_device(ranges, q);
+  auto const& sizes = ranges.sizes;
+  size_t const dims = packed ? 3 : 5;
+  bool const fits = sizes.size() == dims && sizes[dims - 1] == 2 && sizes[dims - 2] >= 1 &&
+                    sizes[dims - 2] <= kMaxRanges && sizes[dims - 3] == q.sizes[packed ? 0 : 2];
+  if (packed) {
+    require(fits, "ranges must have shape (total_q, R, 2) with R from 1 to ", kMaxRanges, ", here (",
+            q.sizes[0], ", R, 2), got ", ShapeOf{sizes});
+  } else {
+    require(fits && (sizes[0] == 1 || sizes[0] == batch),
+            "ranges must have shape (batch or 1, 1, seqlen_q, R, 2) with R from 1 to ", kMaxRanges,
+            ", here (", batch, " or 1, 1, ", q.sizes[2], ", R, 2), got ", ShapeOf{sizes});
+    require(sizes[1] == 1, "ranges must be alike for all heads, with 1 in dimension 1, got ", sizes[1]);
+  }
+  require(ranges.step == 1, "ranges must be contiguous in its last dimensions, got stride ", ranges.step);
+  require(!cached, "ranges must be None where k is a cache");
+  require(!options.batch_invariant, "ranges must be None with batch_invariant");
+}
+
+// Each entry of a batch lies without gaps; one may stand for all of them.
+void require_contiguous_entries(Tensor const& ranges) {
+  auto const sizes = ranges.sizes(), strides = ranges.strides();
+  int64_t expected = 1;
+  for (size_t dim = sizes.size(), last = sizes.size() == 5 ? 1 : 0; dim-- > last;) {
+    require(sizes[dim] <= 1 || strides[dim] == expected,
+            "ranges must be contiguous in its last dimensions, got stride ", strides[dim], " in dimension ",
+            dim);
+    expected *= sizes[dim];
+  }
+}
+
 }  // namespace
 
 std::ostream& operator<<(std::ostream& text, ShapeOf const& shape) {
@@ -208,12 +242,18 @@ AttentionProblem validate(AttentionArguments const& arguments) {
     lengths[index].emplace(operand(kLengthNames[index], **given[index]));
   }
   Operand const q = operand("q", arguments.q), k = operand("k", arguments.k), v = operand("v", arguments.v);
-  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths);
+  std::optional<Operand> ranges;
+  if (arguments.ranges) ranges.emplace(operand("ranges", *arguments.ranges));
+  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths, ranges);
   require_stored(q, arguments.q);
   require_stored(k, arguments.k);
   require_stored(v, arguments.v);
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (lengths[index]) require_stored(*lengths[index], **given[index]);
+  }
+  if (ranges && arguments.ranges->numel() > 0) {
+    require_contiguous_entries(*arguments.ranges);
+    require_stored(*ranges, *arguments.ranges);
   }
   if (arguments.out) {
     Operand const out = operand("out", *arguments.out);
@@ -233,7 +273,8 @@ AttentionProblem validate(AttentionArguments const& arguments) {
 }
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
-                          AttentionOptions const& options, LengthOperands const& lengths) {
+                          AttentionOptions const& options, LengthOperands const& lengths,
+                          std::optional<Operand> const& ranges) {
   require(lengths[0] || !lengths[1], "cu_seqlens_k is given without cu_seqlens_q");
   bool const packed = lengths[0].has_value(), paged = lengths[5].has_value();
   // Beside packed queries keys may be a cache of (batch, heads, capacity, head_dim).
@@ -294,6 +335,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   }
   require(!options.batch_invariant || q.device.type() != DeviceType::CPU,
           "batch_invariant must be False on the CPU, got True");
+  if (ranges) validate_ranges(q, *ranges, batch, packed, cached, options);
   require(!cached || head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");
@@ -321,6 +363,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .pages = paged ? int(sizes_k[0]) : 0,
       .page_size = paged ? int(sizes_k[2]) : 0,
       .batch_invariant = options.batch_invariant,
+      .ranges = ranges ? int(ranges->sizes[ranges->sizes.size() - 2]) : 0,
   };
 }
 

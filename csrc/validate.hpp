@@ -55,6 +55,8 @@ struct AttentionArguments {
   Tensor q, k, v;
   AttentionOptions options;
   Lengths lengths = {};
+  // int32 (batch or 1, 1, seqlen_q, R, 2), packed (total_q, R, 2): the keys that each query sees
+  std::optional<Tensor> ranges = {};
   std::optional<Tensor> out = {};  // that a forward writes into; like q
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
@@ -89,6 +91,7 @@ struct Operand {
 Operand operand(char const* name, Tensor const& tensor);
 
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxRanges = 4;  // of a query
 
 // Those of Lengths, in its order.
 using LengthOperands = std::array<std::optional<Operand>, 6>;
@@ -98,7 +101,8 @@ inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
-                          AttentionOptions const& options, LengthOperands const& lengths);
+                          AttentionOptions const& options, LengthOperands const& lengths,
+                          std::optional<Operand> const& ranges = {});
 AttentionProblem validate(AttentionArguments const& arguments);
 
 // Those that a backward has besides: out and lse of its forward, and their gradients, of which one may be

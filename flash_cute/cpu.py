@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from flash_cute import _C  # noqa: F401  importing it registers the operators
-from flash_cute.masks import Window, visible
+from flash_cute.windows import Window, in_ranges, visible
 
 _ops = torch.ops.flash_cute
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -74,7 +74,7 @@ def _offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None) -> d
 
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-             leftpad_k=None, block_table=None, batch_invariant=False,
+             leftpad_k=None, block_table=None, batch_invariant=False, ranges=None,
              **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
     if block_table is not None:
@@ -82,20 +82,23 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
     mask = _scale_and_window(q, causal, **options)
     packed = cu_seqlens_q is not None
     if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
-        return _dense(q, k, v, *mask)
+        return _dense(q, k, v, *mask, ranges)
 
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **_FLOAT)
     cu_seqlens_k = None if k.dim() == 4 else cu_seqlens_k  # of a cache beside packed queries
     q, k, v, outs, lses = _entries(packed, q, k, v, out, lse)
-    for queries, keys in _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k):
-        outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask)
+    places = _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
+    for queries, keys, first in places:
+        seen = ranges_of(ranges, queries, first)
+        outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask, seen)
     return out, lse
 
 
 def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
               seqused_q=None, seqused_k=None, leftpad_k=None, needs_dq=True, needs_dkv=True,
-              deterministic=False, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+              ranges=None, deterministic=False,
+              **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Likewise the backward; gradients that are not needed are empty."""
     mask = _scale_and_window(q, causal, **options)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
@@ -105,9 +108,10 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
     packed = cu_seqlens_q is not None
     dout, dlse, q, k, v, out, lse, dq, dk, dv = _entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
     dense = all(tensor is None for tensor in lengths)
-    for queries, keys in [(..., ...)] if dense else _places(q, k, *lengths):
+    for queries, keys, first in [(..., ..., 0)] if dense else _places(q, k, *lengths):
         of_queries = (x[queries] for x in (dout, dlse, q, out, lse))
-        dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask)
+        seen = ranges if dense else ranges_of(ranges, queries, first)
+        dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask, seen)
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
     return tuple(gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
 
@@ -132,24 +136,36 @@ def _places(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where each sequence's queries that count are in _entries, and its keys.
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], int]]:
+    """Where each sequence's queries that count are in _entries, its keys, and how many do not at the begin.
 
     Keys that don't count at the begin leave the mask where it is, as it is aligned at the end.
     """
     packed = cu_seqlens_q is not None
     batch = cu_seqlens_q.numel() - 1 if packed else q.shape[0]
-    rows = ranges(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
-    keys = ranges(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
+    rows = rows_that_count(batch, q.shape[2], cu_seqlens_q, seqused_q, None)
+    all_keys = rows_that_count(batch, k.shape[2], cu_seqlens_k, seqused_k, None)
+    keys = rows_that_count(batch, k.shape[2], cu_seqlens_k, seqused_k, leftpad_k)
     for sequence in range(batch):
         entry_q, entry_k = (
             slice(0, 1) if offsets is not None else slice(sequence, sequence + 1)
             for offsets in (cu_seqlens_q, cu_seqlens_k)
         )
-        yield (entry_q, slice(None), rows[sequence]), (entry_k, slice(None), keys[sequence])
+        first = keys[sequence].start - all_keys[sequence].start
+        yield (entry_q, slice(None), rows[sequence]), (entry_k, slice(None), keys[sequence]), first
 
 
-def ranges(
+def ranges_of(ranges: torch.Tensor | None, queries: tuple[slice, ...], first: int) -> torch.Tensor | None:
+    """Those of a sequence's queries, whose first `first` keys are cut off."""
+    if ranges is None:
+        return None
+    if ranges.dim() == 3:
+        ranges = ranges[None, None]
+    entry, _, rows = queries
+    return ranges[entry if len(ranges) > 1 else slice(None), :, rows].long() - first
+
+
+def rows_that_count(
     batch: int,
     size: int,
     offsets: torch.Tensor | None,
@@ -162,31 +178,62 @@ def ranges(
     skipped: int32 (batch,), which of a sequence's rows count: those before used, but for the first, skipped.
     """
     offsets, used, skipped = (None if x is None else x.tolist() for x in (offsets, used, skipped))
-    ranges = []
+    rows = []
     for sequence in range(batch):
         begin = min(max(offsets[sequence], 0), size) if offsets else 0
         end = min(max(offsets[sequence + 1], begin), size) if offsets else size
         end = min(max(begin + used[sequence], begin), end) if used else end
         begin = min(max(begin + skipped[sequence], begin), end) if skipped else begin
-        ranges.append(slice(begin, end))
-    return ranges
+        rows.append(slice(begin, end))
+    return rows
 
 
-def _flash_blocks(window: Window) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+def _flash_blocks(
+    window: Window, ranges: torch.Tensor | None
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """Rows and the keys that they see for PyTorch's kernel, with a mask to add where that doesn't know it."""
-    if window.full or window.causal:
+    if ranges is None and (window.full or window.causal):
         yield slice(0, window.seqlen_q), slice(0, window.seqlen_k), None
         return
+    yield from _masked_blocks(window, ranges)
+
+
+def _masked_blocks(
+    window: Window, ranges: torch.Tensor | None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Rows, the keys that they see, and float32 (rows, keys): 0 where a query sees a key, else -inf.
+
+    With ranges it is (batch or 1, 1, rows, keys), and only a block of the window may have no key at all.
+    """
     for rows, keys in window.blocks(_MASKED_ROWS):
-        yield rows, keys, _added(window, rows, keys)
+        if ranges is not None:
+            of_rows = ranges[:, :, rows]
+            bounds = of_rows[of_rows[..., 0] < of_rows[..., 1]]
+            if len(bounds) == 0:
+                continue
+            first, last = bounds[:, 0].min().item(), bounds[:, 1].max().item()
+            keys = slice(max(keys.start, first), min(keys.stop, last))
+            if keys.start >= keys.stop:
+                continue
+        row, key = (torch.arange(part.start, part.stop, device="cpu") for part in (rows, keys))
+        seen = visible(row.unsqueeze(1), key, *window)
+        if ranges is not None:
+            seen = seen & in_ranges(of_rows, key)
+        yield rows, keys, torch.zeros(seen.shape, **_FLOAT).masked_fill(~seen, -torch.inf)
 
 
-def _added(window: Window, rows: slice, keys: slice) -> torch.Tensor:
-    """float32 (rows, keys): 0 where a query sees a key, else -inf."""
-    places = (torch.arange(part.start, part.stop, device="cpu") for part in (rows, keys))
-    rows, keys = next(places).unsqueeze(1), next(places)
-    seen = visible(rows, keys, *window)
-    return torch.zeros(seen.shape, **_FLOAT).masked_fill(~seen, -torch.inf)
+def starts_and_ends(window: Window, ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 (..., seqlen_q, R): the bounds of a sequence's ranges, cut by its window and its keys."""
+    own = torch.arange(window.seqlen_q, device=ranges.device).unsqueeze(1) + window.shift
+    start, end = ranges.long().unbind(-1)
+    start = start.clamp(min=0).maximum(own - window.left)
+    return start, end.clamp(max=window.seqlen_k).minimum(own + window.right + 1)
+
+
+def _blind(window: Window, ranges: torch.Tensor) -> torch.Tensor:
+    """Booleans, (batch or 1, 1, seqlen_q): which queries see no key."""
+    start, end = starts_and_ends(window, ranges)
+    return (start >= end).all(-1)
 
 
 def _dense(
@@ -196,6 +243,7 @@ def _dense(
     softmax_scale: float,
     window_left: int | None,
     window_right: int | None,
+    ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward where all the rows count."""
     window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
@@ -203,28 +251,35 @@ def _dense(
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, **_FLOAT)
         if q.numel() and k.numel() and window.blind < window.seqlen_q:
             seeing = (slice(None), slice(None), slice(window.blind, None))
-            out[seeing], lse[seeing] = _part(q[seeing], k, v, softmax_scale, window_left, window_right)
+            of_seeing = None if ranges is None else ranges[:, :, window.blind :]
+            mask = softmax_scale, window_left, window_right, of_seeing
+            out[seeing], lse[seeing] = _part(q[seeing], k, v, *mask)
         return out, lse
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **_FLOAT)
+    blind = None if ranges is None else _blind(window, ranges).expand(lse.shape)
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows, keys, added in _flash_blocks(window):
+    for rows, keys, added in _flash_blocks(window, ranges):
         out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
             0.0,
-            window.causal,
+            added is None and window.causal,
             attn_mask=added,
             scale=softmax_scale,
         )
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
-    lowest, highest = (bound.item() for bound in lse.abs().aminmax())
+    sizes = lse.abs() if blind is None else lse.abs().masked_fill(blind, 1)
+    lowest, highest = (bound.item() for bound in sizes.aminmax())
     if not (lowest > 0 and highest < torch.inf):
-        for rows, keys in window.blocks(_MASKED_ROWS):
+        for rows, keys, added in _masked_blocks(window, ranges):
             out[:, :, rows], lse[:, :, rows] = _plain(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], _added(window, rows, keys), softmax_scale
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], added, softmax_scale
             )
+    if blind is not None:
+        out.masked_fill_(blind.unsqueeze(-1), 0)
+        lse.masked_fill_(blind, -torch.inf)
     return out, lse
 
 
@@ -239,6 +294,7 @@ def _gradients(
     softmax_scale: float,
     window_left: int | None,
     window_right: int | None,
+    ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """backward where all the rows count, in float32."""
     window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
@@ -255,11 +311,15 @@ def _gradients(
     # column makes that the sum less dlse, and changes nothing else.
     q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
     lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
-    for rows, keys, added in _flash_blocks(window):
+    if ranges is not None:  # queries that see no key have weights of exp(-inf), whatever they hold
+        blind = _blind(window, ranges).expand(lse.shape)
+        lse = lse.masked_fill(blind, torch.inf)
+        q, dout, out = (x.masked_fill_(blind.unsqueeze(-1), 0) for x in (q, dout, out))
+    for rows, keys, added in _flash_blocks(window, ranges):
         of_rows = (x[:, :, rows] for x in (out, lse))
         parts = _flash_backward(
             *(dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows),
-            *(0.0, window.causal),
+            *(0.0, added is None and window.causal),
             attn_mask=added,
             scale=softmax_scale,
         )
@@ -268,8 +328,12 @@ def _gradients(
     return dq, dk, dv
 
 
-def _part(q, k, v, softmax_scale, window_left, window_right) -> tuple[torch.Tensor, torch.Tensor]:
+def _part(
+    q, k, v, softmax_scale, window_left, window_right, ranges=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """forward of some of a call's rows, which may allow what all of them did not."""
+    if ranges is not None:
+        return _dense(q, k, v, softmax_scale, window_left, window_right, ranges)
     window = {"window_left": window_left, "window_right": window_right}
     return forward(q, k, v, softmax_scale=softmax_scale, **window)
 

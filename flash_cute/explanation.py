@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flash_cute import cpu
-from flash_cute.masks import Window
+from flash_cute.windows import Window
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,23 @@ def work(
         offsets_q = given.get("cu_seqlens_q")
         offsets_k = given.get("cu_seqlens_k", offsets_q) if k.dim() == 3 else None
         batch = len(offsets_q) - 1 if packed else q.shape[0]
-        queries = cpu.ranges(batch, size_q, offsets_q, given.get("seqused_q"), None)
-        keys = cpu.ranges(batch, size_k, offsets_k, given.get("seqused_k"), given.get("leftpad_k"))
+        given_k = given.get("seqused_k")
+        queries = cpu.rows_that_count(batch, size_q, offsets_q, given.get("seqused_q"), None)
+        keys = cpu.rows_that_count(batch, size_k, offsets_k, given_k, given.get("leftpad_k"))
         sizes = Counter((r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True))
     else:
         sizes = {(size_q, size_k): q.shape[0]}
-    pairs = sum(count * Window.of(*size, *window).pairs for size, count in sizes.items())
+    if "ranges" in given:
+        begins = cpu.rows_that_count(batch, size_k, offsets_k, given_k, None)
+        pairs = sum(
+            _pairs(
+                Window.of(r.stop - r.start, c.stop - c.start, *window),
+                cpu.ranges_of(given["ranges"], (slice(b, b + 1), slice(None), r), c.start - begins[b].start),
+            )
+            for b, (r, c) in enumerate(zip(queries, keys, strict=True))
+        )
+    else:
+        pairs = sum(count * Window.of(*size, *window).pairs for size, count in sizes.items())
     rows_read, keys_read = (sum(count * size[side] for size, count in sizes.items()) for side in (0, 1))
     lse_row = torch.float32.itemsize // element  # as many elements as a float has room for
     if backward:  # reads q, out, dout and lse; writes dq, dk and dv
@@ -141,6 +152,16 @@ def work(
         "bytes": element * (read + written),
         "written_bytes": element * written,
     }
+
+
+def _pairs(window: Window, ranges: torch.Tensor) -> int:
+    """How many pairs of a sequence see each other, each counted once; ranges: (1, 1, seqlen_q, R, 2)."""
+    start, end = cpu.starts_and_ends(window, ranges)
+    end = end.maximum(start)
+    start, order = start.sort(-1)
+    end = end.gather(-1, order)
+    before = torch.cat((start[..., :1], end.cummax(-1).values[..., :-1]), -1)  # up to here all is counted
+    return int((end - start.maximum(before)).clamp(min=0).sum())
 
 
 class Explanation(dict):

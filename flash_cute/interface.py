@@ -33,6 +33,7 @@ def forward(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
@@ -64,6 +65,12 @@ def forward(
             dimension must be contiguous and other strides multiples of 16 bytes.
         batch_invariant: a query's out and LSE don't depend, to the bit, on what else is in the call, in which
             chunks queries come and where keys lie, at a price (docs/decoding.md). It needs a GPU.
+        ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, on q's device: R ranges [start, end) of
+            keys for each query, alike for all heads. It sees the keys that lie in one of them and that the
+            other arguments leave it: causal and window hide keys as ever, and seqused_k and leftpad_k say
+            which ones count. Keys are rows of k, from its first. Ranges come in any order; they may overlap
+            and leave k, and one whose start is not before its end has no key. Not with block_table.
+            flash_cute.masks makes ranges of many masks.
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.
@@ -92,7 +99,7 @@ def forward(
     options = _options(
         "forward", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
-    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table, ranges)
     return _call("forward", ops.forward, q, k, v, given, options, out, sinks)
 
 
@@ -109,6 +116,7 @@ def attention(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
@@ -119,7 +127,7 @@ def attention(
     options = _options(
         "attention", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
-    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table)
+    given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table, ranges)
     return _call("attention", ops.forward, q, k, v, given, options, out, sinks)[0]
 
 
@@ -138,6 +146,7 @@ def forward_varlen(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
@@ -160,6 +169,7 @@ def forward_varlen(
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
         block_table, batch_invariant: as in forward.
+        ranges: int32 (total_q, R, 2), as in forward. Keys are counted from each sequence's own first row.
         causal, softmax_scale, window, deterministic, family, out, sinks: as in forward. The mask is that of
             each sequence alone, by its own lengths.
 
@@ -178,7 +188,7 @@ def forward_varlen(
         "forward_varlen", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
-        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
     )
     return _call("forward_varlen", ops.forward, q, k, v, given, options, out, sinks)
 
@@ -198,6 +208,7 @@ def attention_varlen(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
     out: torch.Tensor | None = None,
@@ -209,7 +220,7 @@ def attention_varlen(
         "attention_varlen", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
-        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+        None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
     )
     return _call("attention_varlen", ops.forward, q, k, v, given, options, out, sinks)[0]
 
@@ -229,6 +240,7 @@ def explain(
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
     backward: bool = False,
@@ -246,7 +258,7 @@ def explain(
     options = _options(
         "explain", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
-    given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table)
+    given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges)
     plan = json.loads(_call("explain", ops.plan_backward if backward else ops.plan, q, k, v, given, options))
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
@@ -278,12 +290,12 @@ def supported() -> dict[str, Any]:
 
 
 def _given(
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
 ) -> dict[str, torch.Tensor]:
-    """The tensors of lengths by name, without those that are None."""
-    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is leftpad_k is block_table is None:
+    """The tensors of LENGTHS by name, without those that are None."""
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is leftpad_k is block_table is ranges is None:
         return {}
-    values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table
+    values = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
     return {name: value for name, value in zip(LENGTHS, values, strict=True) if value is not None}
 
 
@@ -335,6 +347,8 @@ def _call(name, op, q, k, v, given, options, out=None, sinks=None):
             for value in given.values():
                 if not isinstance(value, torch.Tensor):
                     raise TypeError("named below")
+            if "ranges" in given:
+                given["ranges"] = lengths.laid_out(given["ranges"])
             if lengths.CHECKED:
                 lengths.check(q, k, v, given)
         if out is None and sinks is None:

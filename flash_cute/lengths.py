@@ -35,6 +35,8 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
             )
     if k.shape[0] != q.shape[0]:
         raise _error(f"k has batch {k.shape[0]} and q {q.shape[0]}; they must be the same")
+    if "ranges" in given:
+        raise _error("ranges is given with nested tensors; pack the sequences and call forward_varlen")
     if given:
         raise _error(f"{next(iter(given))} is given with nested tensors, which have lengths of their own")
     # Tensors with lengths have the same symbolic size where these are the same, whatever the offsets.
@@ -51,6 +53,12 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
     require_stored("forward", **given)
     given = {name: _as_int32(tensor) for name, tensor in given.items() if tensor is not None}
     return *(tensor.values().transpose(0, 1) for tensor in (q, k, v)), given
+
+
+def laid_out(ranges: torch.Tensor) -> torch.Tensor:
+    """ranges as they are read: an entry of the batch lies without gaps, and one may stand for all."""
+    entry = ranges[0] if ranges.dim() == 5 and len(ranges) else ranges
+    return ranges if ranges.layout != torch.strided or entry.is_contiguous() else ranges.contiguous()
 
 
 def _as_int32(tensor: torch.Tensor) -> torch.Tensor:

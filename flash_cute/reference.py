@@ -20,10 +20,12 @@ def visible(
     causal: bool = False,
     window: Window = None,
     device: torch.device | None = None,
+    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mask as booleans, (seqlen_q, seqlen_k), aligned at the bottom right.
 
-    Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
+    Query i sees key j iff i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right. With
+    ranges, (..., seqlen_q, R, 2), it is (..., seqlen_q, seqlen_k), and start <= j < end holds in one of them.
     """
     limits = window if isinstance(window, tuple | list) else (window, window)
     if len(limits) != 2 or any(limit is not None and limit < 0 for limit in limits):
@@ -37,7 +39,14 @@ def visible(
         seen &= key >= diagonal - left
     if right is not None:
         seen &= key <= diagonal + right
+    if ranges is not None:
+        seen = seen & sum((start <= key) & (key < end) for start, end in _starts_and_ends(ranges)).bool()
     return seen
+
+
+def _starts_and_ends(ranges: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each range of all queries, (..., seqlen_q, 1)."""
+    return [tuple(bound.unsqueeze(-1) for bound in one.unbind(-1)) for one in ranges.unbind(-2)]
 
 
 def forward(
@@ -48,6 +57,7 @@ def forward(
     softmax_scale: float | None = None,
     window: Window = None,
     dtype: torch.dtype = torch.float64,
+    ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """flash_cute.forward by its definition, computed in dtype. Differentiable.
 
@@ -61,8 +71,8 @@ def forward(
     if rest:
         raise ValueError(f"q has {q.shape[1]} heads and k {k.shape[1]}; a multiple of k's is accepted")
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    seen = visible(q.shape[2], k.shape[2], causal, window, q.device)
-    sees_nothing, unreachable = ~seen.any(1, keepdim=True), ~seen.any(0).unsqueeze(1)
+    seen = visible(q.shape[2], k.shape[2], causal, window, q.device, ranges)
+    sees_nothing, unreachable = ~seen.any(-1, keepdim=True), ~seen.any(-2).unsqueeze(-1)
 
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
@@ -81,23 +91,24 @@ def backward(
     softmax_scale: float | None = None,
     window: Window = None,
     dtype: torch.dtype = torch.float64,
+    ranges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients dq, dk and dv by autograd through forward in dtype; dout and dlse belong to its results.
 
     What queries hold that see no key, and keys that no query sees, does not matter: their gradients are 0.
     """
-    seen = visible(q.shape[2], k.shape[2], causal, window, q.device)
-    sees_nothing, unreachable = ~seen.any(1), ~seen.any(0).unsqueeze(1)
+    seen = visible(q.shape[2], k.shape[2], causal, window, q.device, ranges)
+    sees_nothing, unreachable = ~seen.any(-1), ~seen.any(-2).unsqueeze(-1)
     with torch.enable_grad():
         q, k, v = (
             x.detach().to(dtype).masked_fill(hidden, 0).requires_grad_()
-            for x, hidden in ((q, sees_nothing.unsqueeze(1)), (k, unreachable), (v, unreachable))
+            for x, hidden in ((q, sees_nothing.unsqueeze(-1)), (k, unreachable), (v, unreachable))
         )
-        out, lse = forward(q, k, v, causal, softmax_scale, window, dtype)
+        out, lse = forward(q, k, v, causal, softmax_scale, window, dtype, ranges)
     gradients = [
         torch.zeros_like(result) if gradient is None else gradient.to(result.dtype).masked_fill(hidden, 0)
         for result, gradient, hidden in (
-            (out, dout, sees_nothing.unsqueeze(1)),
+            (out, dout, sees_nothing.unsqueeze(-1)),
             (lse, dlse, sees_nothing),
         )
     ]

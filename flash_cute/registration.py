@@ -14,7 +14,8 @@ from flash_cute import (
 from flash_cute.torch_private import hint
 from flash_cute.wording import OURS
 
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table"
+# The tensors of integers: lengths and places, and which keys queries see.
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "ranges"
 RESULTS = "out", "lse", "dout", "dlse"
 TENSORS = "q", "k", "v", *LENGTHS, *RESULTS
 
@@ -110,7 +111,12 @@ def vmap(op, info, in_dims, tensors, options):
     if tensors.get("block_table") is not None:
         raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
+    q, dim = tensors["q"], in_dims[0]["q"]
+    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
+
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
+        if name == "ranges" and tensors[name] is not None:
+            return _folded_ranges(tensors[name], dim, info, batch)
         tensor = mapped(tensors[name], dim, info)
         if tensor is None:
             return None
@@ -121,8 +127,6 @@ def vmap(op, info, in_dims, tensors, options):
         return tensor.contiguous() if name in LENGTHS else tensor
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}
-    q, dim = tensors["q"], in_dims[0]["q"]
-    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
     results = op(**folds, **options)
     is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
     return (
@@ -132,6 +136,16 @@ def vmap(op, info, in_dims, tensors, options):
         ),
         tuple(None if empty else 0 for empty in is_empty),
     )
+
+
+def _folded_ranges(ranges: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
+    """Of all calls: an entry for each sequence, or the only one of them all."""
+    if dim is None and ranges.shape[0] == 1:
+        return ranges
+    ranges = mapped(ranges, dim, info)
+    if ranges.dim() > 1 and ranges.shape[1] == 1:
+        ranges = ranges.expand(-1, batch, *ranges.shape[2:])
+    return ranges.flatten(0, 1).contiguous()
 
 
 def vmap_varlen(op, info, in_dims, tensors, options):

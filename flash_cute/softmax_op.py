@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flash_cute import ops, registration, torch_private
-from flash_cute.masks import visible
+from flash_cute.windows import visible
 from flash_cute.wording import named, require_bool, shown
 
 _softmax = torch.ops.flash_cute._softmax.default

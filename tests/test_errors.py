@@ -13,7 +13,7 @@ from cases import SHAPES, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
-from flash_cute import masks, softmax_op
+from flash_cute import softmax_op, windows
 from flash_cute.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_cute.compat.flash_attn_interface import flash_attn_qkvpacked_func
 from flash_cute.registration import LENGTHS
@@ -633,7 +633,7 @@ def test_what_is_raised_on_the_cpu_comes_out(monkeypatch, name, error):
     tensors = [x.requires_grad_() for x in inputs("cpu").values()]
     function = CPU_CALLS[name](*tensors)
     with monkeypatch.context() as patched:
-        patched.setattr(masks.Window, "of", interrupted)
+        patched.setattr(windows.Window, "of", interrupted)
         patched.setattr(softmax_op, "hidden_columns", interrupted)
         with pytest.raises(error, match=r"^raised inside$") as caught:
             function()

@@ -46,9 +46,12 @@ def assert_attention(result, q, k, v, mask: Mask = MASKS["full"], softmax_scale:
 
 
 def assert_ragged(
-    result, batch: Ragged, mask: Mask = MASKS["full"], softmax_scale: float | None = None
+    result, batch: Ragged, mask: Mask | list[Mask] = MASKS["full"], softmax_scale: float | None = None
 ) -> None:
-    """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0 and -inf."""
+    """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0 and -inf.
+
+    mask: of all sequences, or a list with that of each.
+    """
     out, lse = result
     assert (out.shape, out.dtype, out.device) == (batch.q.shape, batch.q.dtype, batch.q.device)
     assert out.stride() == torch.empty_like(batch.q).stride()
@@ -57,12 +60,11 @@ def assert_ragged(
     if batch.packed:
         out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
     q, k, v = batch.entries
-    options = {"softmax_scale": softmax_scale, **mask.options}
     oracle, yardstick = (
         (torch.zeros_like(q, dtype=dtype), torch.full(q.shape[:3], -torch.inf, device=q.device).to(lse_dtype))
         for dtype, lse_dtype in ((torch.float64, torch.float64), (q.dtype, torch.float32))
     )
-    for entry, rows, keys in batch.places:
+    for (entry, rows, keys), options in zip(batch.places, _options(batch, mask, softmax_scale), strict=True):
         tensors = (x[entry, :, part].unsqueeze(0) for x, part in ((q, rows), (k, keys), (v, keys)))
         sequence = list(tensors)
         for results, dtype in ((oracle, torch.float64), (yardstick, q.dtype)):
@@ -112,7 +114,12 @@ def assert_gradients_of_rounded_out(gradients, q, k, v, dout, out, softmax_scale
 
 
 def assert_ragged_gradients(
-    gradients, batch: Ragged, dout, dlse, mask: Mask = MASKS["full"], softmax_scale: float | None = None
+    gradients,
+    batch: Ragged,
+    dout,
+    dlse,
+    mask: Mask | list[Mask] = MASKS["full"],
+    softmax_scale: float | None = None,
 ) -> None:
     """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0."""
     tensors = batch.q, batch.k, batch.v
@@ -121,10 +128,9 @@ def assert_ragged_gradients(
         assert ours.stride() == torch.empty_like(tensor).stride()
     gradients, dout = ([as_entries(batch, x) for x in tensors] for tensors in (gradients, [dout]))
     dlse = dlse.unsqueeze(0) if batch.packed else dlse
-    options = {"softmax_scale": softmax_scale, **mask.options}
     types = torch.float64, batch.q.dtype
     oracle, yardstick = ([torch.zeros_like(x, dtype=dtype) for x in batch.entries] for dtype in types)
-    for entry, rows, keys in batch.places:
+    for (entry, rows, keys), options in zip(batch.places, _options(batch, mask, softmax_scale), strict=True):
         q, k, v, of_out, of_lse = (
             x[entry, :, part].unsqueeze(0)
             for x, part in zip((*batch.entries, *dout, dlse), (rows, keys, keys, rows, rows), strict=True)
@@ -140,3 +146,8 @@ def assert_ragged_gradients(
     for name, count, *results in zip("qkv", counts, gradients, yardstick, oracle, strict=True):
         assert (results[0].transpose(1, 2)[~count] == 0).all()
         assert_within_rule(f"d{name}", *results)
+
+
+def _options(batch: Ragged, mask: Mask | list[Mask], softmax_scale: float | None) -> list[dict]:
+    masks = mask if isinstance(mask, list) else [mask] * len(batch.places)
+    return [{"softmax_scale": softmax_scale, **mask.options} for mask in masks]

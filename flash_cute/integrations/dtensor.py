@@ -43,10 +43,11 @@ def rule(schema) -> OpStrategy:
     skipped = [name for name in results if not given.get("needs_dq" if name == "dq" else "needs_dkv", True)]
     packed = len(tensors["q"].shape) == 3
     by_batch = not packed and "block_table" not in tensors  # any sequence may have any page
+    one_mask = "ranges" in tensors and tensors["ranges"].shape[0] == 1
     heads_q, heads_kv = tensors["q"].shape[1], tensors["k"].shape[1]
     ways = [
         [Replicate() if name in skipped else placements[name] for name in (*results, *tensors)]
-        for placements in _ways(heads_q, heads_kv, packed, by_batch)
+        for placements in _ways(heads_q, heads_kv, packed, by_batch, one_mask)
     ]
 
     def is_valid(strategy) -> bool:
@@ -62,7 +63,7 @@ def rule(schema) -> OpStrategy:
     return OpStrategy([strategy for strategy in expanded.strategies if is_valid(strategy)])
 
 
-def _ways(heads_q: int, heads_kv: int, packed: bool, by_batch: bool) -> list[Placements]:
+def _ways(heads_q: int, heads_kv: int, packed: bool, by_batch: bool, one_mask: bool) -> list[Placements]:
     """On one dimension of the mesh. Packed, tensors are (total, heads, head_dim), LSEs (heads, total)."""
     tensors, lses = ("q", "k", "v", "out", "dout"), ("lse", "dlse")
     by_heads = dict.fromkeys(LENGTHS, Replicate())
@@ -70,6 +71,8 @@ def _ways(heads_q: int, heads_kv: int, packed: bool, by_batch: bool) -> list[Pla
     ways = [dict.fromkeys((*LENGTHS, *tensors, *lses), Replicate()), by_heads]
     if by_batch:
         ways.append(dict.fromkeys((*LENGTHS, *tensors, *lses), Shard(0)))
+        if one_mask:  # for the whole batch
+            ways[-1]["ranges"] = Replicate()
     ways = [way | {gradient: way[name] for gradient, name in GRADIENTS.items()} for way in ways]
     if heads_kv == 1 < heads_q:
         ways.append(ways[1] | {"k": Replicate(), "v": Replicate(), "dk": Partial(), "dv": Partial()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from flash_cute import masks
+from flash_cute import windows
 
 
 def _places(shape, dim):
@@ -20,7 +20,7 @@ def _visible(seqlen_q, seqlen_k, lengths, options):
     used_k = seqlen_k if used_k is None else jnp.clip(used_k, 0, seqlen_k)
     rows, keys = (_places((1, seqlen_q, seqlen_k), dim) for dim in (1, 2))
     left, right = (None if limit < 0 else limit for limit in (options.left, options.right))
-    seen = masks.visible(rows, keys, used_q, used_k, left, right, 0 if skipped is None else skipped)
+    seen = windows.visible(rows, keys, used_q, used_k, left, right, 0 if skipped is None else skipped)
     return seen & (rows < used_q)
 
 
@@ -55,7 +55,7 @@ def _hidden_columns(shape, lengths, causal):
         default if y is None else jnp.clip(y, 0, shape[-1]).reshape(-1, *(1,) * (len(shape) - 1))
         for y, default in zip(lengths, (shape[-1], 0), strict=True)
     )
-    return ~masks.visible(rows, columns, seqlen_q, used, right=right, skipped=skipped)
+    return ~windows.visible(rows, columns, seqlen_q, used, right=right, skipped=skipped)
 
 
 def softmax(x, lengths, options):

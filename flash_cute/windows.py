@@ -21,6 +21,11 @@ def visible(rows, keys, seqlen_q, seqlen_k, left=None, right=None, skipped=0):
     return seen
 
 
+def in_ranges(ranges, keys):
+    """Booleans, (..., keys): which of `keys` lie in one of each query's ranges, (..., R, 2), [start, end)."""
+    return ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(-2)
+
+
 class Window(NamedTuple):
     """The mask of one sequence in numbers: limits are at most those that reach every key."""
 
