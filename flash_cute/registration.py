@@ -111,11 +111,9 @@ def vmap(op, info, in_dims, tensors, options):
     if tensors.get("block_table") is not None:
         raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
-    q, dim = tensors["q"], in_dims[0]["q"]
-    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
-
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
         if name == "ranges" and tensors[name] is not None:
+            batch = mapped(tensors["q"], in_dims[0]["q"], info).shape[1]
             return _folded_ranges(tensors[name], dim, info, batch)
         tensor = mapped(tensors[name], dim, info)
         if tensor is None:
@@ -127,6 +125,8 @@ def vmap(op, info, in_dims, tensors, options):
         return tensor.contiguous() if name in LENGTHS else tensor
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}
+    q, dim = tensors["q"], in_dims[0]["q"]
+    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
     results = op(**folds, **options)
     is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
     return (

@@ -102,12 +102,12 @@ SOME_MASKS = {
     name: MASKS[name] for name in ("full", "causal", "window_symmetric", "window_right", "window_causal")
 }
 DENSE = {
-    "tiles": Shape(2, 4, 2, 384, 512, 64),
+    "tiles": Shape(2, 2, 1, 384, 512, 64),
     "no_tile_divides": Shape(2, 3, 3, 197, 331, 64),
-    "more_queries": Shape(2, 2, 2, 700, 113, 64),
-    "many_keys_of_grouped_heads": Shape(2, 6, 2, 300, 1100, 64),
+    "more_queries": Shape(1, 2, 2, 700, 113, 64),
+    "many_keys_of_grouped_heads": Shape(1, 4, 2, 300, 1100, 64),
     "few_queries_of_grouped_heads": Shape(2, 16, 2, 21, 300, 64),
-    "single_query": Shape(16, 8, 8, 1, 413, 64),
+    "single_query": Shape(8, 8, 8, 1, 413, 64),
     "one_head_of_keys": Shape(3, 8, 1, 130, 260, 64),
 }
 
