@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
-from flash_cute import _C  # noqa: F401  importing it registers the operators
+from flash_cute import (
+    _C,  # noqa: F401  importing it registers the operators
+    key_ranges,
+)
 from flash_cute.windows import Window, in_ranges, visible
 
 _ops = torch.ops.flash_cute
@@ -90,7 +93,7 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
     q, k, v, outs, lses = _entries(packed, q, k, v, out, lse)
     places = _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     for queries, keys, first in places:
-        seen = ranges_of(ranges, queries, first)
+        seen = key_ranges.of_sequence(ranges, queries, first)
         outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask, seen)
     return out, lse
 
@@ -110,7 +113,7 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
     dense = all(tensor is None for tensor in lengths)
     for queries, keys, first in [(..., ..., 0)] if dense else _places(q, k, *lengths):
         of_queries = (x[queries] for x in (dout, dlse, q, out, lse))
-        seen = ranges if dense else ranges_of(ranges, queries, first)
+        seen = ranges if dense else key_ranges.of_sequence(ranges, queries, first)
         dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask, seen)
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
     return tuple(gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
@@ -153,16 +156,6 @@ def _places(
         )
         first = keys[sequence].start - all_keys[sequence].start
         yield (entry_q, slice(None), rows[sequence]), (entry_k, slice(None), keys[sequence]), first
-
-
-def ranges_of(ranges: torch.Tensor | None, queries: tuple[slice, ...], first: int) -> torch.Tensor | None:
-    """Those of a sequence's queries, whose first `first` keys are cut off."""
-    if ranges is None:
-        return None
-    if ranges.dim() == 3:
-        ranges = ranges[None, None]
-    entry, _, rows = queries
-    return ranges[entry if len(ranges) > 1 else slice(None), :, rows].long() - first
 
 
 def rows_that_count(
@@ -222,20 +215,6 @@ def _masked_blocks(
         yield rows, keys, torch.zeros(seen.shape, **_FLOAT).masked_fill(~seen, -torch.inf)
 
 
-def starts_and_ends(window: Window, ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 (..., seqlen_q, R): the bounds of a sequence's ranges, cut by its window and its keys."""
-    own = torch.arange(window.seqlen_q, device=ranges.device).unsqueeze(1) + window.shift
-    start, end = ranges.long().unbind(-1)
-    start = start.clamp(min=0).maximum(own - window.left)
-    return start, end.clamp(max=window.seqlen_k).minimum(own + window.right + 1)
-
-
-def _blind(window: Window, ranges: torch.Tensor) -> torch.Tensor:
-    """Booleans, (batch or 1, 1, seqlen_q): which queries see no key."""
-    start, end = starts_and_ends(window, ranges)
-    return (start >= end).all(-1)
-
-
 def _dense(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -257,7 +236,7 @@ def _dense(
         return out, lse
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **_FLOAT)
-    blind = None if ranges is None else _blind(window, ranges).expand(lse.shape)
+    blind = None if ranges is None else key_ranges.blind(window, ranges).expand(lse.shape)
     q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, added in _flash_blocks(window, ranges):
         out[:, :, rows], lse[:, :, rows] = _flash(
@@ -312,7 +291,7 @@ def _gradients(
     q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
     lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
     if ranges is not None:  # queries that see no key have weights of exp(-inf), whatever they hold
-        blind = _blind(window, ranges).expand(lse.shape)
+        blind = key_ranges.blind(window, ranges).expand(lse.shape)
         lse = lse.masked_fill(blind, torch.inf)
         q, dout, out = (x.masked_fill_(blind.unsqueeze(-1), 0) for x in (q, dout, out))
     for rows, keys, added in _flash_blocks(window, ranges):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import cpu
+from flash_cute import cpu, key_ranges
 from flash_cute.windows import Window
 
 
@@ -132,9 +132,11 @@ def work(
     if "ranges" in given:
         begins = cpu.rows_that_count(batch, size_k, offsets_k, given_k, None)
         pairs = sum(
-            _pairs(
+            key_ranges.pairs(
                 Window.of(r.stop - r.start, c.stop - c.start, *window),
-                cpu.ranges_of(given["ranges"], (slice(b, b + 1), slice(None), r), c.start - begins[b].start),
+                key_ranges.of_sequence(
+                    given["ranges"], (slice(b, b + 1), slice(None), r), c.start - begins[b].start
+                ),
             )
             for b, (r, c) in enumerate(zip(queries, keys, strict=True))
         )
@@ -152,16 +154,6 @@ def work(
         "bytes": element * (read + written),
         "written_bytes": element * written,
     }
-
-
-def _pairs(window: Window, ranges: torch.Tensor) -> int:
-    """How many pairs of a sequence see each other, each counted once; ranges: (1, 1, seqlen_q, R, 2)."""
-    start, end = cpu.starts_and_ends(window, ranges)
-    end = end.maximum(start)
-    start, order = start.sort(-1)
-    end = end.gather(-1, order)
-    before = torch.cat((start[..., :1], end.cummax(-1).values[..., :-1]), -1)  # up to here all is counted
-    return int((end - start.maximum(before)).clamp(min=0).sum())
 
 
 class Explanation(dict):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flash_cute import lengths, ops
+from flash_cute import key_ranges, lengths, ops
 from flash_cute import sinks as sinks_of
 from flash_cute.explanation import Explanation, work
 from flash_cute.registration import LENGTHS
@@ -348,7 +348,7 @@ def _call(name, op, q, k, v, given, options, out=None, sinks=None):
                 if not isinstance(value, torch.Tensor):
                     raise TypeError("named below")
             if "ranges" in given:
-                given["ranges"] = lengths.laid_out(given["ranges"])
+                given["ranges"] = key_ranges.laid_out(given["ranges"])
             if lengths.CHECKED:
                 lengths.check(q, k, v, given)
         if out is None and sinks is None:

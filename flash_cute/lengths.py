@@ -55,12 +55,6 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
     return *(tensor.values().transpose(0, 1) for tensor in (q, k, v)), given
 
 
-def laid_out(ranges: torch.Tensor) -> torch.Tensor:
-    """ranges as they are read: an entry of the batch lies without gaps, and one may stand for all."""
-    entry = ranges[0] if ranges.dim() == 5 and len(ranges) else ranges
-    return ranges if ranges.layout != torch.strided or entry.is_contiguous() else ranges.contiguous()
-
-
 def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
     if CHECKED and tensor.dtype != torch.int32:  # what is too large must not look small
         bounds = torch.iinfo(torch.int32)
