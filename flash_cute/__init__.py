@@ -4,7 +4,8 @@
 
 forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, append_kv
 writes new keys and values into a cache, merge makes one result of those for parts of the keys, softmax the
-probabilities alone, supported and explain tell with what, flash_cute.reference checks. These are for
+probabilities alone, supported and explain tell with what, flash_cute.masks says which keys queries see,
+flash_cute.reference checks. These are for
 PyTorch, flash_cute.jax is for JAX.
 flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:
-    from flash_cute import reference
+    from flash_cute import masks, reference
     from flash_cute.appending import append_kv
     from flash_cute.interface import (
         attention,
@@ -43,6 +44,7 @@ __all__ = [
     "explain",
     "forward",
     "forward_varlen",
+    "masks",
     "merge",
     "reference",
     "softmax",
@@ -52,7 +54,8 @@ __all__ = [
 
 def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
-    modules = {"append_kv": "appending", "merge": "merging", "reference": None, "softmax": "softmax_op"}
+    modules = {"append_kv": "appending", "merge": "merging", "softmax": "softmax_op"}
+    modules |= {"masks": None, "reference": None}
     for name in __all__:
         module = modules.get(name, "interface")
         found = import_module(f"flash_cute.{module or name}")
