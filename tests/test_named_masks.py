@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from cases import SEEDS, Shape, make_inputs, matrix
+from cases import ROOT, SEEDS, Shape, make_inputs, matrix
 
 import flash_cute
 from flash_cute import masks, reference
@@ -405,3 +406,14 @@ def test_wrong_calls(name):
     call, words = WRONG[name]
     with pytest.raises((ValueError, TypeError), match=rf"^flash_cute\.masks\.\w+: .*{words.split(': ')[-1]}"):
         call()
+
+
+PAGE = (ROOT / "docs" / "masks.md").read_text()
+DRAWN = re.findall(r"^```python\n(.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("code", "drawing"), DRAWN, ids=[code.split("masks.")[2].split("(")[0] for code, _ in DRAWN]
+)
+def test_drawings_of_the_page(code, drawing):
+    assert eval(code, {"masks": masks, "torch": torch}) == drawing

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import flash_cute  # noqa: E402
-from flash_cute import interface, reference  # noqa: E402
+from flash_cute import interface, masks, reference  # noqa: E402
 from flash_cute.explanation import Explanation  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
@@ -47,6 +47,7 @@ FUNCTIONS = {
         flash_cute.explain,
         flash_cute.supported,
     ),
+    "flash_cute.masks": tuple(getattr(masks, name) for name in masks.__all__),
     "flash_cute.reference": (reference.forward, reference.backward, reference.visible, reference.error),
 }
 SECTION = re.compile(r"(\w+):")
@@ -101,10 +102,13 @@ def items(lines: list[str]) -> Iterator[str]:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring in Google's style: paragraphs, and sections whose entries become lists."""
+    """A docstring in Google's style: paragraphs, sections whose entries become lists, drawings."""
     blocks = []
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):
         first, *rest = paragraph.splitlines()
+        if first.startswith("    "):
+            blocks.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
+            continue
         if rest and (section := SECTION.fullmatch(first)):
             entries = textwrap.dedent("\n".join(rest)).splitlines()
             blocks.append("\n".join([f"{section[1]}:", "", *items(entries)]))

@@ -85,7 +85,11 @@ def _write(png: str | PathLike, shares: torch.Tensor, title: str, step: int) -> 
 
     axes = (figure := Figure(figsize=(6, 6), layout="constrained")).add_subplot()
     axes.imshow(
-        shares, cmap="Greys", vmin=0, vmax=1, extent=(0, shares.shape[1] * step, shares.shape[0] * step, 0)
+        shares.tolist(),
+        cmap="Greys",
+        vmin=0,
+        vmax=1,
+        extent=(0, shares.shape[1] * step, shares.shape[0] * step, 0),
     )
     axes.set(title=title, xlabel="key", ylabel="query")
     axes.title.set_fontsize(9)
