@@ -21,7 +21,7 @@ from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
 
-from flash_cute import lengths  # noqa: E402
+from flash_cute import lengths, reference  # noqa: E402
 from flash_cute.integrations import transformers as face  # noqa: E402
 from flash_cute.integrations.transformers import CuteMask, cute_attention, cute_mask  # noqa: E402
 
@@ -353,6 +353,7 @@ def test_nothing_waits(device):
 HOLES = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
 
 
+@pytest.mark.gpu
 def test_padding_with_holes_gives_nan(device):
     trio = Trio("llama", device)
     logits = trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device)).logits
@@ -360,6 +361,7 @@ def test_padding_with_holes_gives_nan(device):
     assert logits[1:].isfinite().all()
 
 
+@pytest.mark.gpu
 def test_padding_with_holes_is_found(device, monkeypatch):
     monkeypatch.setattr(lengths, "CHECKED", True)
     trio = Trio("llama", device)
@@ -368,6 +370,49 @@ def test_padding_with_holes_is_found(device, monkeypatch):
     )
     with pytest.raises(ValueError, match=sentence):
         trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device))
+
+
+needs_ranges = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no kernels for ranges yet")
+
+
+@needs_ranges
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "sinks"])
+def test_padding_with_holes(device, name):
+    holes = padding("both", device)
+    holes[0, 9:12], holes[1, 3], holes[1, 5:9] = 0, 0, 0
+    assert_logits(Trio(name, device), {"input_ids": tokens(device), "attention_mask": holes}, holes.bool())
+
+
+@needs_ranges
+@torch.no_grad()
+def test_a_turn_behind_right_padding(device):
+    """Generation behind a hole, by a cache."""
+    trio, ids, mask = Trio("llama", device), tokens(device), padding("right", device)
+    mask = torch.cat((mask, torch.ones(BATCH, 6, dtype=torch.long, device=device)), 1)
+    ids = torch.cat((ids, tokens(device, length=6)), 1)
+    cache = transformers.DynamicCache(config=trio.ours.config)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    steps = [
+        trio.ours(
+            ids[:, rows],
+            attention_mask=mask[:, : rows.stop],
+            position_ids=positions[:, rows],
+            past_key_values=cache,
+        ).logits
+        for rows in (slice(0, LENGTH), slice(LENGTH, LENGTH + 5), slice(LENGTH + 5, LENGTH + 6))
+    ]
+    whole = [model(ids, attention_mask=mask, position_ids=positions).logits for model in trio.all[1:]]
+    assert_within_rule("logits", *(x[mask.bool()] for x in (torch.cat(steps, 1), *whole)))
+
+
+def test_holes_that_need_too_many_ranges(device):
+    if device.type != "cpu":
+        pytest.skip("a GPU does not look")
+    holes = torch.tensor([[1, 0] * 10] * BATCH, device=device)
+    with pytest.raises(
+        NotImplementedError, match="at most 4 ranges of keys for each query, got 1, each cut by padding"
+    ):
+        Trio("llama", device).ours(tokens(device), attention_mask=holes)
 
 
 def test_positions_that_restart_beside_a_cache(device, monkeypatch):
@@ -552,8 +597,6 @@ def test_the_mask_of_a_model_in_another(device):
     assert_within_rule("logits", ours, yardstick, oracle)
     model.train().gradient_checkpointing_enable()
     model(inputs["input_ids"], labels=inputs["input_ids"]).loss.backward()
-    with pytest.raises(NotImplementedError, match="or blocks of block_sequence_ids or token_type_ids"):
-        model(**inputs, token_type_ids=torch.zeros_like(mask))
 
 
 def test_a_mask_moves_to_another_device():
@@ -567,7 +610,7 @@ def every_second(batch_idx, head_idx, q_idx, kv_idx):
     return kv_idx % 2 == 0
 
 
-REFUSED = r"flash_cute\.transformers: the mask must be causal, bidirectional, sliding-window or packed, got "
+REFUSED = r"flash_cute\.transformers: the mask must be made of transformers' causal, .* packed ones, got "
 MAKE = transformers.masking_utils
 
 
@@ -601,32 +644,85 @@ def test_kinds_of_masks(device, compiled):
     assert make("bidirectional_sliding_window") == ({"window": (3, 3)}, None)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["causal", "sliding_window_causal", "chunked_causal"])
-def test_refused_kinds_of_masks(device, kind, packed):
-    """transformers gives several of them functions of the same name."""
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]], device=device) if packed else None
+BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1, -1], [0, 0, -1, -1, 1, 1, 1, 2, 2, 2]])
+# Those that only ranges can say, as arguments of transformers' functions.
+RANGED = {
+    "blocks": {"block_sequence_ids": BLOCKS},
+    "a window on both": {"or_mask_function": "blocks", "and_mask_function": MAKE.sliding_window_overlay(3)},
+    "a wider window": {"or_mask_function": MAKE.sliding_window_bidirectional_overlay(2)},
+    "chunks in it": {"and_mask_function": MAKE.chunked_overlay(4, torch.tensor([0, 1]))},
+}
+NEITHER = {"neither": {}, "positions": {"position_ids": True}, "padding": {"attention_mask": True}}
+
+
+@pytest.mark.parametrize("other", NEITHER)
+@pytest.mark.parametrize("name", [*RANGED, "chunks"])
+@pytest.mark.parametrize("kind", ["causal", "sliding_window_causal", "chunked_causal", "bidirectional"])
+def test_masks_that_are_ranges(kind, name, other):
+    """As the booleans that transformers makes of the same function for SDPA."""
+    function = getattr(MAKE, f"create_{kind}_mask")
+    options = RANGED.get(name, {}) | NEITHER[other]
+    if name == "chunks" and kind != "chunked_causal":
+        pytest.skip("chunks are a mask of their own")
+    if options.get("or_mask_function") == "blocks":
+        if not hasattr(MAKE, "blockwise_overlay"):
+            pytest.skip("this transformers has no blocks")
+        options["or_mask_function"] = MAKE.blockwise_overlay(BLOCKS)
+    if not options.keys() <= {*signature(function).parameters}:
+        pytest.skip("this transformers has no such argument here")
+    config = build("llama", "cpu").config
+    config.sliding_window, config.attention_chunk_size = 5, 4
+    given = {"inputs_embeds": torch.empty(2, 10, 0), "attention_mask": None}
+    if options.pop("position_ids", False):
+        given["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [*range(8), 0, 1]])
+    if options.pop("attention_mask", False):
+        given["attention_mask"] = torch.tensor([[0] * 3 + [1] * 7, [1] * 8 + [0] * 2])
+    if kind != "bidirectional":
+        given[
+            next(cache for cache in ("cache", "past_key_values") if cache in signature(function).parameters)
+        ] = None
+    config._attn_implementation = "sdpa"
+    expected = function(config, **given, **options)
+    config._attn_implementation = "cute_attention"
+    try:
+        mask = function(config, **given, **options)
+    except NotImplementedError as refused:
+        # Blocks, and chunks in packed sequences, are looked up by positions that restart.
+        assert other == "positions", refused  # noqa: PT017
+        return
+    if mask.ranges is None:
+        assert mask.offsets is not None or not options
+        return
+    pad, used = (mask.lengths.get(key) for key in ("leftpad_k", "seqused_k"))
+    seen = reference.visible(10, 10, ranges=mask.ranges)
+    keys = torch.arange(10)
+    if pad is not None:
+        seen = seen & ((keys >= pad[:, None]) & (keys < used[:, None]))[:, None, None]
+    counts = torch.ones(2, 10) if given["attention_mask"] is None else given["attention_mask"]
+    rows = counts.bool()[:, None].expand(-1, 1, -1)
+    assert torch.equal(seen.expand(2, -1, -1, -1)[rows], expected.expand(2, 1, 10, 10)[rows])
+
+
+def test_refused_masks(device):
+    """What is not made of transformers' own, and under torch.compile what takes ranges."""
     embeddings = torch.empty(1, 10, 0, device=device)
-    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1, -1]], device=device)
-    chunks = [({}, "(.* and )?(packed )?chunks of attention_chunk_size")]
     for options, sentence in (
-        ({"block_sequence_ids": blocks}, r".* or blocks of block_sequence_ids or token_type_ids\)"),
-        ({"and_mask_function": every_second}, "and_mask_function or or_mask_function"),
-        ({"or_mask_function": every_second}, "and_mask_function or or_mask_function"),
-        *chunks * (kind == "chunked_causal"),
+        ({"and_mask_function": every_second}, "causal_mask_function and the mask function every_second"),
+        ({"or_mask_function": every_second}, r"\(causal_mask_function or the mask function every_second\)"),
     ):
-        options = options | {"position_ids": positions}
-        if not options.keys() <= signature(getattr(MAKE, f"create_{kind}_mask")).parameters.keys():
-            continue  # this transformers has no such blocks
         with pytest.raises(NotImplementedError, match=REFUSED + sentence):
-            make_mask(kind, embeddings, **options)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=REFUSED):
-            make_mask(kind, embeddings, compiled=True, **options)
+            make_mask("causal", embeddings, **options)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{REFUSED}.* under torch.compile"):
+            make_mask("causal", embeddings, compiled=True, **options)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{REFUSED}.* under torch.compile"):
+        make_mask("chunked_causal", embeddings, compiled=True)
+    five = MAKE.or_masks(*[MAKE.sliding_window_bidirectional_overlay(1)] * 5)
+    with pytest.raises(NotImplementedError, match="at most 4 ranges of keys for each query, got 5"):
+        cute_mask(1, 10, 10, mask_function=five)
 
 
 def test_refused_functions_of_masks():
-    positions, window = torch.arange(10)[None], MAKE.sliding_window_causal_mask_function(3)
-    causal, remapped = MAKE.causal_mask_function, []
+    positions, causal, remapped = torch.arange(10)[None], MAKE.causal_mask_function, []
     if hasattr(MAKE, "remap_positions_for_packed_sequence"):  # from transformers 5.23 on
         function = MAKE.remap_positions_for_packed_sequence(causal, positions)
         remapped = [(function, "packed causal_mask_function")]
@@ -634,14 +730,128 @@ def test_refused_functions_of_masks():
         (every_second, "the mask function every_second"),
         (functools.partial(every_second), "the mask function partial"),
         (MAKE.and_masks(causal, every_second), "causal_mask_function and the mask function every_second"),
-        (MAKE.or_masks(causal, window), r"\(causal_mask_function or sliding_window_overlay\(3\) and causal"),
-        (window, r"sliding_window_overlay\(3\) and causal_mask_function"),
         *remapped,
-        (MAKE.packed_sequence_mask_function(positions), "packed_sequence_mask_function"),
         (MAKE.padding_mask_function(positions), "padding_mask_function"),
     ):
         with pytest.raises(NotImplementedError, match=REFUSED + sentence):
             cute_mask(1, 10, 10, mask_function=function, local_size=4)
+
+
+TEXT = GROUPED | {"head_dim": 16}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+GEMMA3 = TEXT | {"model_type": "gemma3_text", "sliding_window": 6, "num_hidden_layers": 3}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+OF_IMAGES = {
+    "PaliGemma": {
+        "text_config": TEXT | {"model_type": "gemma"},
+        "vision_config": VISION | {"projection_dim": 64},
+    },
+    "Gemma3": {"text_config": GEMMA3, "vision_config": VISION | {"model_type": "siglip_vision_model"}},
+}
+
+
+def of_images(name: str, device) -> Trio:
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(OF_IMAGES[name]))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    return as_trio(model._from_config(config, attn_implementation="eager"), device)
+
+
+def as_trio(model: torch.nn.Module, device) -> Trio:
+    trio = Trio.__new__(Trio)
+    trio.yardstick = model.to(device, DTYPE).eval()
+    trio.oracle, trio.ours = copy.deepcopy(trio.yardstick).double(), copy.deepcopy(trio.yardstick)
+    trio.ours.set_attn_implementation("cute_attention")
+    trio.oracle.set_attn_implementation("sdpa")
+    trio.all = trio.ours, trio.yardstick, trio.oracle
+    return trio
+
+
+@needs_ranges
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_images(device, name, kind):
+    """Their tokens, and PaliGemma's prefix, see each other; logits and gradients."""
+    trio, mask = of_images(name, device), padding(kind, device)
+    types = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=device)
+    if name == "PaliGemma":
+        types[:, 12:] = 1
+    else:
+        types[:, 8:12], types[1, 3:6] = 1, 1
+    present = torch.ones_like(types).bool() if mask is None else mask.bool()
+    ids = tokens(device)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "use_cache": False}
+    plain = trio.ours(**inputs | {"token_type_ids": None}).logits[present]
+    assert_logits(trio, inputs, present)
+    assert not torch.allclose(trio.ours(**inputs).logits[present], plain, atol=1e-3)
+    gradients = []
+    for model in trio.all:
+        model(**inputs).logits[present].double().square().sum().backward()
+        gradients.append(
+            torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+        )
+    assert_within_rule("gradients", *gradients)
+
+
+class Chosen(transformers.LogitsProcessor):
+    """Makes generate() choose given tokens."""
+
+    def __init__(self, sequences: torch.Tensor):
+        self.sequences = sequences
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -1e9).scatter(1, self.sequences[:, ids.shape[1], None], 0.0)
+
+
+def assert_generated(trio: Trio, cache: str | None, **inputs) -> None:
+    """The logits of each step, along the tokens that our model chooses."""
+    results = []
+    for model in trio.all:
+        options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        if results:
+            options["logits_processor"] = transformers.LogitsProcessorList([Chosen(results[0].sequences)])
+        elif cache:
+            options |= {"cache_implementation": cache, "disable_compile": True}
+        results.append(model.generate(**inputs, max_new_tokens=9, **options))
+    assert_within_rule("logits", *(torch.stack(result.logits, 1) for result in results))
+
+
+@needs_ranges
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", OF_IMAGES)
+@torch.no_grad()
+def test_images_generate(device, name, cache):
+    types = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=device)
+    types[:, 8:12] = name == "Gemma3"
+    inputs = {"attention_mask": padding("left", device), "token_type_ids": types}
+    assert_generated(of_images(name, device), cache, input_ids=tokens(device), **inputs)
+
+
+def llama4(device) -> Trio:
+    sizes = GROUPED | {"head_dim": 16, "attention_chunk_size": 6, "intermediate_size_mlp": 96}
+    sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 4}
+    sizes |= {"num_hidden_layers": 3, "no_rope_layers": [1, 1, 0]}
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(**sizes)
+    model = transformers.Llama4ForCausalLM._from_config(config, attn_implementation="eager")
+    return as_trio(model, device)
+
+
+@needs_ranges
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both"])
+def test_chunks(device, kind):
+    trio, mask = llama4(device), padding(kind, device)
+    present = None if mask is None else mask.bool()
+    assert_logits(trio, {"input_ids": tokens(device), "attention_mask": mask, "use_cache": False}, present)
+
+
+@needs_ranges
+@pytest.mark.parametrize("cache", [None, "static"])
+@torch.no_grad()
+def test_chunks_generate(device, cache):
+    inputs = {"input_ids": tokens(device), "attention_mask": padding("left", device)}
+    assert_generated(llama4(device), cache, **inputs)
 
 
 def test_packed_masks_of_older_versions(device):

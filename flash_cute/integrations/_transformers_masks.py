@@ -15,7 +15,9 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
-from flash_cute import lengths
+from flash_cute import lengths, masks
+from flash_cute.integrations._transformers_ranges import made_by, ranges_of
+from flash_cute.masks.parts import MOST
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 if VERSION < (5, 4):  # which call masks otherwise
@@ -32,7 +34,7 @@ class CuteMask:
 
     extent: (batch, q_length, kv_length) that it is for. options: causal or window. lengths: those of forward.
     offsets: int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor:
-    float32 (batch, 1, 1, 1), NaN where the padding has holes, else 1.
+    float32 (batch, 1, 1, 1), NaN where the padding has holes, else 1. ranges: those of forward.
     """
 
     extent: tuple[int, int, int]
@@ -40,6 +42,7 @@ class CuteMask:
     lengths: dict[str, torch.Tensor] = field(default_factory=dict)
     offsets: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    ranges: torch.Tensor | None = None
 
     # generate() makes the masks of a static cache before it calls the model, and some models make the mask of
     # the model inside them. That model takes it for padding of two dimensions, handles it so, and asks
@@ -62,7 +65,9 @@ class CuteMask:
 
     def to(self, *args, **options) -> CuteMask:
         """On another device, as accelerate asks for where a model lies on several."""
-        tensors = [x for x in (*self.lengths.values(), self.offsets, self.factor) if x is not None]
+        tensors = [
+            x for x in (*self.lengths.values(), self.offsets, self.factor, self.ranges) if x is not None
+        ]
         if not tensors:
             return self
         device = tensors[0].new_empty(0).to(*args, **options).device
@@ -71,7 +76,8 @@ class CuteMask:
             return None if x is None else x.to(device)
 
         moved = {name: x.to(device) for name, x in self.lengths.items()}
-        return replace(self, lengths=moved, offsets=move(self.offsets), factor=move(self.factor))
+        others = {name: move(getattr(self, name)) for name in ("offsets", "factor", "ranges")}
+        return replace(self, lengths=moved, **others)
 
     def __getitem__(self, index: Any) -> CuteMask:
         """mask[:, :, -n:, :], the mask of the last n queries, as Gemma 4 takes it, or [:, :, 0:, :]."""
@@ -91,7 +97,8 @@ class CuteMask:
         given = dict(self.lengths)
         if "seqused_q" in given:
             given["seqused_q"] = (given["seqused_q"] - dropped).clamp(min=0)
-        return replace(self, extent=(batch, q_length - dropped, kv_length), lengths=given)
+        ranges = None if self.ranges is None else self.ranges[:, :, dropped:]
+        return replace(self, extent=(batch, q_length - dropped, kv_length), lengths=given, ranges=ranges)
 
     def view(self, *size: int) -> CuteMask:
         return self
@@ -121,22 +128,33 @@ def cute_mask(
         local_size: the sliding window, where mask_function has one.
 
     Raises:
-        NotImplementedError: for masks other than causal, bidirectional, sliding-window and packed ones.
-        ValueError: for padding that ends before the new tokens (not looked at with a static cache), or with
-            holes, where FLASH_CUTE_CHECK=1 looks for them.
+        NotImplementedError: for masks that are not made of transformers' own, under torch.compile for other
+            than causal, bidirectional, sliding-window and packed ones.
+        ValueError: for padding that ends before the new tokens (not looked at with a static cache), or on a
+            GPU with holes, where FLASH_CUTE_CHECK=1 looks for them.
     """
     if isinstance(attention_mask, CuteMask):
         return attention_mask
-    if use_vmap:
-        raise _refused("and_mask_function or or_mask_function")
     if torch.compiler.is_dynamo_compiling():
         bidirectional = "allow_is_bidirectional_skip" in options
         # Packed sequences are looked for by transformers where there is neither padding nor a cache.
         packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
         packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+        if use_vmap:
+            raise _refused("and_mask_function or or_mask_function under torch.compile")
         kind = _assumed_kind(mask_function, local_size, bidirectional, packed, device)
     else:
         kind = _kind(mask_function, local_size)
+    if attention_mask is not None:
+        _check_padding(attention_mask, batch_size)
+        attention_mask = attention_mask.expand(batch_size, -1)
+    ahead = kind is None or not kind[0]  # may queries that stand behind the padding's end see keys?
+    if ahead and attention_mask is not None and isinstance(q_offset, int):
+        _check_end(attention_mask, q_offset + q_length)
+    extent = batch_size, q_length, kv_length
+    if kind is None or _has_holes(attention_mask, kv_length, kv_offset):
+        own = (torch.arange(q_length, device=device) + q_offset)[None]
+        return _ranged(extent, mask_function, own, kv_offset, attention_mask)
     bidirectional, windowed, packed = kind
     # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
     shift = q_offset - kv_offset
@@ -150,7 +168,6 @@ def cute_mask(
         options = {"window": (local_size, local_size)}
     else:  # a causal window counts the query's own key, too
         options = {"window": (local_size - 1, 0)}
-    extent = batch_size, q_length, kv_length
     everything = bidirectional and not windowed  # is seen, whatever stands where
     if packed:
         return CuteMask(extent, options, offsets=_offsets(batch_size, q_length, mask_function, device))
@@ -160,17 +177,6 @@ def cute_mask(
         end = torch.as_tensor(shift + q_length, device=device).to(torch.int32)
         return CuteMask(extent, options, {"seqused_k": end.expand(batch_size).contiguous()})
 
-    if attention_mask.ndim != 2 or attention_mask.shape[0] not in (1, batch_size):
-        raise NotImplementedError(
-            f"flash_cute.transformers: attention_mask must have shape ({batch_size} or 1, positions), got "
-            f"{tuple(attention_mask.shape)}"
-        )
-    attention_mask = attention_mask.expand(batch_size, -1)
-    if not bidirectional and isinstance(q_offset, int) and attention_mask.shape[1] < q_offset + q_length:
-        raise ValueError(
-            f"flash_cute.transformers: attention_mask has {attention_mask.shape[1]} positions; "
-            f"{q_offset + q_length}, those before and the new ones, are accepted"
-        )
     first, end, factor = _padding(attention_mask, kv_length, kv_offset)
     given = {"leftpad_k": first, "seqused_k": end}
     if not everything:
@@ -178,6 +184,60 @@ def cute_mask(
         given = {"leftpad_k": first.minimum(end), "seqused_k": end, "seqused_q": (end - shift).clamp(min=0)}
     given = {name: tensor.to(torch.int32) for name, tensor in given.items()}
     return CuteMask(extent, options, given, factor=factor)
+
+
+def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:
+    if attention_mask.ndim != 2 or attention_mask.shape[0] not in (1, batch_size):
+        raise NotImplementedError(
+            f"flash_cute.transformers: attention_mask must have shape ({batch_size} or 1, positions), got "
+            f"{tuple(attention_mask.shape)}"
+        )
+
+
+def _check_end(attention_mask: torch.Tensor, end: int) -> None:
+    if attention_mask.shape[1] < end:
+        raise ValueError(
+            f"flash_cute.transformers: attention_mask has {attention_mask.shape[1]} positions; {end}, those "
+            "before and the new ones, are accepted"
+        )
+
+
+def _ranged(
+    extent: tuple[int, int, int],
+    mask_function: Callable,
+    own: torch.Tensor,
+    kv_offset: int,
+    attention_mask: torch.Tensor | None,
+) -> CuteMask:
+    """The mask of a mask function as ranges, and the padding as lengths, or with holes as more ranges."""
+    ranges = ranges_of(mask_function, own, kv_offset + extent[2], kv_offset)
+    if ranges is None:
+        raise _refused(" and ".join(_conditions(mask_function)))
+    if attention_mask is None:
+        return CuteMask(extent, {}, ranges=ranges.contiguous())
+    if not _has_holes(attention_mask, extent[2], kv_offset):
+        first, end, factor = _padding(attention_mask, extent[2], kv_offset)
+        given = {"leftpad_k": first.to(torch.int32), "seqused_k": end.to(torch.int32)}
+        return CuteMask(extent, {}, given, factor=factor, ranges=ranges.contiguous())
+    present = _present(attention_mask, extent[2], kv_offset)
+    runs = int((present & ~torch.nn.functional.pad(present, (1, 0))[:, :-1]).sum(1).max())
+    if runs * ranges.shape[3] > MOST:
+        raise NotImplementedError(
+            f"flash_cute.transformers: the mask must have at most {MOST} ranges of keys for each "
+            f"query, got {ranges.shape[3]}, each cut by padding into {runs}"
+        )
+    present = masks.padding(present, extent[1], runs=runs)
+    return CuteMask(extent, {}, ranges=masks.intersection(ranges, present))
+
+
+def _has_holes(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> bool:
+    """Has padding holes? False on a GPU, where nothing waits, and while a compiler traces."""
+    if attention_mask is None or attention_mask.device.type != "cpu":
+        return False
+    if not lengths.are_known(attention_mask, attention_mask):
+        return False
+    present = _present(attention_mask, kv_length, kv_offset).int()
+    return bool((present.diff(dim=1) == 1).sum(1).add(present[:, :1].sum(1)).gt(1).any())
 
 
 # The conditions whose intersection each accepted mask is, and whether it is bidirectional, a window, packed.
@@ -199,13 +259,10 @@ _SAID = {
 }
 
 
-def _kind(mask_function: Callable, local_size: int | None) -> tuple[bool, bool, bool]:
-    """Whether the mask of a mask function is bidirectional, a window of local_size, packed."""
+def _kind(mask_function: Callable, local_size: int | None) -> tuple[bool, bool, bool] | None:
+    """Whether a mask function's mask is bidirectional, a window of local_size, packed; None for others."""
     conditions = _conditions(mask_function)
-    kind = _KINDS.get(tuple(sorted(name.removesuffix(f"({local_size})") for name in conditions)))
-    if kind is None:
-        raise _refused(" and ".join(conditions))
-    return kind
+    return _KINDS.get(tuple(sorted(name.removesuffix(f"({local_size})") for name in conditions)))
 
 
 def _conditions(mask_function: Callable) -> list[str]:
@@ -213,11 +270,9 @@ def _conditions(mask_function: Callable) -> list[str]:
 
     Anything else is one condition, with a name that no accepted one has.
     """
-    name = getattr(mask_function, "__qualname__", type(mask_function).__name__).partition(".")[0]
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+    name, held = made_by(mask_function)
+    if held is None:
         return [f"the mask function {name}"]
-    cells = (cell.cell_contents for cell in mask_function.__closure__ or ())
-    held = dict(zip(mask_function.__code__.co_freevars, cells, strict=True))
     if name == "and_masks" and "mask_functions" in held:
         return [condition for part in held["mask_functions"] for condition in _conditions(part)]
     if name == "or_masks" and "mask_functions" in held:
@@ -243,7 +298,7 @@ def _assumed_kind(
         return True, False, False
     windowed = local_size is not None
     if getattr(mask_function, "__code__", None) is not _AND_MASK or not (windowed or packed):
-        raise _refused(f"the mask function {mask_function.__name__}")
+        raise _refused(f"the mask function {mask_function.__name__} under torch.compile")
     nowhere = torch.arange(0, device=device)
     with _Comparisons():
         mask_function(nowhere, 0, nowhere, nowhere)
@@ -265,7 +320,7 @@ class _Comparisons(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in _COMPARISONS:
-            raise _refused("a mask function that is more than comparisons")
+            raise _refused("a mask function that is more than comparisons under torch.compile")
         return function(*args, **(kwargs or {}))
 
 
@@ -283,9 +338,7 @@ def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> t
 
 def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     """The first of the keys that are no padding, (batch,), the end of them, and a CuteMask's factor."""
-    present = attention_mask[:, kv_offset : kv_offset + kv_length]
-    awaited = kv_length - present.shape[1]  # by a static cache
-    present = torch.nn.functional.pad(present, (0, awaited))
+    present = _present(attention_mask, kv_length, kv_offset)
     place = torch.arange(kv_length, device=present.device)
     end = (place + 1).where(present, 0).amax(1)
     first = place.where(present, kv_length).amin(1).minimum(end)
@@ -299,10 +352,16 @@ def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     return first, end, factor[:, None, None, None]
 
 
+def _present(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
+    """bool (batch, kv_length): which keys are no padding; those that a static cache awaits are."""
+    present = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
+
+
 def _refused(found: str) -> NotImplementedError:
     return NotImplementedError(
-        "flash_cute.transformers: the mask must be causal, bidirectional, sliding-window or packed, got "
-        f"{found}"
+        "flash_cute.transformers: the mask must be made of transformers' causal, bidirectional, "
+        f"sliding-window, chunked, blockwise and packed ones, got {found}"
     )
 
 

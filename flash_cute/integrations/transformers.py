@@ -86,8 +86,9 @@ def cute_attention(
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
-        if mask.lengths:
-            raise error("cu_seq_lens_q is given beside padding or a static cache", "one of both")
+        if mask.lengths or mask.ranges is not None:
+            found = "a static cache" if mask.ranges is None else "a mask of ranges"
+            raise error(f"cu_seq_lens_q is given beside padding or {found}", "one of both")
         offsets = cu_seq_lens_q, cu_seq_lens_k
     elif lengths.CHECKED:
         _check_positions(mask, options.get("position_ids"))
@@ -101,6 +102,7 @@ def cute_attention(
         else:
             out = flash_cute.attention_varlen(q, cu_seqlens_q=offsets[0], **pages._asdict(), **given)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    given["ranges"] = mask.ranges
     out = flash_cute.attention(query, key, value, **given, **mask.lengths).transpose(1, 2)
     return out if mask.factor is None else out * mask.factor.to(out.dtype), None
 
@@ -149,7 +151,7 @@ def _check_options(options: dict[str, Any]) -> None:
 def _check_positions(mask: CuteMask, position_ids: torch.Tensor | None) -> None:
     """Of packed sequences that see each other, as transformers tells them apart only without a cache."""
     causal = mask.options.get("causal", True) and mask.options.get("window", (0, 0))[1] == 0
-    together = causal and mask.offsets is None and "leftpad_k" not in mask.lengths
+    together = causal and mask.offsets is mask.ranges is None and "leftpad_k" not in mask.lengths
     if not together or position_ids is None or position_ids.ndim != 2:
         return
     if not lengths.are_known(position_ids, position_ids):
