@@ -11,7 +11,7 @@ likeliest byte, in three ways, and prints tokens per second of each:
   prompts, up to --chunk tokens. In each layer `append_kv` writes the new keys and values into their pages,
   and `attention_varlen` reads the pages where they lie. Nothing is planned on the host.
 - SDPA with a static cache: groups of sequences, padded to the longest, until the last of them is done.
-- One sequence at a time, by the first way.
+- One sequence at a time, by the first way: only some of the requests, as it is slow.
 
 With --check all but attention is computed in float32, and the text must be that of the model without a cache,
 but where it finds two bytes equally likely, within --tolerance. Exits with 1 where it is not. The model
@@ -43,6 +43,7 @@ NAMES = ("requests", "running", "pages", "page_size", "chunk", "prompt", "new")
 SIZES = {"cpu": (16, 8, 120, 16, 64, 160, 48), "cuda": (256, 64, 2048, 64, 2048, 2048, 256)}
 ARRIVALS = 2  # of requests, each step
 SHOWN_EVERY = 0.1  # seconds
+ALONE = 16  # of so many sequences one is timed by itself, but at least four are
 
 
 @dataclass
@@ -144,9 +145,9 @@ def serve(title: str, server: Server, requests: list[Request]) -> None:
 
 
 def show(line: str) -> None:
-    """Over the line before, where there is a terminal."""
+    """Where there is a terminal, over the line before; what is printed next goes over it."""
     if sys.stdout.isatty():
-        print(f"\r{line:<110}", end="", flush=True)
+        print(f"{line:<110}\r", end="", flush=True)
 
 
 def static_batching(model: GPT, options: argparse.Namespace, requests: list[Request]) -> None:
@@ -209,6 +210,22 @@ def timed(run: Callable[[list[Request]], None], requests: list[Request]) -> tupl
     return done, time.perf_counter() - start
 
 
+def report(
+    title: str,
+    run: Callable[[list[Request]], None],
+    requests: list[Request],
+    served: list[Request] | None = None,
+) -> list[Request]:
+    """Prints the line of a way to generate, as soon as it is done; served: whose text it should have."""
+    done, seconds = timed(run, requests)
+    new = sum(request.end - len(request.tokens) for request in requests)
+    same = sum(one.tokens == other.tokens for one, other in zip(done, served or done, strict=False))
+    show("")
+    line = f"{title:>20}{len(done):10}{seconds:10.2f}{new / seconds:10.0f}{same:>6} of {len(done)}"
+    print(line, flush=True)
+    return done
+
+
 def options() -> argparse.Namespace:
     parser = char_gpt.training_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the model without a cache")
@@ -228,17 +245,14 @@ def compare(model: GPT, text: torch.Tensor, options: argparse.Namespace) -> bool
     requests = draw(text, options)
     new = [request.end - len(request.tokens) for request in requests]
     print(f"{len(requests)} prompts of up to {options.prompt} bytes, {sum(new)} bytes to generate")
-    ways: dict[str, Callable] = {}
-    for title, most in (("continuous batching", options.running), ("one at a time", 1)):
-        ways[title] = partial(serve, title, Server(model, options, most))
-    ways["SDPA, static cache"] = partial(static_batching, model, options)
-    results = {title: timed(run, requests) for title, run in ways.items()}
-    show("")
-    served = results["continuous batching"][0]
-    print(f"\n{'':>20}{'seconds':>10}{'tokens/s':>10}{'same text':>12}")
-    for title, (done, seconds) in results.items():
-        same = sum(one.tokens == other.tokens for one, other in zip(done, served, strict=True))
-        print(f"{title:>20}{seconds:10.2f}{sum(new) / seconds:10.0f}{same:>6} of {len(done)}")
+    batching, alone = (
+        partial(serve, title, Server(model, options, most))
+        for title, most in (("continuous batching", options.running), ("one at a time", 1))
+    )
+    print(f"\n{'':>20}{'sequences':>10}{'seconds':>10}{'tokens/s':>10}{'same text':>12}", flush=True)
+    served = report("continuous batching", batching, requests)
+    report("one at a time", alone, requests[: max(4, len(requests) // ALONE)], served)
+    report("SDPA, static cache", partial(static_batching, model, options), requests, served)
     prompt, written = (bytes(part) for part in (served[0].tokens[: -new[0]], served[0].tokens[-new[0] :]))
     print(f"\n...{prompt[-60:].decode(errors='replace')}[{written.decode(errors='replace')}]")
     if not options.check:

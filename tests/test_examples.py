@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def test_generate(device, tmp_path):
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in (SIZES | SERVING).items()]
     ran = example("generate.py", device, tmp_path, "--check", *sizes, str(ROOT / "tests" / "test_sdpa.py"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = dict(re.findall(r"^ *([^\d\n]+?) +(\d+) .* of \2$", ran.stdout, re.MULTILINE))
+    assert rows == {"continuous batching": "9", "one at a time": "4", "SDPA, static cache": "9"}
     assert "the text is that of the model without a cache" in ran.stdout
 
 
