@@ -11,6 +11,7 @@ from appends import (
     NEW_ROWS,
     PLACES,
     ROTARIES,
+    Append,
     assert_appended,
     make_append,
     pairs,
@@ -115,6 +116,23 @@ def test_slots_of_no_token(kernel_on_host):
     call = make_append(torch.device("cpu"), "slots", "halves", dtype=torch.float32)
     call.arguments["slots"] = call.arguments["slots"][:0]
     assert_appended(call, run(kernel_on_host, call, "fp32"))
+
+
+@pytest.mark.parametrize(("pages", "page_size"), [(2**30, 5), (3, 2**30)], ids=["pages", "rows"])
+def test_slots_beyond_32_bits(kernel_on_host, pages, page_size):
+    """And below, in a cache of which many pages, or many rows of a page, are one place in memory."""
+    few, many = sorted((pages, page_size))
+    caches = [torch.zeros((few, 1, 1, 16) if few == pages else (1, 1, few, 16)) for _ in range(2)]
+    apart, alike = torch.arange(few), torch.tensor([0, many - 1, *torch.randint(0, many, (few - 2,))])
+    page, row = (apart, alike) if few == pages else (alike, apart)
+    slots = page * page_size + row
+    assert slots.min() < 2**31 <= slots.max()
+    k, v = (torch.randn(few, 1, 16) for _ in range(2))
+    k_cache, v_cache = (cache.expand(pages, 1, page_size, 16) for cache in caches)
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    run(kernel_on_host, Append(given, ()), "fp32")
+    for cache, rows in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache.flatten(0, 2), rows.flatten(0, 1))
 
 
 def test_many_sequences(kernel_on_host):

@@ -94,10 +94,15 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
   CachePages const& cache = params.cache;
   int const entry = tokens.rows.quotient(index), row = tokens.rows.remainder(index);
   NewToken token{entry, row, -1, 0, 0};
+  Rotary const& rotary = params.rotary;
+  // Asked for before slots are looked at, so that both are on their way at once.
+  int64_t const* const positions = rotary.dim > 0 ? rotary.positions : nullptr;
+  int64_t const position = positions ? positions[entry * rotary.positions_stride + row] : 0;
   if (cache.slot_count >= 0) {
     int64_t const slot = row < cache.slot_count ? cache.slots[row] : -1;
     if (0 <= slot && slot < cache.rows()) {
-      token.page = int(slot / cache.page_size.value);
+      token.page =
+          slot <= INT32_MAX ? cache.page_size.quotient(int(slot)) : int(slot / cache.page_size.value);
       token.row_in_page = int(slot - int64_t(token.page) * cache.page_size.value);
     }
   } else {
@@ -113,9 +118,8 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
       }
     }
   }
-  Rotary const& rotary = params.rotary;
   if (rotary.dim > 0) {
-    if (rotary.positions) token.position = rotary.positions[entry * rotary.positions_stride + row];
+    if (positions) token.position = position;
     token.position = larger<int64_t>(0, smaller(token.position, rotary.length - 1));
   }
   return token;
