@@ -12,8 +12,14 @@ from flash_cute.windows import Window
 
 def laid_out(ranges: torch.Tensor) -> torch.Tensor:
     """ranges as they are read: an entry of the batch lies without gaps, and one may stand for all."""
-    entry = ranges[0] if ranges.dim() == 5 and len(ranges) else ranges
-    return ranges if ranges.layout != torch.strided or entry.is_contiguous() else ranges.contiguous()
+    if ranges.layout != torch.strided:
+        return ranges
+    expected = 1
+    for dim in range(ranges.dim() - 1, 0 if ranges.dim() == 5 else -1, -1):
+        if ranges.shape[dim] > 1 and ranges.stride(dim) != expected:
+            return ranges.contiguous()
+        expected *= ranges.shape[dim]
+    return ranges
 
 
 def of_sequence(ranges: torch.Tensor | None, queries: tuple[slice, ...], first: int) -> torch.Tensor | None:

@@ -125,6 +125,21 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Ranged(Mask):
+    """A mask, and the ranges of keys that it cuts."""
+
+    ranges: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict:
+        return {**super().options, "ranges": self.ranges}
+
+    @classmethod
+    def of(cls, mask: Mask, ranges: torch.Tensor) -> Ranged:
+        return cls(mask.causal, mask.window, ranges)
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a (batch, heads, seqlen, head_dim) tensor lies in a larger buffer whose every other element is NaN.
 

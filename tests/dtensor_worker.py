@@ -7,6 +7,7 @@ import torch.distributed as dist
 from cases import (
     BATCHES,
     MASKS,
+    Ranged,
     Sequence,
     Shape,
     make_gradients,
@@ -99,6 +100,55 @@ def ragged(packed: bool, placement, mesh) -> None:
     assert_ragged_gradients(whole(gradients, tensors), batch, dout, dlse, MASKS["causal"])
 
 
+def random_ranges(batch: int, queries: int, keys: int) -> torch.Tensor:
+    shared(7)
+    return torch.randint(-5, keys + 5, (batch, 1, queries, 2, 2), dtype=torch.int32)
+
+
+def ranged(one: bool, placement, mesh) -> None:
+    """one: a mask for the whole batch, which is replicated where the batch is sharded."""
+    inputs = make_inputs(Shape(4, 4, 2, 37, 61, 32), DTYPE, "cpu", seed=shared(1))
+    dout, dlse = make_gradients(inputs[0], seed=2)
+    mask = Ranged.of(MASKS["causal"], random_ranges(1 if one else 4, 37, 61))
+    given = leaves(inputs, [placement] * 3, mesh)
+    of_ranges = BATCH if placement == BATCH and not one else ALL
+    ranges = distribute_tensor(mask.ranges, mesh, [of_ranges])
+    out, lse = flash_cute.forward(*given, causal=True, ranges=ranges)
+    assert (out.placements, lse.placements) == ((placement,), (placement,)), (out.placements, lse.placements)
+    results = [distribute_tensor(x, mesh, [placement]) for x in (dout, dlse)]
+    gradients = torch.autograd.grad((out, lse), given, results)
+    assert_attention((out.full_tensor(), lse.full_tensor().contiguous()), *inputs, mask)
+    assert_gradients(whole(gradients, inputs), *inputs, dout, dlse, mask)
+
+
+def ring_of_ranges(mesh) -> None:
+    """Each process has a part of the queries, and takes the keys part by part."""
+    inputs = make_inputs(Shape(2, 4, 2, 64, 80, 32), DTYPE, "cpu", seed=shared(8))
+    dout, dlse = make_gradients(inputs[0], seed=9)
+    ranges = random_ranges(2, 64, 80)
+    rank, parts = mesh.get_local_rank(), mesh.size()
+    mine = slice(rank * 64 // parts, (rank + 1) * 64 // parts)
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    of_mine, keys = ranges[:, :, mine], 80 // parts
+    results = []
+    for part in range(parts):
+        rows = slice(part * keys, (part + 1) * keys)
+        shifted = flash_cute.masks.shift(of_mine, rows.start, keys)
+        results.append(flash_cute.forward(q[:, :, mine], k[:, :, rows], v[:, :, rows], ranges=shifted))
+    results = flash_cute.merge(*zip(*results, strict=True))
+    gradients = torch.autograd.grad(results, (q, k, v), (dout[:, :, mine], dlse[:, :, mine]))
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    out, lse = torch.zeros_like(inputs[0]), torch.zeros(inputs[0].shape[:3])
+    out[:, :, mine], lse[:, :, mine] = (x.detach() for x in results)
+    dist.all_reduce(out)
+    dist.all_reduce(lse)
+    mask = Ranged.of(MASKS["full"], ranges)
+    assert_attention((out, lse), *inputs, mask)
+    gradients = [torch.empty_like(x).copy_(g) for x, g in zip(inputs, gradients, strict=True)]
+    assert_gradients(gradients, *inputs, dout, dlse, mask)
+
+
 def ring(mesh, method: str, causal: bool, balanced: bool) -> None:
     """What context_parallel calls on GPUs; balanced: each process has an early and a late part."""
     inputs = make_inputs(Shape(2, 4, 4, 64, 64, 32), DTYPE, "cpu", seed=shared(5))
@@ -147,6 +197,11 @@ def main() -> None:
     for packed, placement in ((False, ALL), (False, BATCH), (False, HEADS), (True, ALL), (True, HEADS)):
         ragged(packed, placement, mesh)
         print("passed:", "packed" if packed else "padded", placement, flush=True)
+    for one, placement in ((False, BATCH), (True, BATCH), (True, HEADS)):
+        ranged(one, placement, mesh)
+        print("passed: ranges", one, placement, flush=True)
+    ring_of_ranges(mesh)
+    print("passed: ring of ranges", flush=True)
     for method in ("allgather", "alltoall"):
         for causal, balanced in ((True, True), (True, False), (False, False)):
             ring(mesh, method, causal, balanced)

@@ -37,7 +37,7 @@ def on_two_processes(*arguments: Path | str) -> str:
 def test_dtensor():
     """tests/dtensor_worker.py has the cases, and says which failed."""
     printed = on_two_processes(LEAVE, ROOT / "tests" / "dtensor_worker.py")
-    assert printed.count("passed:") == 2 * 19
+    assert printed.count("passed:") == 2 * 23
 
 
 def test_training():

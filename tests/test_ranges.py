@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from cases import (
     PACKED,
     SEEDS,
     Mask,
+    Ranged,
     Sequence,
     Shape,
     make_gradients,
@@ -26,21 +26,6 @@ from tolerance import assert_attention, assert_gradients, assert_ragged, assert_
 
 import flash_cute
 from flash_cute import reference
-
-
-@dataclass(frozen=True)
-class Ranged(Mask):
-    """A mask, and the ranges that it cuts."""
-
-    ranges: torch.Tensor | None = None
-
-    @property
-    def options(self) -> dict:
-        return {**super().options, "ranges": self.ranges}
-
-    @classmethod
-    def of(cls, mask: Mask, ranges: torch.Tensor) -> Ranged:
-        return cls(mask.causal, mask.window, ranges)
 
 
 def generator() -> torch.Generator:
