@@ -28,6 +28,7 @@ from benchmarks import (
     overhead,
     power,
     profile,
+    ranges,
     report,
     results,
     softmax,
@@ -726,6 +727,21 @@ def test_jax_attention(tmp_path, capsys):
     cells = json.loads(path.read_text())["cells"]
     assert {cell["problem"]["direction"] for cell in cells} == {"forward", "backward"}
     assert all(min(cell["over"].values()) > 0 for cell in cells)
+
+
+def test_ranges(tmp_path, capsys):
+    """A row for each mask and shape; without FlexAttention on the CPU."""
+    options = ["--device", "cpu", "--head-dims", "32", "--tokens", "64", "--seconds", "0"]
+    path = ranges.main([*options, "--output", str(tmp_path)])
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["mask"] for cell in cells] == list(ranges.CASES)
+    for cell in cells:
+        assert cell["shape"][2:] == [64, 32]
+        speed = ranges.speeds(cell)
+        times = {call: summary["median"] for call, summary in cell["times_us"].items()}
+        assert speed["other, backward"] == times["other, backward"] / times["ranges, backward"]
+        assert speed["flex, forward"] is None
+    assert "| sink and window |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("direction", "products"), [("forward", 2), ("backward", 5)])

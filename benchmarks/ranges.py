@@ -1,0 +1,204 @@
+"""Masks of key ranges beside the same keys by other arguments, and beside FlexAttention.
+
+    python -m benchmarks.ranges
+
+Times of the forward and of the gradients, in bursts. "other" is our call that says the same by other
+arguments, or nearly so. FlexAttention is compiled, and its block mask is made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import flash_cute
+from flash_cute import masks
+
+from . import timing
+from .report import digits, source, table
+from .results import choose_device, environment, save_and_show
+
+HEAD_DIMS, LENGTHS = (64, 128), (8192, 32768)
+HIDDEN = 2048  # heads x head_dim, at 8192 tokens; a quarter of the heads at 32768
+DOCUMENT, WINDOW, FIRST = 2048, 1023, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask in each contender's terms."""
+
+    ranges: Callable  # of (tokens, device)
+    mask_mod: Callable  # FlexAttention's, of (query, key, numbers of images)
+    other: dict  # arguments of forward; "documents" stands for packed sequences
+
+
+def _offsets(tokens: int, device) -> torch.Tensor:
+    return torch.arange(0, tokens + 1, min(tokens, DOCUMENT), dtype=torch.int32, device=device)
+
+
+def _images(tokens: int, device) -> torch.Tensor:
+    """A quarter of each 2048 tokens is a block whose tokens see each other."""
+    place = torch.arange(tokens, device=device)
+    inside = (place % DOCUMENT >= DOCUMENT // 8) & (place % DOCUMENT < 3 * DOCUMENT // 8)
+    return (place // DOCUMENT).where(inside, -1)[None]
+
+
+def _causal(tokens: int, device) -> torch.Tensor:
+    return masks.prefix(torch.zeros(1, dtype=torch.int32, device=device), tokens)
+
+
+CASES = {
+    "causal": Case(_causal, lambda q, k, ids: q >= k, {"causal": True}),
+    "documents": Case(
+        lambda tokens, device: masks.documents(cu_seqlens=_offsets(tokens, device), seqlen=tokens),
+        lambda q, k, ids: (q >= k) & (q // DOCUMENT == k // DOCUMENT),
+        {"documents": True},
+    ),
+    "chunks": Case(
+        lambda tokens, device: masks.chunks(DOCUMENT, tokens, device=device),
+        lambda q, k, ids: (q >= k) & (q // DOCUMENT == k // DOCUMENT),
+        {"documents": True},
+    ),
+    "sink and window": Case(
+        lambda tokens, device: masks.sink_window(FIRST, WINDOW, tokens, device=device),
+        lambda q, k, ids: (q >= k) & ((q - k <= WINDOW) | (k < FIRST)),
+        {"causal": True, "window": (WINDOW, 0)},
+    ),
+    "prefix": Case(
+        lambda tokens, device: masks.prefix(torch.tensor([tokens // 4], device=device), tokens),
+        lambda q, k, ids: (q >= k) | (k < len(ids) // 4),
+        {"causal": True},
+    ),
+    "images": Case(
+        lambda tokens, device: masks.images(_images(tokens, device)),
+        lambda q, k, ids: (q >= k) | ((ids[q] == ids[k]) & (ids[q] >= 0)),
+        {"causal": True},
+    ),
+}
+
+
+def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
+    """What is timed, by name: the forward and the backward of each contender."""
+    q, k, v, dout = inputs
+    tokens, device = q.shape[2], q.device
+    ranges = case.ranges(tokens, device)
+    forwards = {"ranges": lambda: flash_cute.forward(q, k, v, ranges=ranges)[0]}
+    given = dict.fromkeys(("ranges", "other", "flex"), ((q, k, v), dout))
+    if "documents" in case.other:
+        packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+        given["other"] = packed, dout[0].transpose(0, 1).contiguous()
+        offsets = _offsets(tokens, device)
+        forwards["other"] = lambda: flash_cute.forward_varlen(*packed, offsets, causal=True)[0]
+    else:
+        forwards["other"] = lambda: flash_cute.forward(q, k, v, **case.other)[0]
+    if flex:
+        ids = _images(tokens, device)[0]
+        mask = torch.compile(create_block_mask)(
+            lambda b, h, i, j: case.mask_mod(i, j, ids), None, None, tokens, tokens, device=device
+        )
+        forwards["flex"] = lambda: flex(q, k, v, block_mask=mask)
+
+    calls = {}
+    for name, forward in forwards.items():
+        out = forward()
+        calls[f"{name}, forward"] = torch.no_grad()(forward)
+        leaves, gradient = given[name]
+        calls[f"{name}, backward"] = lambda out=out, leaves=leaves, gradient=gradient: torch.autograd.grad(
+            out, leaves, gradient, retain_graph=True
+        )
+    return calls
+
+
+def measure(name: str, head_dim: int, tokens: int, device, seconds: float, flex: Callable | None) -> dict:
+    heads = max(1, HIDDEN // head_dim // (4 if tokens > 8192 else 1))
+    shape = 1, heads, tokens, head_dim
+    *inputs, dout = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    calls = calls_of(CASES[name], (*(x.requires_grad_() for x in inputs), dout), flex)
+    samples = timing.burst(calls, device, seconds)
+    return {
+        "mask": name,
+        "shape": shape,
+        "times_us": {call: timing.summary(samples[call]) for call in calls},
+    }
+
+
+def speeds(cell: dict) -> dict[str, float | None]:
+    """How many times as fast ranges are as the others, in each pass."""
+    times = {call: summary["median"] for call, summary in cell["times_us"].items()}
+    return {
+        f"{peer}, {direction}": times[f"{peer}, {direction}"] / times[f"ranges, {direction}"]
+        if f"{peer}, {direction}" in times
+        else None
+        for direction in ("forward", "backward")
+        for peer in ("other", "flex")
+    }
+
+
+def markdown(results: dict) -> str:
+    lines = [
+        *source(results["environment"]),
+        "",
+        "Microseconds in bursts; then times as fast as the others:",
+        "",
+    ]
+    calls = [f"{who}, {way}" for way in ("forward", "backward") for who in ("ranges", "other", "flex")]
+    header = [
+        "mask",
+        "heads x tokens x head dim",
+        *calls,
+        *(f"over {name}" for name in speeds(results["cells"][0])),
+    ]
+    rows = []
+    for cell in results["cells"]:
+        times = cell["times_us"]
+        rows.append(
+            [
+                cell["mask"],
+                " x ".join(map(str, cell["shape"][1:])),
+                *(digits(times[call]["median"]) if call in times else "-" for call in calls),
+                *("-" if speed is None else f"{speed:.2f}" for speed in speeds(cell).values()),
+            ]
+        )
+    return "\n".join(lines + table(header, rows))
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    args = argparse.ArgumentParser(prog="python -m benchmarks.ranges", description=__doc__.splitlines()[0])
+    args.add_argument("--masks", default=",".join(CASES), help="of these, comma separated")
+    args.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
+    args.add_argument("--tokens", type=numbers, help="default: 8192,32768, on the CPU 256")
+    args.add_argument("--seconds", type=float, default=0.2, help="of measuring a cell")
+    args.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", default="ranges", help="of the result file")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    options = args.parse_args(arguments)
+    device = choose_device(options.device)
+    flex = None
+    if device.type == "cuda" and not options.no_flex:
+        torch._dynamo.config.recompile_limit = 1000
+        flex = torch.compile(flex_attention, dynamic=False)
+    lengths = options.tokens or ([256] if device.type == "cpu" else LENGTHS)
+    problems = [
+        (mask, head_dim, tokens)
+        for head_dim in options.head_dims
+        for tokens in lengths
+        for mask in options.masks.split(",")
+    ]
+    cells = [
+        measure(*problem, device, options.seconds, flex) for problem in timing.progress(problems, "ranges")
+    ]
+    results = {"environment": environment(device), "cells": cells}
+    return save_and_show(results, markdown(results), options.name, options.output)
+
+
+if __name__ == "__main__":
+    main()
