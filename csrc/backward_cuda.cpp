@@ -17,7 +17,6 @@ namespace {
 
 BackwardCall plan_call(AttentionProblem const& problem, BackwardArguments const& arguments) {
   AttentionArguments const& attention = arguments.attention;
-  refuse_ranges(problem);
   return plan_backward_call(problem, length_params(attention.lengths), gpu_at(attention.q.get_device_index()),
                             arguments.needs_dq, arguments.needs_dkv, arguments.deterministic);
 }
@@ -42,7 +41,7 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   BackwardParams& params = call.params;
-  bool const varlen = call.problem.varlen;
+  bool const varlen = params.lengths.given;
   int const unreachable = call.unreachable();
 
   // Keys that no query reaches are cut off before the launch.
@@ -77,6 +76,12 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     }
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
+    std::optional<Tensor> ranges_workspace;
+    if (int64_t const bytes = call.launch.ranges_bytes(params); bytes > 0) {
+      params.ranges = range_params(ranges);
+      ranges_workspace = allocate("the workspace of ranges", q_whole, aoti_torch_dtype_uint8(), 1, {bytes});
+      params.ranges.workspace = ranges_workspace->mutable_data_ptr();
+    }
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
@@ -103,7 +108,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))
-      .add("copies", reasons_to_copy(arguments.attention, call.problem.varlen))
+      .add("copies", reasons_to_copy(arguments.attention, call.params.lengths.given))
       .add("bucket", call.kernel.head_dim)
       .add("block_m", tile.block_m)
       .add("block_n", tile.block_n)
@@ -116,7 +121,8 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("local_bytes", attributes.local_bytes)
       .add("smem_bytes", attributes.smem_bytes)
       .add("grid", call.launches ? call.launch.blocks : 0)
-      .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
+      .add("workspace_bytes",
+           call.launches ? call.launch.workspace.bytes + call.launch.ranges_bytes(call.params) : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
   return add_problem(plan, call.problem).text();

@@ -19,7 +19,6 @@ namespace {
 
 ForwardCall plan_call(AttentionArguments const& arguments) {
   AttentionProblem const problem = validate(arguments);  // before the device, of which it may complain
-  refuse_ranges(problem);
   std::optional<Tensor> const& table = arguments.lengths.block_table;
   return plan_forward_call(
       problem, length_params(arguments.lengths, problem.cached), gpu_at(arguments.q.get_device_index()),
@@ -67,6 +66,12 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
     workspace = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
     params.lengths.workspace = workspace->mutable_data_ptr();
   }
+  std::optional<Tensor> ranges_workspace;
+  if (int64_t const bytes = call.launch.ranges_bytes(params); bytes > 0) {
+    params.ranges = range_params(ranges);
+    ranges_workspace = allocate("the workspace of ranges", out, aoti_torch_dtype_uint8(), 1, {bytes});
+    params.ranges.workspace = ranges_workspace->mutable_data_ptr();
+  }
   call.run(current_stream(device_index));
   target.finish();
   return {out, lse};
@@ -94,7 +99,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
       .add("grid", launches ? launch.blocks : 0)
       .add("splits", launch.splits())
       .add("partial_results", launches ? launch.split.slots : 0)
-      .add("workspace_bytes", launches ? launch.workspace_bytes : 0)
+      .add("workspace_bytes", launches ? launch.workspace_bytes + launch.ranges_bytes(params) : 0)
       .add("seqlen_k_used", params.shape.seqlen_k);
   return add_problem(plan, problem).text();
 }

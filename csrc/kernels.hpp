@@ -39,7 +39,8 @@ struct BackwardKernel {
 };
 FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, int head_dim,
                                             Variant variant = Variant::plain);
-FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim);
+FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim,
+                                              Variant variant = Variant::plain);
 
 struct SoftmaxKernels {
   decltype(&RowSoftmaxLaunch<ElementType::fp32>::plan) plan;

@@ -56,13 +56,10 @@ struct AttentionProblem {
   }
 };
 
-// Throws where a GPU is asked for what it has no kernels for.
-inline void refuse_ranges(AttentionProblem const& problem) {
-  require(problem.ranges == 0, "ranges on a GPU needs kernels that this build does not have");
-}
-
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
-inline char const* name_of(Variant variant) { return variant == Variant::plain ? "plain" : "split"; }
+inline char const* name_of(Variant variant) {
+  return variant == Variant::plain ? "plain" : variant == Variant::split ? "split" : "ranges";
+}
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
 inline char const* name_of(ElementType element) {
   switch (element) {

@@ -161,6 +161,15 @@ LengthParams length_params(Lengths const& lengths, bool cached) {
           .leftpad_k = pointer(lengths.leftpad_k)};
 }
 
+RangeParams range_params(std::optional<Tensor> const& ranges) {
+  if (!ranges) return {};
+  auto const sizes = ranges->sizes();
+  bool const differ = sizes.size() == 5 && sizes[0] > 1;  // else one entry stands for all
+  return {.given = static_cast<int const*>(ranges->const_data_ptr()),
+          .entry_stride = differ ? ranges->stride(0) : 0,
+          .count = int(sizes[sizes.size() - 2])};
+}
+
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
 Tensor allocate_like(char const* name, Tensor const& tensor) {
   return allocated(name, tensor.numel(), element_bytes(tensor.scalar_type()), [&] {

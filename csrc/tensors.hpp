@@ -57,6 +57,7 @@ LengthParams length_params(Lengths const& lengths, bool cached = false);
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
 Tensor as_contiguous(char const* name, Tensor const& tensor);  // the tensor itself, or a copy
+RangeParams range_params(std::optional<Tensor> const& ranges);
 Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef sizes, ScalarType type);
 Tensor allocate_like(char const* name, Tensor const& like);  // as torch.empty_like
 Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,

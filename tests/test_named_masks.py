@@ -130,12 +130,11 @@ def test_packed_positions(device, name):
         alone = ranges[begin:end][None, None].contiguous()
         check(alone, sees, length, device)
     x = torch.randn(33, 2, 64, device=device).bfloat16()
-    if device.type == "cpu":
-        out, _ = flash_cute.forward_varlen(x, x, x, offsets, ranges=ranges)
-        for begin, end in ((2, 9), (9, 30)):
-            part = x[begin:end].transpose(0, 1)[None]
-            alone = flash_cute.attention(part, part, part, ranges=make(end - begin, device))
-            torch.testing.assert_close(out[begin:end].transpose(0, 1), alone[0])
+    out, _ = flash_cute.forward_varlen(x, x, x, offsets, ranges=ranges)
+    for begin, end in ((2, 9), (9, 30)):
+        part = x[begin:end].transpose(0, 1)[None]
+        alone = flash_cute.attention(part, part, part, ranges=make(end - begin, device))
+        torch.testing.assert_close(out[begin:end].transpose(0, 1), alone[0])
 
 
 @matrix(seqlen=LENGTHS, window=[None, 0, 3, 100], window_images=[False, True])
@@ -294,15 +293,14 @@ def test_shift(device):
         part = masks.shift(ranges, first, keys)
         assert part.dtype == torch.int32
         assert torch.equal(dense(part, keys), whole[..., first : first + keys])
-    if device.type == "cpu":
-        q, k, v = make_inputs(Shape(2, 4, 2, 20, 40, 64), torch.bfloat16, device)
-        parts = [
-            flash_cute.forward(q, k[:, :, rows], v[:, :, rows], ranges=masks.shift(ranges, rows.start, 20))
-            for rows in (slice(0, 20), slice(20, 40))
-        ]
-        merged = flash_cute.merge(*zip(*parts, strict=True))
-        for result, right in zip(merged, flash_cute.forward(q, k, v, ranges=ranges), strict=True):
-            torch.testing.assert_close(result, right, atol=1e-2, rtol=1e-2)
+    q, k, v = make_inputs(Shape(2, 4, 2, 20, 40, 64), torch.bfloat16, device)
+    parts = [
+        flash_cute.forward(q, k[:, :, rows], v[:, :, rows], ranges=masks.shift(ranges, rows.start, 20))
+        for rows in (slice(0, 20), slice(20, 40))
+    ]
+    merged = flash_cute.merge(*zip(*parts, strict=True))
+    for result, right in zip(merged, flash_cute.forward(q, k, v, ranges=ranges), strict=True):
+        torch.testing.assert_close(result, right, atol=1e-2, rtol=1e-2)
 
 
 def test_compiled(device):

@@ -35,9 +35,9 @@ ForwardKernel forward_kernel(Family family, ElementType element, int head_dim, V
   return kernel;
 }
 
-BackwardKernel backward_kernel(Family family, ElementType element, int head_dim) {
+BackwardKernel backward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
   BackwardKernel kernel{};
-  visit_instance<Pass::backward>(family, element, Variant::plain, head_dim, [&]<class Instance>(Instance) {
+  visit_instance<Pass::backward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
               BackwardLaunch<Instance>::attributes};
   });

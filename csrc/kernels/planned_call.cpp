@@ -28,17 +28,33 @@ Family family_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) 
   return *problem.family;
 }
 
-ForwardKernel plain_kernel(Family family, ElementType element, int head_dim) {
-  return forward_kernel(family, element, head_dim);
+// Functions that find the kernel of a variant.
+auto forward_of(Variant variant) {
+  return [=](Family family, ElementType element, int head_dim) {
+    return forward_kernel(family, element, head_dim, variant);
+  };
 }
+// The order in which Hopper's kernels add to dQ where calls are deterministic is a window's: with key ranges
+// sm80's, which need none, take their place.
+auto backward_of(Variant variant, bool deterministic = false) {
+  return [=](Family family, ElementType element, int head_dim) {
+    if (variant == Variant::ranges && deterministic) family = Family::sm80;
+    return backward_kernel(family, element, head_dim, variant);
+  };
+}
+Variant variant_of(AttentionProblem const& problem) {
+  return problem.ranges > 0 ? Variant::ranges : Variant::plain;
+}
+// The kernels of ranges ask a sequence for its lengths, whether they were given or not.
+bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.ranges > 0; }
 
 template <class Find>
 auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   Family const family = family_for(problem, gpu, find);
   auto const kernel = find(family, problem.element, problem.shape.head_dim);
   require(kernel.run, "this build has no ", name_of(family), ' ', name_of(pass), " kernel for ",
-          name_of(problem.element), " and head_dim ", problem.shape.head_dim,
-          "; flash_cute.supported() lists what it has");
+          problem.ranges > 0 ? "ranges with " : "", name_of(problem.element), " and head_dim ",
+          problem.shape.head_dim, "; flash_cute.supported() lists what it has");
   return kernel;
 }
 
@@ -46,7 +62,7 @@ auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find
 // the keys. Of sequences of unequal lengths the kernels see to it.
 WindowMask reachable_mask(AttentionProblem const& problem) {
   WindowMask mask = problem.mask();
-  if (!problem.varlen && !problem.batch_invariant) mask.seqlen_k -= mask.first_reachable_key();
+  if (!has_lengths(problem) && !problem.batch_invariant) mask.seqlen_k -= mask.first_reachable_key();
   return mask;
 }
 
@@ -59,7 +75,8 @@ Params make_params(AttentionProblem const& problem, LengthParams const& lengths,
   params.shape.head_dim = padded_head_dim(problem.shape.head_dim, params.element_bytes);
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
-  if (problem.varlen) {
+  params.ranges.count = problem.ranges;
+  if (has_lengths(problem)) {
     params.lengths = lengths;
     params.lengths.given = true;
   } else {
@@ -98,7 +115,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
 ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                               int const* block_table, int64_t table_stride) {
   ForwardCall call{problem,
-                   kernel_for(Pass::forward, problem, gpu, plain_kernel),
+                   kernel_for(Pass::forward, problem, gpu, forward_of(variant_of(problem))),
                    make_params<ForwardParams>(problem, lengths, gpu.info),
                    reachable_mask(problem),
                    true,
@@ -119,6 +136,7 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     mask = WindowMask::make(1, 1, 0, 0);
     planned.lengths = {};
     planned.cache = {};
+    planned.ranges = {};
   }
   ForwardKernel const split =
       forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);
@@ -134,7 +152,7 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
 BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                                 bool needs_dq, bool needs_dkv, bool deterministic) {
   BackwardCall call{problem,
-                    kernel_for(Pass::backward, problem, gpu, backward_kernel),
+                    kernel_for(Pass::backward, problem, gpu, backward_of(variant_of(problem), deterministic)),
                     make_params<BackwardParams>(problem, lengths, gpu.info),
                     reachable_mask(problem),
                     true,
@@ -150,7 +168,8 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(
-      problem, plain_kernel, [&](Family family, int bucket, auto const& params, auto const& mask) {
+      problem, forward_of(Variant::plain),
+      [&](Family family, int bucket, auto const& params, auto const& mask) {
         plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
         ForwardTiles const tiles = forward_tiles(family, bucket);
         ForwardTiles const split_tiles = forward_tiles(
@@ -171,7 +190,8 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   return largest<BackwardParams>(
-      problem, backward_kernel, [&](Family family, int bucket, auto const& params, auto const& mask) {
+      problem, backward_of(Variant::plain),
+      [&](Family family, int bucket, auto const& params, auto const& mask) {
         return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
       });
 }

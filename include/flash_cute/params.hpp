@@ -9,7 +9,8 @@ namespace flash_cute {
 
 enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
-enum class Variant { plain, split };          // split: parts of the keys side by side, and caches in pages
+// split: parts of the keys side by side, and caches in pages; ranges: key ranges of each query.
+enum class Variant { plain, split, ranges };
 enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
 
 constexpr int element_bytes(ElementType element) { return element == ElementType::fp32 ? 4 : 2; }
@@ -65,6 +66,20 @@ struct CacheParams {
   int table_width = 0, pages = 0, page_size = 0;
 };
 
+// The keys [begin, end).
+struct alignas(8) KeyRange {
+  int begin, end;
+};
+
+// For each query a few ranges of keys: it sees their union, of what the window leaves. Keys are counted from
+// the first row of the sequence.
+struct RangeParams {
+  int const* given = nullptr;  // (batch or 1, seqlen_q, count, 2), packed (seqlen_q, count, 2)
+  int64_t entry_stride = 0;    // from one entry of the batch to the next
+  int count = 0;               // of a query; 0 where there are none
+  void* workspace = nullptr;   // RangeTable::bytes, for the table that a kernel makes of them
+};
+
 struct ForwardParams {
   ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
   int element_bytes;   // of q, k, v and out
@@ -75,6 +90,7 @@ struct ForwardParams {
   DeviceInfo device;
   LengthParams lengths;
   CacheParams cache;
+  RangeParams ranges;
   bool batch_invariant;  // do a query's results not depend on what is computed beside it?
 };
 

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/attention/mask/window.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/backward/plan.hpp"
@@ -39,6 +40,12 @@ static_assert(std::is_same_v<decltype(TensorView::row_stride), int64_t>);
 namespace {
 
 std::pair<int, int> as_pair(BlockRange range) { return {range.begin, range.end}; }
+
+std::vector<BlockBits> block_bits_of(std::vector<uint32_t> const& visited) {
+  std::vector<BlockBits> bits;
+  for (uint32_t word : visited) bits.push_back({word, 0});
+  return bits;
+}
 
 constexpr int kBytes = element_bytes(ElementType::bf16);
 
@@ -151,6 +158,31 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .value("fp16", ElementType::fp16)
       .value("bf16", ElementType::bf16)
       .value("fp32", ElementType::fp32);
+
+  module.def("bits_between", [](int begin, int end) { return bits_between(begin, end); });
+  module.def("cut_ranges",
+             [](std::vector<std::pair<int, int>> const& given, int shift, WindowMask const& mask, int row) {
+               std::vector<int> flat;
+               for (auto [begin, end] : given) flat.insert(flat.end(), {begin, end});
+               CutRanges const cut(flat.data(), int(given.size()), shift, mask, row);
+               std::vector<std::pair<int, int>> list;
+               for (KeyRange const& range : cut.ranges) list.emplace_back(range.begin, range.end);
+               return list;
+             });
+  module.def("walk_over_keys", [](std::vector<uint32_t> const& visited, int count) {
+    auto const bits = block_bits_of(visited);
+    std::vector<std::tuple<int, int, int>> steps;
+    for (RangeKvBlocks blocks(bits.data(), int(bits.size()), count); !blocks.done(); blocks.advance())
+      steps.emplace_back(blocks.block, blocks.next(), blocks.left());
+    return steps;
+  });
+  module.def("walk_over_queries", [](std::vector<uint32_t> const& visited, int heads) {
+    auto const bits = block_bits_of(visited);
+    std::vector<std::pair<int, int>> steps;
+    RangeQBlockIterator walk({bits.data(), int(bits.size())}, KvTile{}, heads);
+    for (; walk.left > 0; walk.advance()) steps.emplace_back(walk.head, walk.block);
+    return steps;
+  });
 
   py::class_<WindowMask>(module, "WindowMask")
       .def(py::init(&WindowMask::make))

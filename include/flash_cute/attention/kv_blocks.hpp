@@ -13,6 +13,8 @@ struct KvBlocks {
   FLASH_CUTE_HOST_DEVICE explicit KvBlocks(BlockRange const& visited_)
       : visited(visited_), block(visited_.end - 1) {}
 
+  // unmasked: the blocks that need no element test.
+  FLASH_CUTE_HOST_DEVICE bool is_full(BlockRange const& unmasked) const { return unmasked.contains(block); }
   FLASH_CUTE_HOST_DEVICE bool is_first() const { return block == visited.end - 1; }
   // Blocks behind this one.
   FLASH_CUTE_HOST_DEVICE int left() const { return block - visited.begin; }

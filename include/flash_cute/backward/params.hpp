@@ -19,6 +19,7 @@ struct BackwardParams {
   float softmax_scale;
   DeviceInfo device;
   LengthParams lengths;
+  RangeParams ranges;
   BackwardWorkspace workspace;
 
   FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_splits; }

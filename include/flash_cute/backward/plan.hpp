@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
+#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/backward/gqa_splits.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/tiles.hpp"
@@ -66,6 +67,15 @@ struct BackwardPlan {
   void split_groups(BackwardParams& params) const {
     params.gqa_splits = gqa.splits;
     params.shape.heads_kv *= gqa.splits;
+  }
+
+  // Of RangeParams::workspace.
+  int64_t ranges_bytes(BackwardParams const& params) const {
+    if (params.ranges.count == 0) return 0;
+    auto bytes = [&](auto const& with, bool transposes) {
+      return RangeTable::bytes(params, with.block_m, with.block_n, transposes);
+    };
+    return larger(bytes(tile, true), dq.method == DqMethod::alone ? bytes(query_tile, false) : 0);
   }
 
   // Thread blocks of the kernel that reduces sums of split groups.
@@ -175,6 +185,7 @@ inline bool stores_first(BackwardCallFacts const& facts, BackwardParams const& p
   bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
   bool const small = int64_t(queries_of_keys(params, mask).most) * facts.bucket < kLargeSums;
+  if (params.ranges.count > 0) return false;  // blocks of queries that nothing is added to must be 0
   return facts.one_kernel() && at_once && (small || shape.heads_q == shape.heads_kv);
 }
 
@@ -260,7 +271,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan::BackwardCallFacts const facts{family, bucket, needs_dq, needs_dkv, deterministic};
   bool const one_kernel = facts.one_kernel(), varlen = params.lengths.given;
   BackwardPlan plan{};
-  BackwardTiles const tiles = backward_tiles(family, bucket);
+  BackwardTiles const tiles =
+      backward_tiles(family, bucket, params.ranges.count > 0 ? Variant::ranges : Variant::plain);
   // On Hopper an entry's bits would else depend on the others' lengths in a deterministic call.
   plan.tile = tile_for(tiles, bucket, params, mask, one_kernel && deterministic && varlen);
   plan.query_tile = tiles.queries;

@@ -198,4 +198,56 @@ struct QBlockIterator {
   }
 };
 
+// The table of key ranges for the tiles of a kernel.
+template <class Traits>
+FLASH_CUTE_HOST_DEVICE RangeTable range_table(BackwardParams const& params) {
+  return RangeTable::make(params, Traits::kBlockM, Traits::kTileN, /*transposes=*/true);
+}
+
+// The M blocks that see a KV tile through key ranges.
+template <class Traits>
+FLASH_CUTE_HOST_DEVICE RangeQueryBlocks range_query_blocks(BackwardParams const& params, KvTile const& tile) {
+  int const b = tile.pair / params.shape.heads_kv;
+  return {range_table<Traits>(params).query_bits_of(b, tile.n_begin / Traits::kTileN),
+          ceil_div(tile.sequence.used, BlockBits::kBlocks * Traits::kBlockM)};
+}
+template <class Traits>
+FLASH_CUTE_HOST_DEVICE RangesMask ranges_mask(BackwardParams const& params, KvTile const& tile) {
+  int const b = tile.pair / params.shape.heads_kv;
+  return {tile.sequence.used, tile.sequence.mask.seqlen_k, params.ranges.count,
+          range_table<Traits>(params).rows_of(b, tile.sequence.queries.begin)};
+}
+
+// As QBlockIterator, with key ranges. A tile that no query sees has a step in which all pairs are hidden.
+struct RangeQBlockIterator {
+  RangeQueryBlocks visited;
+  int first, head, block, left;
+
+  FLASH_CUTE_HOST_DEVICE RangeQBlockIterator(RangeQueryBlocks const& visited_, KvTile const& tile, int heads)
+      : visited(visited_),
+        first(larger(0, visited.first())),
+        head(tile.head_kv * heads),
+        block(first),
+        left(heads * larger(1, visited.count())) {}
+
+  FLASH_CUTE_HOST_DEVICE void advance() {
+    --left;
+    block = visited.after(block);
+    if (block != visited.end()) return;
+    block = first;
+    ++head;
+  }
+};
+
+// The steps of a tile.
+template <class Traits>
+FLASH_CUTE_HOST_DEVICE auto steps_of(BackwardParams const& params, KvTile const& tile) {
+  int const heads = params.shape.heads_q / params.shape.heads_kv;
+  if constexpr (Traits::kRanges) {
+    return RangeQBlockIterator(range_query_blocks<Traits>(params, tile), tile, heads);
+  } else {
+    return QBlockIterator(tile, heads, Traits::kBlockM, Traits::kTileN);
+  }
+}
+
 }  // namespace flash_cute

@@ -80,6 +80,16 @@ struct BackwardTiles {
   }
 };
 
+// Those in which all warps work on every product: with key ranges no others are compiled.
+constexpr BackwardTiles without_split_work(BackwardTiles const& tiles) {
+  BackwardTiles kept{.keys = {}, .queries = tiles.queries};
+  int count = 0;
+  for (BackwardTile const& tile : tiles.keys) {
+    if (!tile.splits_work()) kept.keys[count++] = tile;
+  }
+  return kept;
+}
+
 // On Hopper dQ of an M block is added in so many parts: by each of two warpgroups, in a cluster of each of
 // its thread blocks.
 constexpr int sum_parts(BackwardTile const& tile) { return 2 * tile.cluster; }
@@ -222,8 +232,10 @@ constexpr BackwardTiles backward_tiles_sm90(int head_dim) {
   return {};
 }
 
-constexpr BackwardTiles backward_tiles(Family family, int head_dim) {
-  return family == Family::sm80 ? backward_tiles_sm80(head_dim) : backward_tiles_sm90(head_dim);
+constexpr BackwardTiles backward_tiles(Family family, int head_dim, Variant variant = Variant::plain) {
+  if (family == Family::sm90) return backward_tiles_sm90(head_dim);
+  BackwardTiles const tiles = backward_tiles_sm80(head_dim);
+  return variant == Variant::ranges ? without_split_work(tiles) : tiles;
 }
 
 }  // namespace flash_cute

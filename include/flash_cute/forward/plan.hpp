@@ -35,9 +35,20 @@ struct ForwardPlan {
   int64_t workspace_bytes = 0;  // of LengthParams::workspace: the list that a kernel makes, the tile counter,
                                 // partial results
   SplitPlan split = {};
+  bool has_ranges = false;
 
   bool splits() const { return split.lengths.rounds > 0; }
-  Variant variant() const { return splits() ? Variant::split : Variant::plain; }
+  Variant variant() const {
+    return splits() ? Variant::split : has_ranges ? Variant::ranges : Variant::plain;
+  }
+  RangeTable range_table(ForwardParams const& params) const {
+    return RangeTable::make(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
+  }
+  // Of RangeParams::workspace.
+  int64_t ranges_bytes(ForwardParams const& params) const {
+    if (!has_ranges) return 0;
+    return RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
+  }
 
   // Of params with operands and the workspace.
   template <class Problem>
@@ -48,6 +59,8 @@ struct ForwardPlan {
               PartialResults::in(partial, split.slots, split.rows, params.shape.head_dim, split.keeps_tiles),
               params.shape,
               params.lengths};
+    } else if constexpr (Problem::kRanges) {
+      return {problem<VarlenProblem<typename Problem::Mask>>(params, mask), range_table(params)};
     } else if constexpr (Problem::kVarlen) {
       return {VarlenOrder::make(params, rows, section_tiles, prepares, mask.is_longest_last()), mask,
               VarlenRows::of(params)};
@@ -217,6 +230,14 @@ inline double work_of_unequal(ForwardParams const& params, WindowMask const& mas
 inline ForwardPlan with_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                              WindowMask const& mask) {
   bool const varlen = params.lengths.given;
+  if (params.ranges.count > 0) {
+    ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
+    return {.tile = tiles.ranges(),
+            .rows = whole_rows_of(family, tiles.ranges(), mean),
+            .blocks = 0,
+            .varlen = true,
+            .has_ranges = true};
+  }
   if (family == Family::sm80) return {tiles.main, whole_rows_of(family, tiles.main, params.shape), 0, varlen};
   UniformBatch const mean = varlen ? of_equal_lengths(params, mask, 1)
                                    : UniformBatch{params.shape, mask, params.device, params.element_bytes};
@@ -254,7 +275,7 @@ inline ForwardPlan split_with_tile(Family family, ForwardTiles const& tiles, Pro
 // 64 tiles -22%; 128 tiles would take 41% longer.)
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
-  if (tiles.few.warps == 0) return false;
+  if (tiles.few.warps == 0 || params.ranges.count > 0) return false;
   if (params.cache.given || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys

@@ -8,6 +8,7 @@
 #include "flash_cute/attention/keys/paged.hpp"
 #include "flash_cute/attention/keys/varlen.hpp"
 #include "flash_cute/attention/kv_blocks.hpp"
+#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/attention/mask/shifted.hpp"
 #include "flash_cute/forward/partial.hpp"
 #include "flash_cute/scheduler/split_order.hpp"
@@ -21,7 +22,7 @@ template <class Mask_>
 struct UniformProblem {
   using Mask = Mask_;
   using Tile = TileCoord;
-  static constexpr bool kVarlen = false, kSplits = false;
+  static constexpr bool kVarlen = false, kSplits = false, kRanges = false;
   TileOrder order;
   Mask limits;
   DenseRows operands;
@@ -56,7 +57,7 @@ struct VarlenProblem {
   using Mask = Mask_;
   using Order = Order_;
   using Tile = Tile_;
-  static constexpr bool kVarlen = true, kSplits = Order::kSplits;
+  static constexpr bool kVarlen = true, kSplits = Order::kSplits, kRanges = false;
   Order order;
   Mask limits;
   Operands_ operands;
@@ -107,6 +108,21 @@ struct SplitProblem : VarlenProblem<Mask, SplitOrder, PagedRows, PartTile> {
   }
 };
 
+// The same as VarlenProblem, where each query has key ranges beside the window, whose table is made before.
+template <class Mask>
+struct RangesProblem : VarlenProblem<Mask> {
+  static constexpr bool kRanges = true;
+  RangeTable table;
+
+  FLASH_CUTE_HOST_DEVICE RangesMask mask(VarlenTile const& tile) const {
+    return {tile.seqlen_q, tile.seqlen_k, table.count, table.rows_of(tile.batch, tile.q_begin)};
+  }
+  FLASH_CUTE_HOST_DEVICE RangeKvBlocks kv_blocks(VarlenTile const& tile) const {
+    int const m_block = table.m_block(tile.batch, tile.m_begin);
+    return {table.key_bits_of(m_block), table.words, table.visited_by(m_block)};
+  }
+};
+
 // The blocks of keys that the queries of a tile see, of those of its part.
 template <int kBlockN, class Mask, class Tile>
 FLASH_CUTE_HOST_DEVICE BlockRange visited_blocks(Mask const& mask, int tile_queries, Tile const& tile) {
@@ -121,11 +137,16 @@ FLASH_CUTE_HOST_DEVICE BlockRange visited_blocks(Mask const& mask, int tile_quer
 // The blocks of keys that a tile of queries computes: those that its queries see, or one block that is hidden
 // from them all.
 template <int kBlockN, class Problem>
-FLASH_CUTE_HOST_DEVICE KvBlocks kv_blocks_of(Problem const& problem, typename Problem::Tile const& tile) {
-  BlockRange const visited = visited_blocks<kBlockN>(problem.mask(tile), problem.rows().tile_queries(), tile);
-  int hidden = 0;
-  if constexpr (Problem::kSplits) hidden = tile.block_begin;
-  return KvBlocks(visited.empty() ? BlockRange{hidden, hidden + 1} : visited);
+FLASH_CUTE_HOST_DEVICE auto kv_blocks_of(Problem const& problem, typename Problem::Tile const& tile) {
+  if constexpr (Problem::kRanges) {
+    return problem.kv_blocks(tile);
+  } else {
+    BlockRange const visited =
+        visited_blocks<kBlockN>(problem.mask(tile), problem.rows().tile_queries(), tile);
+    int hidden = 0;
+    if constexpr (Problem::kSplits) hidden = tile.block_begin;
+    return KvBlocks(visited.empty() ? BlockRange{hidden, hidden + 1} : visited);
+  }
 }
 
 }  // namespace flash_cute

@@ -26,6 +26,9 @@ struct ForwardTiles {
   // Where keys are cut into parts, for few queries and for many. Both have the same block of keys: a query's
   // bits are the same in either. Those of sm80 were not tuned (docs/decoding.md).
   ForwardTile few = {}, many = {};
+
+  // With key ranges: rows of three warpgroups leave no registers for them.
+  constexpr ForwardTile ranges() const { return main.warps > 8 ? small : main; }
 };
 
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The tiles of the

@@ -3,7 +3,9 @@
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
+#include "flash_cute/attention/kv_blocks.hpp"
 #include "flash_cute/attention/mask/apply.hpp"
+#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
@@ -42,6 +44,14 @@ struct BackwardDqTraitsSm80 {
   };
 };
 
+// What a block of queries sees of keys.
+template <class KvWalk, class Unmasked, class Mask>
+struct KeysOfQueries {
+  KvWalk visited;
+  Unmasked unmasked;
+  Mask mask;
+};
+
 // stats_block_m: the block size by which LSE and delta are numbered in the workspace.
 template <class Traits, class Mask>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
@@ -64,8 +74,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
-  BlockRange const visited = mask.visited(m_begin, kBlockM, kBlockN);
-  BlockRange const unmasked = mask.unmasked(m_begin, kBlockM, kBlockN);
+  auto const seen = [&] {
+    if constexpr (Traits::Instance::variant == Variant::ranges) {
+      auto const table = RangeTable::make(params, kBlockM, kBlockN, /*transposes=*/false);
+      int const m_block = table.m_block(b, m_begin);
+      BlockBits const* const bits = table.key_bits_of(m_block);
+      return KeysOfQueries{RangeKvBlocks(bits, table.words, table.visited_by(m_block)), WalkKnows{},
+                           RangesMask{s.used, mask.seqlen_k, table.count, table.rows_of(b, s.queries.begin)}};
+    } else {
+      return KeysOfQueries{KvBlocks(mask.visited(m_begin, kBlockM, kBlockN)),
+                           mask.unmasked(m_begin, kBlockM, kBlockN), mask};
+    }
+  }();
 
   typename Traits::Mma const mma;
   auto const thread_mma = mma.get_slice(thread);
@@ -82,11 +102,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
                               typename TensorCore::LoadAtom{}, thread, view, b, of_head,
                               int64_t(first) + begin, tile_shape, interior, target);
   };
-  auto load_keys = [&](int block) {
+  auto load_keys = [&](int block, int stage) {
     int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
     TileInterior const interior{0, {mask.seqlen_k - begin, shape.head_dim}};
-    load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, block % kStages));
-    load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, block % kStages));
+    load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, stage));
+    load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, stage));
   };
   auto const copy_a = make_tiled_copy_A(typename TensorCore::FragmentAtom{}, mma);
   auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma);
@@ -112,14 +132,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     delta[i] = is_valid ? params.workspace.lse_delta.delta[offset + row] : 0.f;
   }
 
-  if (!visited.empty()) load_keys(visited.end - 1);
+  if (!seen.visited.done()) load_keys(seen.visited.block, 0);
   cp_async_fence();
-  for (int block = visited.end - 1; block >= visited.begin; --block) {
-    int const stage = block % kStages;
+  int stage = 0;
+  for (auto blocks = seen.visited; !blocks.done(); blocks.advance(), stage ^= kStages - 1) {
+    int const block = blocks.block;
     cp_async_wait<0>();
     __syncthreads();
     if constexpr (kStages == 2) {
-      if (block > visited.begin) load_keys(block - 1);
+      if (blocks.left() > 0) load_keys(blocks.next(), stage ^ 1);
       cp_async_fence();
     }
     auto product = [&](auto const& sA, auto const& sB, auto& acc) {
@@ -129,8 +150,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
     product(sQ, sK(_, _, stage), acc_s);
-    if (!unmasked.contains(block)) {
-      apply_mask<ComparedKeys>(mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
+    if (!blocks.is_full(seen.unmasked)) {
+      apply_mask<ComparedKeys>(seen.mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
     }
     // (3) P = exp2(S c - LSE)
     compute_p<QueryAxis::rows>(acc_s, params.softmax_scale * float(M_LOG2E),
@@ -152,7 +173,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
         [&](int n, int k) { copy(copy_bt, tB(_, n, k, stage), rB_copy(_, n, k)); });
     if constexpr (kStages == 1) {
       __syncthreads();
-      if (block > visited.begin) load_keys(block - 1);
+      if (blocks.left() > 0) load_keys(blocks.next(), 0);
       cp_async_fence();
     }
   }

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "flash_cute/attention/mask/prepare_ranges.cuh"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/sm80/dq_kernel.hpp"
 #include "flash_cute/backward/sm80/kernel.hpp"
@@ -14,7 +15,7 @@ namespace flash_cute {
 // Calls visitor(traits, DqSums constant) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
-  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim, Instance::variant);
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm80<Instance, index + 1>(plan, visitor);
   }
@@ -42,7 +43,13 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
   BackwardParams const ordered = params.with_ordered_offsets();
   bool const postprocess_zero_fills =
       params.lengths.given && plan.dq.is_accumulated() && queries >= zero_fill_blocks;
+  constexpr bool kRanges = Instance::variant == Variant::ranges;
+  auto prepare_ranges = [&](int block_m, int block_n, bool transposes) {
+    launch_prepare_ranges</*kStartsEarly=*/false>(
+        params, mask, RangeTable::make(params, block_m, block_n, transposes), stream);
+  };
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {
+    if constexpr (kRanges) prepare_ranges(Traits::kBlockM, Traits::kBlockN, true);
     launch_kernel<backward_preprocess_sm80<Instance, Traits::kBlockM, kRowThreads, WindowMask>>(
         device, plan.preprocess_blocks, kRowThreads, 0, stream, params, mask);
     if (plan.runs_kv) {
@@ -62,6 +69,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
     }
   });
   if (plan.dq.method == DqMethod::alone) {
+    if constexpr (kRanges) prepare_ranges(DqTraits::kBlockM, DqTraits::kBlockN, false);
     launch_kernel<backward_dq_kernel_sm80<DqTraits, WindowMask>>(
         device, plan.q_tiles * params.shape.heads_q, DqTraits::kThreads,
         sizeof(typename DqTraits::SharedStorage), stream, ordered, mask, plan.tile.block_m);

@@ -2,16 +2,48 @@
 // the M blocks that see the tile.
 #pragma once
 
+#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm80/operands.hpp"
 #include "flash_cute/backward/sm80/traits.hpp"
+#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 
 namespace flash_cute {
+
+// What queries see of a tile of keys: M blocks that see one of its keys, those in which all queries see all
+// of its keys, and the mask of S^T.
+template <class Traits>
+struct WindowOfKeys {
+  BlockRange visited, unmasked;
+  TransposedMask mask;
+
+  CUTE_DEVICE WindowOfKeys(BackwardParams const&, KvTile const& tile)
+      : visited(tile.sequence.mask.visited_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM)),
+        unmasked(unmasked_q_blocks<Traits>(tile)),
+        mask{tile.sequence.mask.transposed()} {}
+
+  CUTE_DEVICE int count() const { return visited.empty() ? 0 : visited.end - visited.begin; }
+  CUTE_DEVICE int first() const { return visited.begin; }
+  CUTE_DEVICE int after(int block) const { return block + 1; }
+  CUTE_DEVICE int end() const { return visited.end; }
+};
+
+// The same, with key ranges.
+template <class Traits>
+struct RangesOfKeys : RangeQueryBlocks {
+  FullBlocks unmasked;
+  RangesMask mask;
+
+  CUTE_DEVICE RangesOfKeys(BackwardParams const& params, KvTile const& tile)
+      : RangeQueryBlocks(range_query_blocks<Traits>(params, tile)),
+        unmasked{bits},
+        mask(ranges_mask<Traits>(params, tile)) {}
+};
 
 template <class Traits, DqSums dq_sums>
 struct BackwardMainloopSm80 {
@@ -31,13 +63,9 @@ struct BackwardMainloopSm80 {
     if constexpr (Traits::kSparesRegisters) {  // with this, addresses take fewer registers
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
-    WindowMask const& mask = tile.sequence.mask;
-    TransposedMask const transposed_mask{mask.transposed()};
-    BlockRange const visited = mask.visited_rows(tile.n_begin, kBlockN, kBlockM);
-    BlockRange const unmasked = unmasked_q_blocks<Traits>(tile);
-    if (visited.empty()) return;
-    int const heads = params.shape.heads_q / params.shape.heads_kv,
-              steps = heads * (visited.end - visited.begin);
+    std::conditional_t<Traits::kRanges, RangesOfKeys<Traits>, WindowOfKeys<Traits>> const seen(params, tile);
+    int const heads = params.shape.heads_q / params.shape.heads_kv, steps = heads * seen.count();
+    if (steps == 0) return;
     bool const accumulates_dq =
         dq_sums == DqSums::asked ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
 
@@ -78,14 +106,15 @@ struct BackwardMainloopSm80 {
     loader.load_keys(params.k, shared.k);
     loader.load_keys(params.v, shared.v);
     // The head and M block of this step, and of the next one to load.
-    int head = tile.head_kv * heads, block = visited.begin, stage = 0;
+    int head = tile.head_kv * heads, block = seen.first(), stage = 0;
     int const end_head = head + heads;
     int next_head = head, next_block = block;
     auto load_next = [&](int next_stage) {
       if (next_head < end_head) loader.load_queries(next_head, next_block, next_stage);
       cp_async_fence();
-      if (++next_block == visited.end) {
-        next_block = visited.begin;
+      next_block = seen.after(next_block);
+      if (next_block == seen.end()) {
+        next_block = seen.first();
         ++next_head;
       }
     };
@@ -99,9 +128,7 @@ struct BackwardMainloopSm80 {
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
-      if (!unmasked.contains(block)) {
-        mask_scores(tile.n_begin, transposed_mask, block, mma, cS, acc_s);
-      }
+      if (!seen.unmasked.contains(block)) mask_scores(tile.n_begin, seen.mask, block, mma, cS, acc_s);
       // (3) P = exp2(S c - LSE)
       compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),
                                     of_query<QueryAxis::columns>(shared.lse + stage * kBlockM, cS));
@@ -133,8 +160,9 @@ struct BackwardMainloopSm80 {
             params.workspace.dq.accum + tile.block_index(head, block) * (kBlockM * kHeadDim) + thread, shared,
             thread);
       }
-      if (++block == visited.end) {
-        block = visited.begin;
+      block = seen.after(block);
+      if (block == seen.end()) {
+        block = seen.first();
         ++head;
       }
     }
@@ -154,6 +182,14 @@ struct BackwardMainloopSm80 {
     } else {
       apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, n_begin, block * kBlockM, cS, acc_s);
     }
+  }
+
+  template <class Mma, class Coords, class Scores>
+  CUTE_DEVICE static void mask_scores(int n_begin, RangesMask const& mask, int block, Mma const& mma,
+                                      Coords const&, Scores& acc_s) {
+    auto const own_mma = mma.get_slice(read_thread_index());
+    apply_transposed(mask, n_begin, block * kBlockM, own_mma.partition_C(make_identity_tensor(TileS{})),
+                     acc_s);
   }
 
   // dQ = dS K of a step, added to the accumulator in the workspace.

@@ -53,7 +53,10 @@ __global__ void __launch_bounds__(kThreads)
     if (lane != 0) continue;
     int64_t const offset =
         b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
-    float const lse = is_valid ? params.lse[offset] : INFINITY;
+    bool sees_keys = is_valid;
+    if constexpr (Instance::variant == Variant::ranges)
+      sees_keys = is_valid && sees_ranges(params, b, s.queries.begin + row);
+    float const lse = sees_keys ? params.lse[offset] : INFINITY;
     // A row that sees only scores of -inf has P = NaN, as their sum is 0.
     params.workspace.lse_delta.lse[block_index * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.lse_delta.delta[block_index * kBlockM + i] =

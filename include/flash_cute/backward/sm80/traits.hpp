@@ -22,6 +22,7 @@ struct BackwardTraitsSm80 {
 
   static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
+  static constexpr bool kRanges = Instance::variant == Variant::ranges;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;

@@ -30,8 +30,8 @@ struct BackwardConsumerSm90 {
   // exponentials while the other has products in flight.
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QBlockIterator steps = own.steps_of(tile);
-    BlockRange const unmasked = own.unmasked(tile);
+    auto steps = own.steps_of(tile);
+    auto const unmasked = own.unmasked(tile);
     float const scale_log2 = own.scale_log2();
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
@@ -87,8 +87,7 @@ struct BackwardConsumerSm90 {
       }
       wait_products<1>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, tile.n_begin,
-                            steps.block * kBlockM, cS, acc_s);
+        own.mask_scores(tile, tile.n_begin, steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
       own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);

@@ -51,8 +51,8 @@ struct BackwardDvConsumer2Cta {
 
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QBlockIterator steps = own.steps_of(tile);
-    BlockRange const unmasked = own.unmasked(tile);
+    auto steps = own.steps_of(tile);
+    auto const unmasked = own.unmasked(tile);
     float const scale_log2 = own.scale_log2();
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
@@ -82,8 +82,7 @@ struct BackwardDvConsumer2Cta {
                     acc_s);
       wait_products<0>(acc_s);
       if (!unmasked.contains(steps.block)) {
-        apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{},
-                            first_own_key<Traits>(tile), steps.block * kBlockM, cS, acc_s);
+        own.mask_scores(tile, first_own_key<Traits>(tile), steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
       float const first_lse = own.first_lse(cS, at.stage);
@@ -145,7 +144,7 @@ struct BackwardDkConsumer2Cta {
 
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    QBlockIterator steps = own.steps_of(tile);
+    auto steps = own.steps_of(tile);
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)

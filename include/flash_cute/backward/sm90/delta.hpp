@@ -16,12 +16,16 @@ template <class Traits>
 struct LseDeltaBlock {
   BackwardParams const& params;
   int64_t offset, lse_offset;  // in the workspace; in params.lse and dlse
-  int count;
+  int count, sequence, first_row;
   uint16_t* terms = nullptr;
 
   CUTE_DEVICE LseDeltaBlock(BackwardParams const& params_, QuerySequence const& s, int head, int begin,
                             int64_t offset_)
-      : params(params_), offset(offset_), count(s.used - begin) {
+      : params(params_),
+        offset(offset_),
+        count(s.used - begin),
+        sequence(s.index),
+        first_row(s.begin + begin) {
     int const entry = entry_of(params, s);
     int64_t const row = s.begin + begin;
     lse_offset = entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row;
@@ -32,13 +36,13 @@ struct LseDeltaBlock {
     }
   }
 
-  CUTE_DEVICE float lse(int row) const { return is_valid(row) ? params.lse[lse_offset + row] : INFINITY; }
+  CUTE_DEVICE float lse(int row) const { return sees_keys(row) ? params.lse[lse_offset + row] : INFINITY; }
   CUTE_DEVICE float dlse(int row) const {
     return params.dlse && is_valid(row) ? params.dlse[lse_offset + row] : 0.f;
   }
   CUTE_DEVICE void store_lse(int row, float lse) const {
     if constexpr (Traits::kLseDeltaMma) {
-      if (has_terms(row)) terms_of(row)[0] = terms_of_lse(lse, is_valid(row), params.softmax_scale);
+      if (has_terms(row)) terms_of(row)[0] = terms_of_lse(lse, sees_keys(row), params.softmax_scale);
     } else {
       params.workspace.lse_delta.lse[offset + row] = lse_in_base_2(lse);
     }
@@ -53,6 +57,10 @@ struct LseDeltaBlock {
 
  private:
   CUTE_DEVICE bool is_valid(int row) const { return row < count; }
+  CUTE_DEVICE bool sees_keys(int row) const {
+    if constexpr (Traits::kRanges) return is_valid(row) && sees_ranges(params, sequence, first_row + row);
+    return is_valid(row);
+  }
   CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.lse_delta.log2_terms_of_row; }
   // Rows without terms are those whose terms would lie past the sequence's end, where loads give zeros.
   CUTE_DEVICE bool has_terms(int row) const { return row_of_terms(row) < count; }

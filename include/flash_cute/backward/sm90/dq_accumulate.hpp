@@ -149,7 +149,7 @@ struct DqAccumulateWriter {
 
  private:
   CUTE_DEVICE void add(KvTile const& tile) {
-    QBlockIterator steps(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, kTileN);
+    auto steps = steps_of<Traits>(params, tile);
     int const rank = Traits::kInCluster ? read_cluster_rank() : 0;
     int const own = warpgroup * Traits::kCluster + rank;
     int *const additions = params.workspace.dq.adds, *const finished = params.workspace.dq.tiles_finished;
@@ -158,7 +158,7 @@ struct DqAccumulateWriter {
     auto const hint =
         finished || Traits::kInCluster ? TMA::CacheHintSm90::EVICT_LAST : TMA::CacheHintSm90::EVICT_NORMAL;
     bool const ordered = additions && params.workspace.dq.ordered;
-    auto load_state = [&](QBlockIterator const& step) {
+    auto load_state = [&](auto const& step) {
       return load_acquire(additions + tile.block_index(step.head, step.block) * kParts + own);
     };
     int state = additions && steps.left > 0 ? load_state(steps) : kStored;

@@ -22,8 +22,7 @@ struct DsExchange {
 
   CUTE_DEVICE void run() {
     for_each_tile(shared, [&](KvTile const& tile) {
-      int const heads = params.shape.heads_q / params.shape.heads_kv;
-      int left = QBlockIterator(tile, heads, Traits::kBlockM, Traits::kTileN).left;
+      int left = steps_of<Traits>(params, tile).left;
       if (left > 0) load_keys(tile);
       for (; left > 0; --left) exchange();
     });

@@ -1,6 +1,7 @@
 // Launches the kernels of the Hopper family's backward, and encodes their tensor maps.
 #pragma once
 
+#include "flash_cute/attention/mask/prepare_ranges.cuh"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/backward/sm90/kernel.hpp"
 #include "flash_cute/backward/sm90/postprocess.hpp"
@@ -65,10 +66,17 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
   return maps;
 }
 
+struct SequenceSm90 {
+  FLASH_CUTE_HOST_DEVICE Sequence operator()(BackwardParams const& params, WindowMask const& limits,
+                                             int b) const {
+    return sequence_for<Family::sm90>(params, limits, b);
+  }
+};
+
 // Calls visitor(traits) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm90(BackwardPlan const& plan, Visitor&& visitor) {
-  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim);
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim, Instance::variant);
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm90<Instance, index + 1>(plan, visitor);
   }
@@ -93,6 +101,9 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
   }
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params, mask);
+    if constexpr (Traits::kRanges) {
+      launch_prepare_ranges<kStartsEarly, SequenceSm90>(params, mask, range_table<Traits>(params), stream);
+    }
     auto preprocess = [&]<bool kZeroFills>(std::bool_constant<kZeroFills>) {
       bool const all_rows_used = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;
       int const zero_fill_blocks = kZeroFills ? (all_rows_used ? 1 : 4) * device.multiprocessors : 0;

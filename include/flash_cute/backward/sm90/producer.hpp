@@ -69,8 +69,7 @@ struct BackwardProducerSm90 {
   }
 
   CUTE_DEVICE void load(KvTile const& tile) {
-    int const heads = params.shape.heads_q / params.shape.heads_kv;
-    QBlockIterator steps(tile, heads, kBlockM, kTileN);
+    auto steps = steps_of<Traits>(params, tile);
     if (steps.left == 0) return;
     bool const varlen = params.lengths.given;
     auto const& rows = maps.entry_rows;

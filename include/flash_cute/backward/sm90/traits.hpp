@@ -27,6 +27,7 @@ template <class Instance_, BackwardTile tile, bool splits_groups = false>
 struct BackwardTraitsSm90 {
   static constexpr bool kSplitsGroups = splits_groups;
   using Instance = Instance_;
+  static constexpr bool kRanges = Instance::variant == Variant::ranges;
   using Element = typename ElementOf<Instance::element>::type;
 
   static constexpr BackwardTile kTile = tile;
@@ -52,7 +53,7 @@ struct BackwardTraitsSm90 {
   // The main loop of head dim 64 needs 240 registers (232: 3% slower at 16k). Producer warps with 40 spill at
   // 192, and at 256 where groups are split.
   static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
-  static constexpr int kProducerRegisters = kHeadDim == 64                                     ? 24
+  static constexpr int kProducerRegisters = kHeadDim == 64 && !kRanges                         ? 24
                                             : kHeadDim == 192 || (kInCluster && kSplitsGroups) ? 56
                                                                                                : 40;
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;

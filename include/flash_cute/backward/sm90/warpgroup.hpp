@@ -68,15 +68,29 @@ struct BackwardConsumerWarpgroup {
     }
   }
 
-  CUTE_DEVICE QBlockIterator steps_of(KvTile const& tile) const {
-    return QBlockIterator(tile, params.shape.heads_q / params.shape.heads_kv, kBlockM, Traits::kTileN);
+  CUTE_DEVICE auto steps_of(KvTile const& tile) const { return flash_cute::steps_of<Traits>(params, tile); }
+
+  // M blocks whose queries all see all of this warpgroup's keys; with key ranges, of the tile's.
+  CUTE_DEVICE auto unmasked(KvTile const& tile) const {
+    if constexpr (Traits::kRanges) {
+      return FullBlocks{range_query_blocks<Traits>(params, tile).bits};
+    } else {
+      WindowMask const& mask = tile.sequence.mask;
+      int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
+      return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
+    }
   }
 
-  // M blocks whose queries all see all of this warpgroup's keys.
-  CUTE_DEVICE BlockRange unmasked(KvTile const& tile) const {
-    WindowMask const& mask = tile.sequence.mask;
-    int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
-    return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
+  // Applies the mask to S^T of an M block, whose first key is n_begin.
+  template <class Coords, class Scores>
+  CUTE_DEVICE void mask_scores(KvTile const& tile, int n_begin, int block, Coords const& cS,
+                               Scores& acc_s) const {
+    if constexpr (Traits::kRanges) {
+      apply_transposed(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM, cS, acc_s);
+    } else {
+      apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, n_begin,
+                          block * kBlockM, cS, acc_s);
+    }
   }
 
   // Releases a stage that this warp's products have read, with one arrival for each warp.

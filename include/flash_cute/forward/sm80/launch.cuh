@@ -1,6 +1,7 @@
 // Launches the Ampere family's forward.
 #pragma once
 
+#include "flash_cute/attention/mask/prepare_ranges.cuh"
 #include "flash_cute/forward/combine.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/forward/sm80/kernel.hpp"
@@ -16,6 +17,9 @@ auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
     using Split = std::type_identity<SplitProblem<WindowMask>>;
     if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, Split{});
     return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, Split{});
+  } else if constexpr (Instance::variant == Variant::ranges) {
+    return visitor(ForwardTraitsSm80<Instance, kTiles.main>{},
+                   std::type_identity<RangesProblem<WindowMask>>{});
   } else {
     ForwardTraitsSm80<Instance, kTiles.main> const traits;
     return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
@@ -31,6 +35,9 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
     Problem const problem = plan.problem<Problem>(params, mask);
     if constexpr (Problem::kVarlen) {
       if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
+    }
+    if constexpr (Problem::kRanges) {
+      launch_prepare_ranges<kStartsEarly>(params, mask, problem.table, stream);
     }
     launch_kernel<forward_kernel_sm80<Traits, Problem>>(params.device, plan.blocks, Traits::kThreads,
                                                         sizeof(typename Traits::SharedStorage), stream,

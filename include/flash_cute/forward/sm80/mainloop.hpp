@@ -66,6 +66,16 @@ CUTE_DEVICE auto const& unmasked_blocks(Problem const&, MaskedTile<Tile, Mask> c
   return tile.unmasked;
 }
 
+// The walk over the blocks of keys that a tile visits.
+template <class Traits, class Problem, class Tile, class Mask>
+CUTE_DEVICE auto visited_kv_blocks(Problem const& problem, Tile const& tile, Mask const& mask) {
+  if constexpr (Problem::kRanges) {
+    return problem.kv_blocks(tile);
+  } else {
+    return KvBlocks(visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile));
+  }
+}
+
 template <class Traits>
 struct ForwardMainloopSm80 {
   using Element = typename Traits::Element;
@@ -81,9 +91,9 @@ struct ForwardMainloopSm80 {
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
     auto const& mask = mask_of(problem, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
-    BlockRange const visited = visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile);
+    auto const visited = visited_kv_blocks<Traits>(problem, tile, mask);
     decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
-    if (visited.empty()) return;
+    if (visited.done()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});   // (N, D, STAGE)
@@ -94,8 +104,12 @@ struct ForwardMainloopSm80 {
     using Loads = std::conditional_t<Problem::kSplits, RowLoads<Traits, Problem, Tile, Mask>,
                                      TileLoads<Traits, Problem, Tile, Mask>>;
     Loads loads{params, problem, tile, mask, thread};
-    auto load_k = [&](int block) { loads.load_k(block, sK(_, _, block % kStages)); };
-    auto load_v = [&](int block) { loads.load_v(block, sV(_, _, block % kStages)); };
+    auto load_k = [&](int block, int stage) { loads.load_k(block, sK(_, _, stage)); };
+    auto load_v = [&](int block, int stage) { loads.load_v(block, sV(_, _, stage)); };
+    // Of neighbours in the walk they differ, whether blocks lie between them or not.
+    auto stage_of = [](auto const& blocks) {
+      return (Problem::kRanges ? blocks.left() : blocks.block) % kStages;
+    };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
@@ -112,22 +126,22 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    int const first_block = KvBlocks(visited).block;
+    int const first_block = visited.block;
     if constexpr (Problem::kSplits) loads.find_page(first_block);
     loads.load_q(sQ);
-    load_k(first_block);
+    load_k(first_block, stage_of(visited));
     cp_async_fence();
-    load_v(first_block);
+    load_v(first_block, stage_of(visited));
     cp_async_fence();
     wait_for_loads<1>();
 
-    for (KvBlocks blocks(visited); !blocks.done(); blocks.advance()) {
-      int const stage = blocks.block % kStages;
+    for (auto blocks = visited; !blocks.done(); blocks.advance()) {
+      int const stage = stage_of(blocks), next_stage = stage ^ (kStages - 1);
       bool const first = blocks.is_first(), more = blocks.left() > 0;
       if constexpr (kStages == 2) {
         if (more) {
-          load_k(blocks.next());
-          load_v(blocks.next());
+          load_k(blocks.next(), next_stage);
+          load_v(blocks.next(), next_stage);
         }
         cp_async_fence();
       }
@@ -140,7 +154,7 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
-      if (!unmasked.contains(blocks.block)) {
+      if (!blocks.is_full(unmasked)) {
         apply_mask<ComparedKeys>(mask, rows_of(problem), tile.m_begin, blocks.block * Traits::kBlockN, cS,
                                  acc_s);
       }
@@ -150,7 +164,7 @@ struct ForwardMainloopSm80 {
 
       if constexpr (kStages == 1) {
         wait_for_loads<0>();
-        if (more) load_k(blocks.next());
+        if (more) load_k(blocks.next(), next_stage);
         cp_async_fence();
       } else if (first) {
         wait_for_loads<1>();
@@ -161,7 +175,7 @@ struct ForwardMainloopSm80 {
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
       wait_for_loads<0>();
       if constexpr (kStages == 1) {
-        if (more) load_v(blocks.next());
+        if (more) load_v(blocks.next(), next_stage);
         cp_async_fence();
       }
     }

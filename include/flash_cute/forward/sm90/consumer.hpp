@@ -104,12 +104,12 @@ struct ForwardConsumerSm90 {
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
       auto const& mask = problem.mask(tile);
-      KvBlocks blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+      auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
       auto const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
       auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
-        if (!unmasked.contains(blocks.block)) {
+        if (!blocks.is_full(unmasked)) {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);

@@ -1,6 +1,7 @@
 // Launches the Hopper family's forward.
 #pragma once
 
+#include "flash_cute/attention/mask/prepare_ranges.cuh"
 #include "flash_cute/forward/combine.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/forward/sm90/kernel.hpp"
@@ -60,6 +61,11 @@ ForwardMaps maps_of(ForwardParams const& params, VarlenProblem<Mask> const& prob
                              });
 }
 
+template <class Traits, class Mask>
+ForwardMaps maps_of(ForwardParams const& params, RangesProblem<Mask> const& problem) {
+  return maps_of<Traits>(params, static_cast<VarlenProblem<Mask> const&>(problem));
+}
+
 // Keys are loaded without a map.
 template <class Traits, class Mask>
 ForwardMaps maps_of(ForwardParams const& params, SplitProblem<Mask> const& problem) {
@@ -84,6 +90,9 @@ auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
     if (plan.tile == kTiles.few)
       return visitor(ForwardTraitsSm90<Instance, kTiles.few>{}, Split{}, Dynamic{});
     return visitor(ForwardTraitsSm90<Instance, kTiles.many>{}, Split{}, Dynamic{});
+  } else if constexpr (Instance::variant == Variant::ranges) {
+    using Ranges = std::type_identity<RangesProblem<WindowMask>>;
+    return visitor(ForwardTraitsSm90<Instance, kTiles.ranges()>{}, Ranges{}, Dynamic{});
   } else {
     auto with = [&](auto traits) {
       return plan.varlen    ? visitor(traits, Varlen{}, Dynamic{})
@@ -106,6 +115,9 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
     Problem const problem = plan.problem<Problem>(params, mask);
     if constexpr (Problem::kVarlen) {
       if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
+    }
+    if constexpr (Problem::kRanges) {
+      launch_prepare_ranges<kStartsEarly>(params, mask, problem.table, stream);
     }
     Scheduler scheduler;
     if constexpr (Scheduler::kDynamic) scheduler = {plan.tile_counter(params)};
@@ -143,6 +155,8 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
   if constexpr (Instance::variant == Variant::split) {
     add.template operator()<kTiles.few>();
     add.template operator()<kTiles.many>();
+  } else if constexpr (Instance::variant == Variant::ranges) {
+    add.template operator()<kTiles.ranges()>();
   } else {
     add.template operator()<kTiles.main>();
     add.template operator()<kTiles.small>();

@@ -37,7 +37,7 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE auto load(Tile const& tile, Tiles& tiles) {
     auto const& problem = tiles.problem;
     PackedRows const& rows = problem.rows();
-    KvBlocks blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+    auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
 
     auto load_rows = [&]<TmaOperand operand, int kRows>(OperandConstant<operand>, Int<kRows>,
                                                         CUtensorMap const& map, auto& full, auto* target,

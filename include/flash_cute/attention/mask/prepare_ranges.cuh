@@ -1,0 +1,123 @@
+// The kernels that make a RangeTable.
+#pragma once
+
+#include "flash_cute/attention/mask/ranges.hpp"
+#include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/core/dependent_launch.hpp"
+#include "flash_cute/core/launch_kernel.hpp"
+
+namespace flash_cute {
+
+constexpr int kRangeThreads = 128;
+
+// A sequence as the kernels behind see it: SequenceOf{}(params, limits, b).
+struct WholeSequence {
+  template <class Params>
+  FLASH_CUTE_HOST_DEVICE Sequence operator()(Params const& params, WindowMask const& limits, int b) const {
+    return sequence(params.shape, params.lengths, limits, b);
+  }
+};
+
+template <bool kStartsEarly>
+__device__ void start_early() {
+  if constexpr (kStartsEarly) {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
+#endif
+    wait_for_grid_before();
+  }
+}
+
+// By one block for each M block. kStartsEarly: as of the kernel after it. Each family so has a kernel of its
+// own, from its own PTX.
+template <bool kStartsEarly, class SequenceOf, class Params>
+__global__ void __launch_bounds__(kRangeThreads)
+    prepare_ranges_kernel(__grid_constant__ Params const params, __grid_constant__ WindowMask const limits,
+                          __grid_constant__ RangeTable const table) {
+  start_early<kStartsEarly>();
+  __shared__ KeyRange cut[kMostQueries][kMaxRanges];
+  __shared__ int visited;
+  int const b = table.m_blocks.sequence(blockIdx.x), block_m = table.m_blocks.block,
+            block_n = table.n_blocks.block;
+  int const m_begin = (int(blockIdx.x) - table.m_blocks.first(b)) * block_m;
+  Sequence const s = SequenceOf{}(params, limits, b);
+  if (!has_rows(m_begin, s.used)) return;
+  int const queries = smaller(block_m, s.used - m_begin);
+  int const first_row = table.n_blocks.owned(b).begin;  // of the sequence's keys, whether they count or not
+  if (threadIdx.x == 0) visited = 0;
+  RangeParams const& ranges = params.ranges;
+  int const* const given = ranges.given + (table.m_blocks.offsets ? 0 : b) * ranges.entry_stride +
+                           2 * int64_t(s.queries.begin) * ranges.count;
+  KeyRange* const rows = table.rows_of(b, s.queries.begin);
+  for (int i = threadIdx.x; i < queries; i += kRangeThreads) {
+    int64_t const at = int64_t(m_begin + i) * ranges.count;
+    CutRanges const own(given + 2 * at, ranges.count, s.k_begin - first_row, s.mask, m_begin + i);
+    for (int r = 0; r < kMaxRanges; ++r) cut[i][r] = own.ranges[r];
+    for (int r = 0; r < ranges.count; ++r) rows[at + r] = own.ranges[r];
+  }
+  __syncthreads();
+
+  BlockBits* const words = table.key_bits_of(blockIdx.x);
+  for (int word = threadIdx.x; word < table.words; word += kRangeThreads) {
+    int const first_block = word * BlockBits::kBlocks;
+    BlockBits bits{0, ~0u};
+    for (int i = 0; i < queries; ++i) {
+      uint32_t full = 0;
+      for (int r = 0; r < ranges.count; ++r) {
+        auto const [begin, end] = cut[i][r];
+        if (begin >= end) break;
+        bits.visited |= bits_between(begin / block_n - first_block, ceil_div(end, block_n) - first_block);
+        full |= bits_between(ceil_div(begin, block_n) - first_block, end / block_n - first_block);
+      }
+      bits.full &= full;
+    }
+    words[word] = bits;
+    atomicAdd(&visited, count_bits(bits.visited));
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (visited == 0) words[0] = {1, 0};  // a tile computes one block at least
+  table.visited[blockIdx.x] = larger(1, visited);
+}
+
+// The bits by blocks of keys: a warp for 32 M blocks of a sequence.
+template <bool kStartsEarly, class SequenceOf, class Params>
+__global__ void __launch_bounds__(32)
+    transpose_ranges_kernel(__grid_constant__ Params const params, __grid_constant__ WindowMask const limits,
+                            __grid_constant__ RangeTable const table,
+                            __grid_constant__ BatchBlocks const groups) {
+  start_early<kStartsEarly>();
+  int const b = groups.sequence(blockIdx.x), chunk = int(blockIdx.x) - groups.first(b), lane = threadIdx.x;
+  Sequence const s = SequenceOf{}(params, limits, b);
+  if (!has_rows(chunk * groups.block, s.used)) return;
+  int const m_begin = chunk * groups.block + lane * table.m_blocks.block;
+  BlockBits const* const words = table.key_bits_of(table.m_block(b, smaller(m_begin, s.used - 1)));
+  int const n_blocks = ceil_div(s.mask.seqlen_k, table.n_blocks.block);
+  for (int word = blockIdx.y; word * BlockBits::kBlocks < n_blocks; word += gridDim.y) {
+    BlockBits const own = m_begin < s.used ? words[word] : BlockBits{0, 0};
+    BlockBits transposed{};
+    for (int i = 0; i < BlockBits::kBlocks; ++i) {
+      BlockBits const of_keys{__ballot_sync(~0u, own.visited >> i & 1),
+                              __ballot_sync(~0u, own.full >> i & 1)};
+      if (i == lane) transposed = of_keys;
+    }
+    int const n_block = word * BlockBits::kBlocks + lane;
+    if (n_block < n_blocks) table.query_bits_of(b, n_block)[chunk] = transposed;
+  }
+}
+
+// Of the forward's or the backward's params.
+template <bool kStartsEarly, class SequenceOf = WholeSequence, class Params>
+void launch_prepare_ranges(Params const& params, WindowMask const& limits, RangeTable const& table,
+                           cudaStream_t stream) {
+  launch_kernel<prepare_ranges_kernel<kStartsEarly, SequenceOf, Params>, kStartsEarly>(
+      params.device, table.m_blocks.count(), kRangeThreads, 0, stream, params, limits, table);
+  if (table.chunks == 0) return;
+  BatchBlocks groups = table.m_blocks;
+  groups.block *= BlockBits::kBlocks;
+  launch_kernel<transpose_ranges_kernel<kStartsEarly, SequenceOf, Params>, kStartsEarly>(
+      params.device, dim3(groups.count(), smaller(table.words, 64)), 32, 0, stream, params, limits, table,
+      groups);
+}
+
+}  // namespace flash_cute
