@@ -91,7 +91,6 @@ struct Operand {
 Operand operand(char const* name, Tensor const& tensor);
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxRanges = 4;  // of a query
 
 // Those of Lengths, in its order.
 using LengthOperands = std::array<std::optional<Operand>, 6>;

@@ -19,15 +19,16 @@ namespace flash_cute {
 // of its keys, and the mask of S^T.
 template <class Traits>
 struct WindowOfKeys {
-  BlockRange visited, unmasked;
   TransposedMask mask;
+  BlockRange visited, unmasked;
 
   CUTE_DEVICE WindowOfKeys(BackwardParams const&, KvTile const& tile)
-      : visited(tile.sequence.mask.visited_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM)),
-        unmasked(unmasked_q_blocks<Traits>(tile)),
-        mask{tile.sequence.mask.transposed()} {}
+      : mask{tile.sequence.mask.transposed()},
+        visited(tile.sequence.mask.visited_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM)),
+        unmasked(unmasked_q_blocks<Traits>(tile)) {}
 
-  CUTE_DEVICE int count() const { return visited.empty() ? 0 : visited.end - visited.begin; }
+  CUTE_DEVICE bool empty() const { return visited.empty(); }
+  CUTE_DEVICE int count() const { return visited.end - visited.begin; }
   CUTE_DEVICE int first() const { return visited.begin; }
   CUTE_DEVICE int after(int block) const { return block + 1; }
   CUTE_DEVICE int end() const { return visited.end; }
@@ -43,6 +44,8 @@ struct RangesOfKeys : RangeQueryBlocks {
       : RangeQueryBlocks(range_query_blocks<Traits>(params, tile)),
         unmasked{bits},
         mask(ranges_mask<Traits>(params, tile)) {}
+
+  CUTE_DEVICE bool empty() const { return count() == 0; }
 };
 
 template <class Traits, DqSums dq_sums>
@@ -64,8 +67,8 @@ struct BackwardMainloopSm80 {
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
     std::conditional_t<Traits::kRanges, RangesOfKeys<Traits>, WindowOfKeys<Traits>> const seen(params, tile);
+    if (seen.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv, steps = heads * seen.count();
-    if (steps == 0) return;
     bool const accumulates_dq =
         dq_sums == DqSums::asked ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
 

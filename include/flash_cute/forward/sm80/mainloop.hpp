@@ -66,13 +66,13 @@ CUTE_DEVICE auto const& unmasked_blocks(Problem const&, MaskedTile<Tile, Mask> c
   return tile.unmasked;
 }
 
-// The walk over the blocks of keys that a tile visits.
+// The blocks of keys that a tile visits, of which the walk over them is made.
 template <class Traits, class Problem, class Tile, class Mask>
-CUTE_DEVICE auto visited_kv_blocks(Problem const& problem, Tile const& tile, Mask const& mask) {
+CUTE_DEVICE auto visited_of(Problem const& problem, Tile const& tile, Mask const& mask) {
   if constexpr (Problem::kRanges) {
     return problem.kv_blocks(tile);
   } else {
-    return KvBlocks(visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile));
+    return visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile);
   }
 }
 
@@ -91,9 +91,12 @@ struct ForwardMainloopSm80 {
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
     auto const& mask = mask_of(problem, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
-    auto const visited = visited_kv_blocks<Traits>(problem, tile, mask);
+    auto const visited = visited_of<Traits>(problem, tile, mask);
+    using Walk = std::conditional_t<Problem::kRanges, RangeKvBlocks, KvBlocks>;
     decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
-    if (visited.done()) return;
+    if constexpr (!Problem::kRanges) {  // with key ranges a tile visits at least one
+      if (visited.empty()) return;
+    }
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});   // (N, D, STAGE)
@@ -104,12 +107,11 @@ struct ForwardMainloopSm80 {
     using Loads = std::conditional_t<Problem::kSplits, RowLoads<Traits, Problem, Tile, Mask>,
                                      TileLoads<Traits, Problem, Tile, Mask>>;
     Loads loads{params, problem, tile, mask, thread};
-    auto load_k = [&](int block, int stage) { loads.load_k(block, sK(_, _, stage)); };
-    auto load_v = [&](int block, int stage) { loads.load_v(block, sV(_, _, stage)); };
-    // Of neighbours in the walk they differ, whether blocks lie between them or not.
-    auto stage_of = [](auto const& blocks) {
-      return (Problem::kRanges ? blocks.left() : blocks.block) % kStages;
-    };
+    // Stages of neighbours in the walk differ, where blocks lie between them, too. left: blocks behind this
+    // one.
+    auto stage_of = [](int block, int left) { return (Problem::kRanges ? left : block) % kStages; };
+    auto load_k = [&](int block, int left) { loads.load_k(block, sK(_, _, stage_of(block, left))); };
+    auto load_v = [&](int block, int left) { loads.load_v(block, sV(_, _, stage_of(block, left))); };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
@@ -126,22 +128,22 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    int const first_block = visited.block;
+    int const first_block = Walk(visited).block, first_left = Walk(visited).left();
     if constexpr (Problem::kSplits) loads.find_page(first_block);
     loads.load_q(sQ);
-    load_k(first_block, stage_of(visited));
+    load_k(first_block, first_left);
     cp_async_fence();
-    load_v(first_block, stage_of(visited));
+    load_v(first_block, first_left);
     cp_async_fence();
     wait_for_loads<1>();
 
-    for (auto blocks = visited; !blocks.done(); blocks.advance()) {
-      int const stage = stage_of(blocks), next_stage = stage ^ (kStages - 1);
+    for (Walk blocks(visited); !blocks.done(); blocks.advance()) {
+      int const stage = stage_of(blocks.block, blocks.left());
       bool const first = blocks.is_first(), more = blocks.left() > 0;
       if constexpr (kStages == 2) {
         if (more) {
-          load_k(blocks.next(), next_stage);
-          load_v(blocks.next(), next_stage);
+          load_k(blocks.next(), blocks.left() - 1);
+          load_v(blocks.next(), blocks.left() - 1);
         }
         cp_async_fence();
       }
@@ -164,7 +166,7 @@ struct ForwardMainloopSm80 {
 
       if constexpr (kStages == 1) {
         wait_for_loads<0>();
-        if (more) load_k(blocks.next(), next_stage);
+        if (more) load_k(blocks.next(), blocks.left() - 1);
         cp_async_fence();
       } else if (first) {
         wait_for_loads<1>();
@@ -175,7 +177,7 @@ struct ForwardMainloopSm80 {
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
       wait_for_loads<0>();
       if constexpr (kStages == 1) {
-        if (more) load_v(blocks.next(), next_stage);
+        if (more) load_v(blocks.next(), blocks.left() - 1);
         cp_async_fence();
       }
     }
