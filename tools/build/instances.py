@@ -84,9 +84,13 @@ OTHER_INSTANCES = [
     for element in ("fp16", "bf16", "fp32")
 ]
 
-# What `python -m flash_cute.build_report --check` lets pass. Softmax spills where rows have edges and blocks
-# share them: a thread has 64 registers, as with more of them fewer rows would be on an SM, which costs more
-# (include/flash_cute/softmax/plan.hpp). Its plain rows spill nothing on Hopper.
+# What `python -m flash_cute.build_report --check` lets pass, by the last part of an instance's name.
+# - Softmax spills where rows have edges and blocks share them: a thread has 64 registers, as with more
+#   fewer rows would be on an SM (include/flash_cute/softmax/plan.hpp). Its plain rows spill
+#   nothing on Hopper.
+# - Kernels with key ranges have the plain ones' tiles, whose registers are all taken; what they spill is for
+#   the element test of partial blocks.
+# - The backward of sm80 at head dim 64 spills one register on Ampere, none on Hopper.
 TOLERATED = [
     {"kernel": kernel, "element": element, "spill_bytes": spill_bytes, "stack_bytes": stack_bytes}
     for kernel, element, spill_bytes, stack_bytes in (
@@ -96,6 +100,10 @@ TOLERATED = [
         ("row_softmax_backward", "bf16", 112, 40),
         ("row_softmax_backward", "fp16", 112, 40),
         ("row_softmax_backward", "fp32", 80, 24),
+        ("forward_kernel_sm80", "ranges", 192, 72),
+        ("backward_kernel_sm80", "ranges", 192, 72),
+        ("backward_kernel_sm90", "ranges", 192, 72),
+        ("backward_kernel_sm80", "64", 8, 8),
     )
 ]
 
