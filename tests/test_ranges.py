@@ -401,7 +401,7 @@ def test_explain_counts_what_is_seen(device):
         pairs = sum(
             int(
                 reference.visible(
-                    q.stop - q.start, k.stop - k.start, *mask_of(mask), ranges=mask.ranges
+                    q.stop - q.start, k.stop - k.start, *mask_of(mask), ranges=mask.ranges.cpu()
                 ).sum()
             )
             for mask, (_, q, k) in zip(masks, batch.places, strict=True)

@@ -176,10 +176,10 @@ PYBIND11_MODULE(flash_cute_host, module) {
       steps.emplace_back(blocks.block, blocks.next(), blocks.left());
     return steps;
   });
-  module.def("walk_over_queries", [](std::vector<uint32_t> const& visited, int heads) {
+  module.def("walk_over_queries", [](std::vector<uint32_t> const& visited, int blocks, int heads) {
     auto const bits = block_bits_of(visited);
     std::vector<std::pair<int, int>> steps;
-    RangeQBlockIterator walk({bits.data(), int(bits.size())}, KvTile{}, heads);
+    RangeQBlockIterator walk({bits.data(), blocks}, KvTile{}, heads);
     for (; walk.left > 0; walk.advance()) steps.emplace_back(walk.head, walk.block);
     return steps;
   });

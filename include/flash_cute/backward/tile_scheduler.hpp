@@ -209,7 +209,7 @@ template <class Traits>
 FLASH_CUTE_HOST_DEVICE RangeQueryBlocks range_query_blocks(BackwardParams const& params, KvTile const& tile) {
   int const b = tile.pair / params.shape.heads_kv;
   return {range_table<Traits>(params).query_bits_of(b, tile.n_begin / Traits::kTileN),
-          ceil_div(tile.sequence.used, BlockBits::kBlocks * Traits::kBlockM)};
+          ceil_div(tile.sequence.used, Traits::kBlockM)};
 }
 template <class Traits>
 FLASH_CUTE_HOST_DEVICE RangesMask ranges_mask(BackwardParams const& params, KvTile const& tile) {

@@ -214,28 +214,34 @@ struct RangeKvBlocks {
   }
 };
 
-// The blocks of queries that see a block of keys, from the first to the last.
+// The blocks of queries that see a block of keys, from the first to the last; none behind those of the
+// sequence, whatever its bits say where offsets make no sense.
 struct RangeQueryBlocks {
   static constexpr int kEnd = -1;
   BlockBits const* bits;
-  int chunks;
+  int blocks;  // of the sequence
 
   FLASH_CUTE_HOST_DEVICE int first() const { return from(0); }
   FLASH_CUTE_HOST_DEVICE int after(int block) const { return from(block + 1); }
   FLASH_CUTE_HOST_DEVICE int end() const { return kEnd; }
   FLASH_CUTE_HOST_DEVICE int count() const {
     int sum = 0;
-    for (int chunk = 0; chunk < chunks; ++chunk) sum += count_bits(bits[chunk].visited);
+    for (int chunk = 0; chunk * BlockBits::kBlocks < blocks; ++chunk) sum += count_bits(visited(chunk, 0));
     return sum;
   }
 
  private:
+  // Of a chunk's blocks, from this one on.
+  FLASH_CUTE_HOST_DEVICE uint32_t visited(int chunk, int begin) const {
+    int const first = chunk * BlockBits::kBlocks;
+    return bits[chunk].visited & bits_between(begin - first, blocks - first);
+  }
   FLASH_CUTE_HOST_DEVICE int from(int block) const {
-    int chunk = block / BlockBits::kBlocks;
-    if (chunk >= chunks) return kEnd;
-    uint32_t found = bits[chunk].visited & ~bits_between(0, block - chunk * BlockBits::kBlocks);
-    while (found == 0 && ++chunk < chunks) found = bits[chunk].visited;
-    return found == 0 ? kEnd : chunk * BlockBits::kBlocks + lowest_bit(found);
+    for (int chunk = block / BlockBits::kBlocks; chunk * BlockBits::kBlocks < blocks; ++chunk) {
+      uint32_t const found = visited(chunk, block);
+      if (found != 0) return chunk * BlockBits::kBlocks + lowest_bit(found);
+    }
+    return kEnd;
   }
 };
 
