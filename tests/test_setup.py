@@ -93,6 +93,7 @@ def test_instances_that_take_longest_come_first(build, monkeypatch):
             expected += [f"{kernel}_bf16_{head_dim}"]
             if kernel.startswith("forward"):
                 expected += [f"{kernel}_bf16_{head_dim}_split"]
+            expected += [f"{kernel}_bf16_{head_dim}_ranges"]
     assert names == expected
 
 
