@@ -101,7 +101,7 @@ def chunks(
         size: of a chunk, > 0.
         queries: where they stand.
         leftpad: integers (batch,): how many keys at the begin are padding, behind which chunks are counted;
-            nobody sees them.
+            no query sees them.
 
     Returns (batch or 1, 1, seqlen_q, 1, 2), packed (total_q, 1, 2).
     """
