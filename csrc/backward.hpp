@@ -15,8 +15,8 @@ struct BackwardArguments {
   bool deterministic;                // the same bits each time
 };
 
-// dq, dk, dv as torch.empty_like of q, k, v; of those not needed (0,).
-using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
+// dq, dk, dv, dsinks as torch.empty_like of q, k, v, sinks; of those not needed, or not there, (0,).
+using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 BackwardResult backward_cuda(BackwardArguments const& arguments);
 

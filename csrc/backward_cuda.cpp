@@ -36,7 +36,8 @@ struct Gradient : Target {
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out] = arguments.attention;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out, given_sinks] =
+      arguments.attention;
   BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -52,6 +53,14 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   Gradient dq = gradient("dq", q_whole, arguments.needs_dq, all_zeros);
   Gradient dk = gradient("dk", k_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
   Gradient dv = gradient("dv", v_whole, arguments.needs_dkv, all_zeros || unreachable > 0);
+  Tensor dsinks = given_sinks
+                      ? allocate("dsinks", *given_sinks, given_sinks->sizes(), given_sinks->scalar_type())
+                      : torch::stable::new_empty(q_whole, {0});
+  if (given_sinks && !call.launches && dsinks.numel() > 0) {
+    require(arguments.lse.numel() == 0, "k must have a row beside sinks, got shape ",
+            ShapeOf{k_whole.sizes()});
+    torch::stable::zero_(dsinks);
+  }
   if (call.launches) {
     Readable const q = readable("a copy of q", q_whole, varlen);
     Readable const k = readable("a copy of k", k_whole, varlen, unreachable);
@@ -74,6 +83,14 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
       dlse = as_contiguous("a copy of dlse", *arguments.dlse);
       params.dlse = static_cast<float const*>(dlse->const_data_ptr());
     }
+    std::optional<Tensor> sinks, shares;
+    if (given_sinks) {
+      sinks = as_contiguous("a copy of sinks", *given_sinks);
+      shares = allocate("shares of dsinks", q_whole, aoti_torch_dtype_float32(), sizeof(float),
+                        {call.params.shape.heads_q, call.launch.q_blocks});
+      params.sinks = {sink_params(*sinks), dsinks.mutable_data_ptr(),
+                      static_cast<float*>(shares->mutable_data_ptr())};
+    }
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
     std::optional<Tensor> ranges_workspace;
@@ -85,7 +102,7 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
-  return {dq.result, dk.result, dv.result};
+  return {dq.result, dk.result, dv.result, dsinks};
 }
 
 // The regions of the workspace and their bytes.

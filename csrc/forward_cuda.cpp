@@ -28,7 +28,7 @@ ForwardCall plan_call(AttentionArguments const& arguments) {
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out] = arguments;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out, given_sinks] = arguments;
   ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -43,6 +43,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
              : allocate("lse", q_whole, float32, sizeof(float), {shape.batch, shape.heads_q, shape.seqlen_q});
   if (!call.launches) {
     if (lse.numel() > 0) {
+      require(!given_sinks, "k must have a row beside sinks, got shape ", ShapeOf{k_whole.sizes()});
       torch::stable::zero_(out);
       torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     }
@@ -60,6 +61,8 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   params.v = v.view();
   params.out = target.view();
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  std::optional<Tensor> sinks;
+  if (given_sinks) params.sinks = sink_params(sinks.emplace(as_contiguous("a copy of sinks", *given_sinks)));
 
   std::optional<Tensor> workspace;
   if (call.launch.workspace_bytes > 0) {

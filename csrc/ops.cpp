@@ -13,28 +13,32 @@ using MaybeTensor = std::optional<Tensor>;
 template <auto function>
 auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
             std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,
-            MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
-            MaybeTensor ranges, std::optional<std::string> family) {
+            MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
+            bool batch_invariant, MaybeTensor ranges, std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
                    {{}, {}, seqused_q, seqused_k, leftpad_k, block_table},
-                   ranges});
+                   ranges,
+                   {},
+                   sinks});
 }
 
 template <auto function>
 auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
             std::optional<double> softmax_scale, std::optional<int64_t> window_left,
             std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-            MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
-            std::optional<std::string> family) {
+            MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant,
+            MaybeTensor ranges, std::optional<std::string> family) {
   return function({q,
                    k,
                    v,
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
-                   ranges});
+                   ranges,
+                   {},
+                   sinks});
 }
 
 // Of padded and packed calls, with a tensor to write out into.
@@ -42,7 +46,7 @@ template <auto function>
 auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<double> softmax_scale,
           std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
           MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
-          MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
+          MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
           std::optional<std::string> family) {
   return function({q,
                    k,
@@ -50,21 +54,24 @@ auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<d
                    {causal, softmax_scale, window_left, window_right, family, batch_invariant},
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
                    ranges,
-                   out});
+                   out,
+                   sinks});
 }
 
 template <auto function>
 auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                      bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, MaybeTensor ranges,
-                     bool deterministic, std::optional<std::string> family) {
+                     MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
+                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
                                      {{}, {}, seqused_q, seqused_k, leftpad_k},
-                                     ranges};
+                                     ranges,
+                                     {},
+                                     sinks};
   return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
@@ -73,14 +80,16 @@ auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                      Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
                      std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, bool needs_dq, bool needs_dkv, MaybeTensor ranges,
-                     bool deterministic, std::optional<std::string> family) {
+                     MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
+                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
                                      {causal, softmax_scale, window_left, window_right, family},
                                      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k},
-                                     ranges};
+                                     ranges,
+                                     {},
+                                     sinks};
   return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
 }
 
@@ -88,15 +97,18 @@ template <auto forward_plan, auto backward_plan>
 std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
                  std::optional<int64_t> window_left, std::optional<int64_t> window_right,
                  MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
-                 MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor block_table, bool batch_invariant,
-                 MaybeTensor ranges, bool backward, bool deterministic, std::optional<std::string> family) {
+                 MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
+                 bool batch_invariant, MaybeTensor ranges, bool backward, bool deterministic,
+                 std::optional<std::string> family) {
   AttentionArguments const attention{
       q,
       k,
       v,
       {causal, softmax_scale, window_left, window_right, family, batch_invariant},
       {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
-      ranges};
+      ranges,
+      {},
+      sinks};
   if (!backward) return forward_plan(attention);
   return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
 }
@@ -116,9 +128,9 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
                   std::vector<ScalarType> dtypes, std::vector<Device> devices, std::vector<int64_t> steps,
                   bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                   std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
-                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes block_table,
-                  bool batch_invariant, MaybeSizes ranges, MaybeSizes out, MaybeSizes lse, MaybeSizes dout,
-                  MaybeSizes dlse, std::optional<std::string> family) {
+                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes sinks,
+                  MaybeSizes block_table, bool batch_invariant, MaybeSizes ranges, MaybeSizes out,
+                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family) {
   size_t next = 0;
   auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
     Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
@@ -140,6 +152,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   AttentionProblem const problem = validate(
       operand_q, operand_k, operand_v,
       {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths, operand_ranges);
+  if (sinks) validate_sinks(operand_q, operand("sinks", *sinks));
   if (!out) return;
   if (!lse) return validate_out(operand_q, operand("out", *out));
   validate_keys_of_backward(problem);
@@ -161,7 +174,8 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 #define FLASH_CUTE_OPTIONS                                                              \
   "bool causal=False, *, float? softmax_scale=None, SymInt? window_left=None, SymInt? " \
   "window_right=None, "
-#define FLASH_CUTE_LENGTHS(type) type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, "
+#define FLASH_CUTE_LENGTHS(type) \
+  type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, " type "? sinks=None, "
 #define FLASH_CUTE_RANGES(type) type "? ranges=None, "
 // What only a forward has.
 #define FLASH_CUTE_CACHE(type) type "? block_table=None, bool batch_invariant=False, " FLASH_CUTE_RANGES(type)
@@ -183,7 +197,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS(                                                \
       "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_RANGES("Tensor") \
       FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
-#define FLASH_CUTE_INPUT_GRADIENTS "-> (Tensor dq, Tensor dk, Tensor dv)"
+#define FLASH_CUTE_INPUT_GRADIENTS "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 // forward and forward_varlen are what Python calls and differentiates (flash_cute/ops.py); those with an
 // underscore are what they run, and what is left of them in compiled and exported graphs.

@@ -149,6 +149,10 @@ Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef size
                    [&] { return torch::stable::new_empty(like, sizes, type); });
 }
 
+SinkParams sink_params(Tensor const& sinks) {
+  return {sinks.const_data_ptr(), sinks.scalar_type() == ScalarType::Float};
+}
+
 LengthParams length_params(Lengths const& lengths, bool cached) {
   auto pointer = [](std::optional<Tensor> const& tensor) {
     return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;

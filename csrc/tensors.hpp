@@ -54,6 +54,9 @@ Tensor padded_like(char const* name, Tensor const& tensor);
 // cached: are the keys a cache, which has no offsets?
 LengthParams length_params(Lengths const& lengths, bool cached = false);
 
+// sinks: contiguous; they must outlive what is returned.
+SinkParams sink_params(Tensor const& sinks);
+
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
 Tensor as_contiguous(char const* name, Tensor const& tensor);  // the tensor itself, or a copy

@@ -265,6 +265,11 @@ AttentionProblem validate(AttentionArguments const& arguments) {
       require_different_memory(out, *arguments.out, *operand, *tensor);
     }
   }
+  if (arguments.sinks) {
+    Operand const sinks = operand("sinks", *arguments.sinks);
+    validate_sinks(q, sinks);
+    require_stored(sinks, *arguments.sinks);
+  }
   if (problem.cached) {
     require_readable_cache(k, arguments.k.strides(), arguments.k.const_data_ptr());
     require_readable_cache(v, arguments.v.strides(), arguments.v.const_data_ptr());
@@ -372,6 +377,17 @@ void validate_out(Operand const& q, Operand const& out) {
           ShapeOf{q.sizes}, "; they must be the same");
   require_type(out, q.type);
   require_same_device(out, q);
+}
+
+void validate_sinks(Operand const& q, Operand const& sinks) {
+  int64_t const heads = q.sizes[1];
+  require(sinks.sizes.size() == 1 && sinks.sizes[0] == heads, "sinks must have shape (heads_q,), here (",
+          heads, ",), got ", ShapeOf{sinks.sizes});
+  require(sinks.type == ScalarType::Float || sinks.type == q.type,
+          "sinks must have dtype torch.float32 or that of q, ", DtypeOf{q.type}, ", got ",
+          DtypeOf{sinks.type});
+  require(sinks.device == q.device, "sinks must be on device ", name_of(q.device), ", as q is, got ",
+          name_of(sinks.device));
 }
 
 AttentionProblem validate(BackwardArguments const& arguments) {

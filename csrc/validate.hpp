@@ -57,7 +57,8 @@ struct AttentionArguments {
   Lengths lengths = {};
   // int32 (batch or 1, 1, seqlen_q, R, 2), packed (total_q, R, 2): the keys that each query sees
   std::optional<Tensor> ranges = {};
-  std::optional<Tensor> out = {};  // that a forward writes into; like q
+  std::optional<Tensor> out = {};    // that a forward writes into; like q
+  std::optional<Tensor> sinks = {};  // (heads_q,), float32 or q's type
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
@@ -111,6 +112,9 @@ inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 
 // Throws if a forward's result can't be written into `out`.
 void validate_out(Operand const& q, Operand const& out);
+
+// Throws if there is not a sink for each head of q.
+void validate_sinks(Operand const& q, Operand const& sinks);
 
 // Throws if a backward has too many keys for its tiles, where a forward counts none of them.
 void validate_keys_of_backward(AttentionProblem const& problem);

@@ -15,6 +15,8 @@ from flash_cute import (
     _C,  # noqa: F401  importing it registers the operators
     key_ranges,
 )
+from flash_cute.sinks import gradient as gradient_of_sinks
+from flash_cute.sinks import with_sinks
 from flash_cute.windows import Window, in_ranges, visible
 
 _ops = torch.ops.flash_cute
@@ -28,10 +30,16 @@ _FLOAT = {"dtype": torch.float32, "device": "cpu"}
 _MASKED_ROWS = 512
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **options):
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, sinks=None, **options):
     """flash_cute::_forward: out like q, and lse, float32 (batch, heads_q, seqlen_q)."""
-    results = _ops._forward_cpu.default(q, k, v, *args, **options)
-    return tuple(results) if results else _forward(q, k, v, *args, **options)
+    results = _ops._forward_cpu.default(q, k, v, *args, sinks=sinks, **options)
+    if results:
+        return _with_sinks(tuple(results), sinks)
+    return _forward(q, k, v, *args, sinks=sinks, **options)
+
+
+def _with_sinks(results, sinks):
+    return results if sinks is None else with_sinks(results, sinks)
 
 
 def _gathered(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
@@ -59,7 +67,7 @@ def forward_out(q, k, v, out, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=N
 
 
 def backward(*args, **options):
-    """flash_cute::_backward: dq, dk and dv like q, k and v."""
+    """flash_cute::_backward: dq, dk, dv and dsinks like q, k, v and sinks."""
     _ops._backward_cpu.default(*args, **options)
     return _backward(*args, **options)
 
@@ -77,7 +85,7 @@ def _offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None) -> d
 
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-             leftpad_k=None, block_table=None, batch_invariant=False, ranges=None,
+             leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, ranges=None,
              **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
     if block_table is not None:
@@ -85,7 +93,7 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
     mask = _scale_and_window(q, causal, **options)
     packed = cu_seqlens_q is not None
     if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
-        return _dense(q, k, v, *mask, ranges)
+        return _with_sinks(_dense(q, k, v, *mask, ranges), sinks)
 
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **_FLOAT)
@@ -94,14 +102,14 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
     places = _places(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     for queries, keys, first in places:
         seen = key_ranges.of_sequence(ranges, queries, first)
-        outs[queries], lses[queries] = _part(q[queries], k[keys], v[keys], *mask, seen)
+        outs[queries], lses[queries] = _with_sinks(_part(q[queries], k[keys], v[keys], *mask, seen), sinks)
     return out, lse
 
 
 def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
-              seqused_q=None, seqused_k=None, leftpad_k=None, needs_dq=True, needs_dkv=True,
+              seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None, needs_dq=True, needs_dkv=True,
               ranges=None, deterministic=False,
-              **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+              **options) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Likewise the backward; gradients that are not needed are empty."""
     mask = _scale_and_window(q, causal, **options)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
@@ -111,12 +119,25 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
     packed = cu_seqlens_q is not None
     dout, dlse, q, k, v, out, lse, dq, dk, dv = _entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
     dense = all(tensor is None for tensor in lengths)
+    dsinks = torch.zeros(0 if sinks is None else q.shape[1], **_FLOAT)
     for queries, keys, first in [(..., ..., 0)] if dense else _places(q, k, *lengths):
-        of_queries = (x[queries] for x in (dout, dlse, q, out, lse))
+        of_queries = [x[queries] for x in (dout, dlse, q, out, lse)]
         seen = ranges if dense else key_ranges.of_sequence(ranges, queries, first)
         dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask, seen)
+        if sinks is not None:
+            window = Window.of(of_queries[2].shape[2], k[keys].shape[2], *mask[1:])
+            blind = _blind(window, seen)
+            dsinks += gradient_of_sinks(*of_queries[:2], *of_queries[3:], sinks, blind)
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
-    return tuple(gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
+    asked = (gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
+    return *asked, dsinks if sinks is None else dsinks.to(sinks.dtype)
+
+
+def _blind(window: Window, ranges: torch.Tensor | None) -> torch.Tensor:
+    """Which queries see no key, for an lse."""
+    if ranges is not None:
+        return key_ranges.blind(window, ranges)
+    return torch.arange(window.seqlen_q, device="cpu") < window.blind
 
 
 def _scale_and_window(q, causal, softmax_scale=None, window_left=None, window_right=None, family=None):

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 
 from flash_cute import key_ranges, lengths, ops
-from flash_cute import sinks as sinks_of
 from flash_cute.explanation import Explanation, work
 from flash_cute.registration import LENGTHS
 from flash_cute.wording import OURS, require_bool, shown
@@ -351,20 +350,15 @@ def _call(name, op, q, k, v, given, options, out=None, sinks=None):
                 given["ranges"] = key_ranges.laid_out(given["ranges"])
             if lengths.CHECKED:
                 lengths.check(q, k, v, given)
-        if out is None and sinks is None:
-            return op(q, k, v, given, options)
-        if sinks is not None and q.dim() == (3 if "cu_seqlens_q" in given else 4):
-            sinks_of.check_sinks(
-                "q", sinks, q
-            )  # before anything is written; another q is refused by the operator
+        passed = given
+        if sinks is not None:
+            if not isinstance(sinks, torch.Tensor):
+                raise TypeError("named below")
+            k, v, passed = lengths.with_a_row(k, v, given)
+            passed = passed | {"sinks": sinks}
         if out is None:
-            results = op(q, k, v, given, options)
-        else:
-            results = ops.forward_into(q, k, v, given, options, out, sinks)
-        if sinks is None:
-            return results
-        result, lse = sinks_of.applied(results, sinks, q, given)
-        return (result if out is None else out.copy_(result)), lse
+            return op(q, k, v, passed, options)
+        return ops.forward_into(q, k, v, passed, options, out)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         others = {name: x for name, x in (("out", out), ("sinks", sinks)) if x is not None}
         raise _in_python_terms(name, error, q=q, k=k, v=v, **given, **others) from None

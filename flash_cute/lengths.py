@@ -71,15 +71,16 @@ def sequences_of_rows(total: int, offsets: torch.Tensor) -> tuple[torch.Tensor, 
     return sequence.masked_fill(begin > row, -1), (row - begin).long()
 
 
-def valid_queries(q: torch.Tensor, given: Lengths) -> torch.Tensor | None:
-    """Which queries count, for an lse: (batch, 1, seqlen_q), packed (total_q,); None where all do."""
-    used = given.get("seqused_q")
-    if "cu_seqlens_q" in given:
-        sequence, place = sequences_of_rows(q.shape[0], given["cu_seqlens_q"])
-        return sequence >= 0 if used is None or len(used) == 0 else (sequence >= 0) & (place < used[sequence])
-    if used is None:
-        return None
-    return (torch.arange(q.shape[2], device=q.device) < used.unsqueeze(1)).unsqueeze(1)
+def with_a_row(k: torch.Tensor, v: torch.Tensor, given: Lengths):
+    """k, v and lengths where no keys at all are one that doesn't count: kernels need its rows for sinks."""
+    packed = "cu_seqlens_q" in given and k.dim() == 3
+    if k.dim() not in (3, 4) or k.shape != v.shape or k.shape[0 if packed else 2] > 0:
+        return k, v, given
+    batch = given["cu_seqlens_q"].shape[0] - 1 if packed else k.shape[0]
+    row = (0, 0, 0, 0, 0, 1) if packed else (0, 0, 0, 1)
+    k, v = (torch.nn.functional.pad(x, row) for x in (k, v))
+    none = torch.zeros(batch, dtype=torch.int32, device=k.device)
+    return k, v, given | {"seqused_k": none}
 
 
 def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from flash_cute.sinks import check_sinks, with_sinks
+from flash_cute import ops
+from flash_cute.sinks import with_sinks
 from flash_cute.storage import require_stored
-from flash_cute.wording import named
 
 
 def merge(
@@ -46,10 +46,7 @@ def merge(
     outs, lses = list(outs), list(lses)
     _check(outs, lses)
     if sinks is not None:
-        try:
-            check_sinks("outs[0]", sinks, outs[0])
-        except (TypeError, ValueError) as error:
-            raise named(error, "flash_cute.merge") from None
+        _check_sinks(sinks, outs[0])
     for name, tensors in (("outs", outs), ("lses", lses)):
         require_stored("merge", **{f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)})
     stacked = torch.stack(lses)
@@ -115,3 +112,19 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
                     f"flash_cute.merge: {name}[{index}] is {tensor.dtype} {tuple(tensor.shape)}; "
                     f"{tensors[0].dtype} {tuple(expected[name])} is accepted beside outs[0] of {tuple(shape)}"
                 )
+
+
+def _check_sinks(sinks: torch.Tensor, out: torch.Tensor) -> None:
+    """As validate_sinks in csrc, which asks for an operator's tensors."""
+    face = "flash_cute.merge: sinks"
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"{face} is of type {type(sinks).__name__}; a torch.Tensor is accepted")
+    heads = out.shape[1]
+    if sinks.shape != (heads,):
+        raise ValueError(f"{face} must have shape (heads_q,), here ({heads},), got {tuple(sinks.shape)}")
+    if sinks.dtype not in (torch.float32, out.dtype, ops.autocast_dtype(out)):
+        accepted = f"torch.float32 or that of outs[0], {out.dtype}"
+        raise ValueError(f"{face} must have dtype {accepted}, got {sinks.dtype}")
+    if sinks.device != out.device:
+        raise ValueError(f"{face} must be on device {out.device}, as outs[0] is, got {sinks.device}")
+    require_stored("merge", sinks=sinks)

@@ -31,23 +31,24 @@ compiled = torch.ops.flash_cute.compiled.default
 def forward(q, k, v, lengths, options):
     """The operator flash_cute::forward or, with cu_seqlens_q, forward_varlen on Python's way to its kernel.
 
-    lengths: those of LENGTHS that there are; options: the operator's (csrc/ops.cpp), without defaults.
+    lengths: those of LENGTHS and sinks that there are; options: the operator's (csrc/ops.cpp), without
+    defaults.
     """
     deterministic = options.pop("deterministic", False)
-    if not _is_plain(q, k, v):
+    if not _is_plain(q, k, v, lengths.get("sinks", q)):
         return _in_context(q, k, v, lengths, options, deterministic)
     if not lengths:
         return _forward(q, k, v, **options)
     return (_forward_varlen if "cu_seqlens_q" in lengths else _forward)(q, k, v, **lengths, **options)
 
 
-def forward_into(q, k, v, lengths, options, out, sinks=None):
-    """forward, whose out is written into a tensor; sinks, if there are any, are counted behind it."""
+def forward_into(q, k, v, lengths, options, out):
+    """forward, whose out is written into a tensor."""
     options.pop("deterministic", None)
     require_stored("forward", out=out)
     require_memory_of_its_own(out=out)
-    q, k, v = _cast(q, k, v, _is_cache(k, lengths))
-    if needs_gradient(q, k, v, out, *(() if sinks is None else (sinks,))):
+    q, k, v, lengths = _cast(q, k, v, lengths)
+    if needs_gradient(q, k, v, out, lengths.get("sinks", q)):
         raise NotImplementedError(
             f"{wording.OURS}there are no gradients with out; detach q, k, v, out and sinks"
         )
@@ -72,29 +73,33 @@ def as_cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty_like(tensor, dtype=autocast_dtype(tensor)) for tensor in tensors)
 
 
-def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> bool:
     """Does neither autocast nor a transform nor a gradient concern the call? False where one may."""
     return not (
         torch_private.autocast_is_enabled()
         or torch_private.transforms_are_active()
         or torch_private.dual_levels_are_active()
-        or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        or (
+            (q.requires_grad or k.requires_grad or v.requires_grad or sinks.requires_grad)
+            and torch.is_grad_enabled()
+        )
     )
 
 
 def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     """(out, lse) under autocast, transforms and autograd; composite: as the kernel of a public operator.
 
-    lengths: those of LENGTHS that there are, options: the rest of an inner operator's arguments.
+    lengths: those of LENGTHS and sinks that there are, options: the rest of an inner operator's arguments.
     """
     packed, cached = "cu_seqlens_q" in lengths, _is_cache(k, lengths)
-    q, k, v = _cast(q, k, v, cached)
+    q, k, v, lengths = _cast(q, k, v, lengths)
+    sinks = lengths.get("sinks", q)
     transformed = torch_private.transforms_are_active()
     # dynamo cannot look below the wrappers of a transform.
     hidden = transformed and torch.compiler.is_dynamo_compiling()
-    if cached and needs_gradient(q, k, v):
+    if cached and needs_gradient(q, k, v, sinks):
         raise NotImplementedError(f"{wording.OURS}there are no gradients through a cache; detach q, k and v")
-    if cached or not (hidden or needs_gradient(q, k, v)):
+    if cached or not (hidden or needs_gradient(q, k, v, sinks)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
@@ -110,12 +115,18 @@ def _is_cache(k: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
     return "block_table" in lengths or ("cu_seqlens_q" in lengths and k.dim() == 4)
 
 
-def _cast(q, k, v, cached: bool) -> tuple[torch.Tensor, ...]:
-    """The operands as autocast gives them to PyTorch's own attention; a cache stays as it is."""
+def _cast(q, k, v, lengths) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The operands as autocast gives them to PyTorch's own attention; a cache stays as it is.
+
+    Sinks of q's dtype are read as float32 where that one changes.
+    """
     if not torch_private.autocast_is_enabled():
-        return q, k, v
+        return q, k, v, lengths
     require_stored("forward", q=q, k=k, v=v)
-    return (_autocast(q), k, v) if cached else tuple(map(_autocast, (q, k, v)))
+    if "sinks" in lengths and lengths["sinks"].dtype == q.dtype:
+        lengths = lengths | {"sinks": lengths["sinks"].float()}
+    k, v = (k, v) if _is_cache(k, lengths) else (_autocast(k), _autocast(v))
+    return _autocast(q), k, v, lengths
 
 
 def _composite(op):
@@ -124,7 +135,7 @@ def _composite(op):
 
     def kernel(*args, deterministic=False, **options):
         named = dict(zip(names, args, strict=False)) | options
-        lengths = {name: named.pop(name) for name in LENGTHS if name in named}
+        lengths = {name: named.pop(name) for name in (*LENGTHS, "sinks") if name in named}
         # A None for cu_seqlens_q, which torch lets pass, is refused by the inner operator.
         lengths = {name: x for name, x in lengths.items() if x is not None or name == "cu_seqlens_q"}
         q, k, v = (named.pop(name) for name in "qkv")
@@ -232,7 +243,7 @@ class _Call:
     """What is no tensor among the arguments of a call. Transforms look into no object of such a type."""
 
     packed: bool
-    names: tuple[str, ...]  # of the lengths that are passed as tensors
+    names: tuple[str, ...]  # of the lengths and sinks that are passed as tensors
     options: dict[str, Any]
     deterministic: bool
 
@@ -260,17 +271,20 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        _, *needed = ctx.needs_input_grad[:4]
-        without_gradient = (None,) * len(ctx.call.names)
+        _, *needed = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * 4 + without_gradient
+            return (None,) * (1 + len(needed))
         out, lse, q, k, v, *lengths = ctx.saved_tensors
-        arguments = ctx.call, needed[0], needed[1] or needed[2], dout, dlse, q, k, v, out, lse, *lengths
+        # Kernels make one of these at least, also where dsinks alone is asked for.
+        needs_dkv = needed[1] or needed[2] or not needed[0]
+        needs_dsinks = "sinks" in ctx.call.names and needed[3 + ctx.call.names.index("sinks")]
+        tensors = dout, dlse, q, k, v, out, lse, *lengths
+        arguments = ctx.call, needed[0], needs_dkv, needs_dsinks, *tensors
         # Only then may the gradients be differentiated.
         observed = torch.is_grad_enabled() or torch_private.dual_levels_are_active()
-        gradients = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
-        asked = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]
-        return None, *asked, *without_gradient
+        *gradients, dsinks = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
+        asked = [x if is_needed else None for x, is_needed in zip(gradients, needed[:3], strict=True)]
+        return None, *asked, *(dsinks if needs_dsinks and n == "sinks" else None for n in ctx.call.names)
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
@@ -287,14 +301,16 @@ class _Attention(Function):
 
 
 class _Gradients(differentiated_once("flash_cute.backward")):
-    """dq, dk and dv."""
+    """dq, dk, dv and dsinks."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call, needs_dq, needs_dkv, dout, dlse, q, k, v, out, lse, *lengths):
+    def forward(call, needs_dq, needs_dkv, needs_dsinks, dout, dlse, q, k, v, out, lse, *lengths):
         op = _backward_varlen if call.packed else _backward
         options = call.named(lengths)
+        if not needs_dsinks:
+            options = {name: value for name, value in options.items() if name != "sinks"}
         if not (needs_dq and needs_dkv):
             options = options | {"needs_dq": needs_dq, "needs_dkv": needs_dkv}
         if call.deterministic or torch.are_deterministic_algorithms_enabled():

@@ -17,7 +17,7 @@ from flash_cute.wording import OURS
 # The tensors of integers: lengths and places, and which keys queries see.
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "ranges"
 RESULTS = "out", "lse", "dout", "dlse"
-TENSORS = "q", "k", "v", *LENGTHS, *RESULTS
+TENSORS = "q", "k", "v", *LENGTHS, "sinks", *RESULTS
 
 _check = torch.ops.flash_cute._check.default
 
@@ -27,7 +27,7 @@ def check(q, k, v, causal=False, *, window_left=None, window_right=None, **optio
 
     With out it is a call that writes into it, with lse, too, one of the backward.
     """
-    given = {name: options.pop(name, None) for name in (*LENGTHS, *RESULTS)}
+    given = {name: options.pop(name, None) for name in (*LENGTHS, "sinks", *RESULTS)}
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
     sizes = {name: hints(tensor.shape) for name, tensor in given.items()}
     shapes = [hints(tensor.shape) for tensor in (q, k, v)]
@@ -81,10 +81,11 @@ def _traced_backward(
     needs_dq=True,
     needs_dkv=True,
     deterministic=False,
+    sinks=None,
     **options,
 ):
-    check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, **options)
-    needed = (q, needs_dq), (k, needs_dkv), (v, needs_dkv)
+    check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, sinks=sinks, **options)
+    needed = (q, needs_dq), (k, needs_dkv), (v, needs_dkv), (q if sinks is None else sinks, sinks is not None)
     return tuple(torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
 
 
@@ -107,7 +108,9 @@ def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor |
 
 
 def vmap(op, info, in_dims, tensors, options):
-    """The mapped dimension becomes a part of the batch."""
+    """The mapped dimension becomes a part of the batch; with sinks, which all of a batch share, a loop."""
+    if tensors.get("sinks") is not None:
+        return _vmap_one_by_one(op, info, in_dims, tensors, options)
     if tensors.get("block_table") is not None:
         raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
@@ -146,6 +149,19 @@ def _folded_ranges(ranges: torch.Tensor, dim: int | None, info, batch: int) -> t
     if ranges.dim() > 1 and ranges.shape[1] == 1:
         ranges = ranges.expand(-1, batch, *ranges.shape[2:])
     return ranges.flatten(0, 1).contiguous()
+
+
+def _vmap_one_by_one(op, info, in_dims, tensors, options):
+    def entry(index: int) -> dict[str, torch.Tensor | None]:
+        dims = in_dims[0]
+        return {
+            name: x if x is None or dims[name] is None else x.select(dims[name], index)
+            for name, x in tensors.items()
+        }
+
+    results = [op(**entry(index), **options) for index in range(info.batch_size)]
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
 
 
 def vmap_varlen(op, info, in_dims, tensors, options):

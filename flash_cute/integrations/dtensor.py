@@ -8,8 +8,9 @@ The import registers rules for the operators behind forward and forward_varlen, 
 each dimension of the mesh, processes compute their parts without communication where q, k and v are
 
     replicated           Replicate()
-    sharded by batch     Shard(0), of forward; tensors of lengths likewise
-    sharded by heads     Shard(1), tensors of lengths replicated; heads_kv shares out evenly, or is heads_q
+    sharded by batch     Shard(0), of forward; tensors of lengths likewise, sinks replicated
+    sharded by heads     Shard(1), tensors of lengths replicated, sinks Shard(0); heads_kv shares out
+                         evenly, or is heads_q
     q sharded by heads   k and v replicated, if they have one head; their gradients are Partial()
 
 DTensor redistributes what is sharded otherwise first, as for any operator, but not tensors of lengths. For a
@@ -29,7 +30,7 @@ from flash_cute.registration import LENGTHS
 
 OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = torch_private.parts_of_dtensor()
 
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dsinks")}
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 Placements = dict[str, Placement]  # of each tensor of a call, by its name
 
@@ -40,7 +41,8 @@ def rule(schema) -> OpStrategy:
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = {name: value for name, value in given.items() if isinstance(value, OpStrategy)}
     results = RESULTS["backward" if "out" in tensors else "forward"]
-    skipped = [name for name in results if not given.get("needs_dq" if name == "dq" else "needs_dkv", True)]
+    asked = {"dq": given.get("needs_dq", True), "dsinks": "sinks" in tensors}
+    skipped = [name for name in results if not asked.get(name, given.get("needs_dkv", True))]
     packed = len(tensors["q"].shape) == 3
     by_batch = not packed and "block_table" not in tensors  # any sequence may have any page
     one_mask = "ranges" in tensors and tensors["ranges"].shape[0] == 1
@@ -68,9 +70,12 @@ def _ways(heads_q: int, heads_kv: int, packed: bool, by_batch: bool, one_mask: b
     tensors, lses = ("q", "k", "v", "out", "dout"), ("lse", "dlse")
     by_heads = dict.fromkeys(LENGTHS, Replicate())
     by_heads |= dict.fromkeys(tensors, Shard(1)) | dict.fromkeys(lses, Shard(0 if packed else 1))
-    ways = [dict.fromkeys((*LENGTHS, *tensors, *lses), Replicate()), by_heads]
+    sinks = "sinks", "dsinks"
+    by_heads |= dict.fromkeys(sinks, Shard(0))
+    ways = [dict.fromkeys((*LENGTHS, *tensors, *lses, *sinks), Replicate()), by_heads]
     if by_batch:
-        ways.append(dict.fromkeys((*LENGTHS, *tensors, *lses), Shard(0)))
+        way = dict.fromkeys((*LENGTHS, *tensors, *lses), Shard(0))
+        ways.append(way | {"sinks": Replicate(), "dsinks": Partial()})
         if one_mask:  # for the whole batch
             ways[-1]["ranges"] = Replicate()
     ways = [way | {gradient: way[name] for gradient, name in GRADIENTS.items()} for way in ways]
@@ -81,7 +86,7 @@ def _ways(heads_q: int, heads_kv: int, packed: bool, by_batch: bool, one_mask: b
 
 def _register() -> None:
     # What decides about the result beside the shapes and placements of positional tensors.
-    info = RuntimeSchemaInfo(static_kwargkey=[*LENGTHS, "needs_dq", "needs_dkv"])
+    info = RuntimeSchemaInfo(static_kwargkey=[*LENGTHS, "sinks", "needs_dq", "needs_dkv"])
     for op in (ops._forward, ops._forward_varlen, ops._backward, ops._backward_varlen):
         register_op_strategy(op, rule, info)
 

@@ -53,7 +53,7 @@ def sdpa_backward(
     _refuse(dropout_p=dropout_p)
     tensors = grad_out, None, query, key, value, out, logsumexp
     options = {"softmax_scale": scale, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    return _run(ops._backward, *tensors, causal=is_causal, **options)
+    return _run(ops._backward, *tensors, causal=is_causal, **options)[:3]
 
 
 def flash_forward(
@@ -115,9 +115,9 @@ def flash_backward(
     options |= _mask(is_causal, window_size_left, window_size_right)
     if _is_packed(cum_seq_q, cum_seq_k):
         tensors = grad_out, None, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
-        return _run(ops._backward_varlen, *tensors, **options)
+        return _run(ops._backward_varlen, *tensors, **options)[:3]
     grad_out, *tensors = _transposed(grad_out, query, key, value, out)
-    return _transposed(*_run(ops._backward, grad_out, None, *tensors, logsumexp, **options))
+    return _transposed(*_run(ops._backward, grad_out, None, *tensors, logsumexp, **options)[:3])
 
 
 KERNELS = {

@@ -82,7 +82,7 @@ def cute_attention(
     given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
     given["deterministic"] = bool(options.get("deterministic"))
     if s_aux is not None:
-        given["sinks"] = s_aux.float()
+        given["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.float()
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:

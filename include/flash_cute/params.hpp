@@ -80,6 +80,18 @@ struct RangeParams {
   void* workspace = nullptr;   // RangeTable::bytes, for the table that a kernel makes of them
 };
 
+// For each query head the logit of a key that every query sees and that has no value.
+struct SinkParams {
+  void const* logits = nullptr;  // (heads_q,), float32 or of the operands' element; null: none
+  bool are_fp32 = true;
+
+  template <class Element>
+  FLASH_CUTE_HOST_DEVICE float logit(int head) const {
+    return are_fp32 ? static_cast<float const*>(logits)[head]
+                    : float(static_cast<Element const*>(logits)[head]);
+  }
+};
+
 struct ForwardParams {
   ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
   int element_bytes;   // of q, k, v and out
@@ -92,6 +104,7 @@ struct ForwardParams {
   CacheParams cache;
   RangeParams ranges;
   bool batch_invariant;  // do a query's results not depend on what is computed beside it?
+  SinkParams sinks;
 };
 
 }  // namespace flash_cute

@@ -46,6 +46,7 @@ struct Correction {
 // block. With 8 they stay below 256, sums and products in float do not care, and O is seldom rescaled.
 template <int kRows, int kSlack>
 struct OnlineSoftmax {
+  static constexpr float kSumOfSink = 1.f;
   float scale_log2;
   float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
   float row_sum[kRows];    // this lane's share, until finish() adds up the quad
@@ -57,6 +58,18 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       reference[row] = -FLT_MAX;
       row_sum[row] = 0.f;
+    }
+  }
+
+  // After reset(): the first key of each row has this logit, in base 2, and no value; -inf is none.
+  template <class Logit>
+  CUTE_DEVICE void begin_with(Logit const& logit) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      float const sink = logit(row);
+      if (sink == -INFINITY) continue;
+      reference[row] = sink;
+      row_sum[row] = threadIdx.x % 4 == 0 ? kSumOfSink : 0.f;
     }
   }
 
@@ -79,15 +92,15 @@ struct OnlineSoftmax {
   // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
   // Fully masked rows become zeros even where a hidden V was not finite; they are rare, and a select for
   // every element would cost 1 to 2%. Rows that see scores of -inf alone have a sum of 0, too: they become
-  // NaN.
+  // NaN. With a sink both have its sum alone.
   template <class Output, class IsFullyMasked>
   CUTE_DEVICE void finish(Output& acc_o, IsFullyMasked const& is_fully_masked) {
     float factor[kRows];
-    bool empty_sum = false;  // of any row
+    bool empty_sum = false;  // of any row, but for its sink
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       float const sum = reduce_quad(row_sum[row], SumOp{});
-      empty_sum |= sum == 0.f;
+      empty_sum |= sum == 0.f || sum == kSumOfSink;
       factor[row] = __fdividef(1.f, sum);
       // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
       float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);
@@ -97,7 +110,7 @@ struct OnlineSoftmax {
       auto output = row_col_view(acc_o);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
-        if (lse(row) != -INFINITY || !is_fully_masked(row)) continue;
+        if (!is_fully_masked(row)) continue;
         factor[row] = 1.f;
         CUTE_UNROLL
         for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;

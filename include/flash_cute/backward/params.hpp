@@ -6,6 +6,12 @@
 
 namespace flash_cute {
 
+struct SinkGradients {
+  SinkParams of;              // logits null: not asked for
+  void* gradients = nullptr;  // like the logits
+  float* shares = nullptr;    // (heads_q, blocks of queries), what each adds to its head's gradient
+};
+
 struct BackwardParams {
   ProblemShape shape;
   int element_bytes;   // of all operands but lse and dlse
@@ -21,6 +27,7 @@ struct BackwardParams {
   LengthParams lengths;
   RangeParams ranges;
   BackwardWorkspace workspace;
+  SinkGradients sinks;
 
   FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_splits; }
 

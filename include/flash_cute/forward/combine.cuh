@@ -124,12 +124,14 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
     bool const is_row = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
     Combine const combine{
         partial, slot - tile.part * tile.tiles_of_part, tile.tiles_of_part, begin, begin + tile.parts, row};
+    int const head = tile.head + rows.head(of_group);
+    float const sink = params.sinks.logits && is_row ? params.sinks.logit<Element>(head) : -INFINITY;
     float2 total[Combine::kChunks]{};
     float sum = 0.f, reference = 0.f;
     if (is_row) {
-      float const highest = combine.highest_lse();
+      float const highest = fmaxf(combine.highest_lse(), sink);
       reference = highest == -INFINITY ? 0.f : highest;
-      sum = combine.add(reference, member, team, total);
+      sum = combine.add(reference, member, team, total) + expf(sink - reference);
     }
     if (team > 1) {
       CUTE_UNROLL
@@ -145,7 +147,6 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
       __syncthreads();
     }
     if (!is_row || member > 0) continue;
-    int const head = tile.head + rows.head(of_group);
     Element* const target = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
                             head * params.out.head_stride + (tile.q_begin + query) * params.out.row_stride;
     // Where all visible scores are -inf, the sum is 0, too, and O NaN, as it is without parts.

@@ -1,11 +1,34 @@
-// How a tile's rows end, in both families; the LSE leaves straight from the registers of the compute warps.
+// How a tile's rows begin, with a sink, and how they end, in both families; the LSE leaves straight from the
+// registers of the compute warps.
 #pragma once
 
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
-#include "flash_cute/forward/partial.hpp"
+#include "flash_cute/forward/problem.hpp"
 
 namespace flash_cute {
+
+// Begins the softmax of the rows that this thread owns with the sinks of their heads, if there are any. Where
+// keys are cut into parts, the combining kernel counts them.
+template <class Element, class Softmax, class Tile, class Rows, class Coords>
+CUTE_DEVICE void begin_with_sinks(SinkParams const& sinks, Softmax& softmax, Tile const& tile,
+                                  Rows const& rows, Coords const& accumulator_coords) {
+  if (!sinks.logits) return;
+  if constexpr (std::is_base_of_v<PartTile, Tile>) {
+    if (tile.slot != PartTile::kWhole) return;
+  }
+  auto const coords = row_col_view(accumulator_coords);
+  softmax.begin_with([&](int i) {
+    int const row = get<0>(coords(i, 0));
+    return rows.uses(row) ? sinks.logit<Element>(tile.head + rows.head(row)) * float(M_LOG2E) : -INFINITY;
+  });
+}
+
+// Ends the softmax of a part of the keys. Other parts may have some for rows that see none here.
+template <class Softmax, class Output>
+CUTE_DEVICE void finish_part(Softmax& softmax, Output& acc_o) {
+  softmax.finish(acc_o, [&](int row) { return softmax.lse(row) == -INFINITY; });
+}
 
 // Ends the softmax of the rows that this thread owns, and divides O by their sums. m_begin: their first
 // query.

@@ -78,6 +78,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
     launch_kernel<backward_zero_fill<Family::sm80, kRowThreads, WindowMask>>(
         device, zero_fill_blocks, kRowThreads, 0, stream, ordered, mask);
   }
+  launch_sum_sinks<typename DqTraits::Element, false>(params, plan.q_blocks, stream);
 }
 
 template <class Instance>

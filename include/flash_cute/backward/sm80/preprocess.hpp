@@ -5,15 +5,16 @@
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
+#include "flash_cute/backward/sink_gradients.hpp"
 #include "flash_cute/backward/zero_fill.cuh"
 #include "flash_cute/core/element.hpp"
 
 namespace flash_cute {
 
 // One thread block for each M block of a head. A row is read by as many neighbouring lanes as it has chunks
-// of 16 bytes.
+// of 16 bytes. Without the second launch bound ptxas takes 40 registers and spills.
 template <class Instance, int kBlockM, int kThreads, class Mask>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     backward_preprocess_sm80(__grid_constant__ BackwardParams const params,
                              __grid_constant__ Mask const mask) {
   using Element = typename ElementOf<Instance::element>::type;
@@ -30,7 +31,9 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const block_index = blockIdx.x;
   zero_fill_workspace(params.workspace);
   varlen_prepare<Family::sm80, kThreads>(params, mask);
-  if (!has_rows(m_begin, s.used)) return;
+  __shared__ float sums[kThreads / 32];
+  SinkShare<Element> of_sink{params.sinks, head};
+  if (!has_rows(m_begin, s.used)) return of_sink.template store<kThreads>(block_index, sums);
 
   int const first_row = s.mask.fully_masked_rows(), lane = threadIdx.x % kLanes;
   auto chunk = [&](TensorView const& view, int row) {
@@ -61,6 +64,19 @@ __global__ void __launch_bounds__(kThreads)
     params.workspace.lse_delta.lse[block_index * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
     params.workspace.lse_delta.delta[block_index * kBlockM + i] =
         is_valid ? (params.dlse ? params.dlse[offset] : 0.f) - dot : 0.f;
+  }
+  if (params.sinks.shares) {  // from what the block has written: in the loop above it would spill
+    __syncthreads();
+    for (int i = threadIdx.x; i < smaller(kBlockM, s.used - m_begin); i += kThreads) {
+      int const row = m_begin + i;
+      int64_t const offset =
+          b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
+      float const dlse = params.dlse ? params.dlse[offset] : 0.f;
+      auto const& [lse, deltas, terms, terms_of_row] = params.workspace.lse_delta;
+      int64_t const at = block_index * kBlockM + i;
+      of_sink.add(params.lse[offset], lse[at] == INFINITY ? dlse : deltas[at]);
+    }
+    of_sink.template store<kThreads>(block_index, sums);
   }
   if (params.workspace.dq.accum) {
     constexpr int kFloats = kBlockM * Instance::head_dim;

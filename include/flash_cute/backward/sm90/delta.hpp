@@ -37,6 +37,10 @@ struct LseDeltaBlock {
   }
 
   CUTE_DEVICE float lse(int row) const { return sees_keys(row) ? params.lse[lse_offset + row] : INFINITY; }
+  // Sinks count for queries that see no key, too.
+  CUTE_DEVICE float given_lse(int row) const {
+    return is_valid(row) ? params.lse[lse_offset + row] : INFINITY;
+  }
   CUTE_DEVICE float dlse(int row) const {
     return params.dlse && is_valid(row) ? params.dlse[lse_offset + row] : 0.f;
   }

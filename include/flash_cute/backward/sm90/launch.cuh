@@ -128,6 +128,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
             device, plan.gqa_reduce_blocks(), Traits::kKeyThreads, 0, stream, ordered, mask);
       }
     }
+    launch_sum_sinks<typename Traits::Element, kStartsEarly>(params, plan.q_blocks, stream);
   });
 }
 

@@ -2,6 +2,7 @@
 // the workspace, and for packed sequences what backward_zero_fill does.
 #pragma once
 
+#include "flash_cute/backward/sink_gradients.hpp"
 #include "flash_cute/backward/sm90/delta.hpp"
 #include "flash_cute/backward/zero_fill.cuh"
 
@@ -11,6 +12,7 @@ template <class Traits>
 struct PreprocessStorage {
   alignas(1024) typename Traits::Element rows[2 * Traits::kStageElements];
   cutlass::arch::ClusterTransactionBarrier full;
+  float sums[Traits::kBlockM / 32];
 };
 
 // One thread block for each M block of a head, and a thread for each of its rows. With kZeroFills the first
@@ -50,14 +52,28 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   __syncthreads();
 
   zero_fill_workspace(workspace);
-  if (!exists) return;
+  SinkShare<typename Traits::Element> of_sink{params.sinks, head};
+  // Queries that see no key are cut off the sequence: its first block has them.
+  if (params.sinks.shares && of_head == s.first_block) {
+    Sequence const whole = sequence_for<Family::sm80>(params, mask, s.index);
+    int64_t const first = (params.lengths.cu_seqlens_q ? 0 : s.index * params.lse_batch_stride) +
+                          int64_t(head) * shape.seqlen_q + whole.queries.begin;
+    int const blind = smaller(whole.used, whole.mask.fully_masked_rows());
+    for (int row = threadIdx.x; row < blind; row += kBlockM) {
+      of_sink.add(params.lse[first + row], params.dlse ? params.dlse[first + row] : 0.f);
+    }
+  }
+  if (!exists) return of_sink.template store<kBlockM>(block_index, shared.sums);
 
   LseDeltaBlock<Traits> const stats(params, s, head, begin, block_index * kBlockM);
   int const row = threadIdx.x;
   float const lse = stats.lse(row), dlse = stats.dlse(row);
   if (has_dout) shared.full.wait(0);
   stats.store_lse(row, lse);
-  stats.store_delta(row, dlse - (has_dout ? operands.dot(row) : 0.f));
+  float const delta = dlse - (has_dout ? operands.dot(row) : 0.f);
+  stats.store_delta(row, delta);
+  if (params.sinks.shares) of_sink.add(stats.given_lse(row), lse == INFINITY ? dlse : delta);
+  of_sink.template store<kBlockM>(block_index, shared.sums);
 }
 
 }  // namespace flash_cute

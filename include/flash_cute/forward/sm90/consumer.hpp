@@ -81,7 +81,7 @@ struct ForwardConsumerSm90 {
       auto const& mask = problem.mask(tile);
       if constexpr (kSplits) {
         if (tile.slot != PartTile::kWhole) {
-          softmax.finish(acc_o, [](int) { return true; });  // other parts may see keys
+          finish_part(softmax, acc_o);
           if (warpgroup == 0 && thread == 0 && problem.partial.tiles) problem.partial.tiles[tile.slot] = tile;
           store_partial(problem.partial, tile, warpgroup * (problem.partial.rows / rows.groups), rows,
                         softmax, cO, acc_o);
@@ -116,6 +116,7 @@ struct ForwardConsumerSm90 {
       };
 
       softmax.reset();
+      begin_with_sinks<Element>(params.sinks, softmax, tile, rows, cS);
       clear(acc_o);
       probabilities(acc_first);
       convert_into<Element>(acc_first, rP);
