@@ -119,7 +119,7 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
     packed = cu_seqlens_q is not None
     dout, dlse, q, k, v, out, lse, dq, dk, dv = _entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
     dense = all(tensor is None for tensor in lengths)
-    dsinks = torch.zeros(0 if sinks is None else q.shape[1], **_FLOAT)
+    dsinks = None if sinks is None else torch.zeros(q.shape[1], **_FLOAT)
     for queries, keys, first in [(..., ..., 0)] if dense else _places(q, k, *lengths):
         of_queries = [x[queries] for x in (dout, dlse, q, out, lse)]
         seen = ranges if dense else key_ranges.of_sequence(ranges, queries, first)
@@ -130,14 +130,15 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
             dsinks += gradient_of_sinks(*of_queries[:2], *of_queries[3:], sinks, blind)
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
     asked = (gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
-    return *asked, dsinks if sinks is None else dsinks.to(sinks.dtype)
+    return *asked, q.new_empty(0) if sinks is None else dsinks.to(sinks.dtype)
 
 
 def _blind(window: Window, ranges: torch.Tensor | None) -> torch.Tensor:
     """Which queries see no key, for an lse."""
     if ranges is not None:
         return key_ranges.blind(window, ranges)
-    return torch.arange(window.seqlen_q, device="cpu") < window.blind
+    blind = window.blind if window.seqlen_k else window.seqlen_q
+    return torch.arange(window.seqlen_q, device="cpu") < blind
 
 
 def _scale_and_window(q, causal, softmax_scale=None, window_left=None, window_right=None, family=None):

@@ -265,3 +265,53 @@ def test_autocast(device):
     with torch.autocast(device.type, torch.bfloat16):
         out, _ = flash_cute.forward(q.float(), k.float(), v.float(), sinks=sinks)
     assert torch.equal(out, flash_cute.forward(q, k, v, sinks=sinks)[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_keys_at_all(kernel, packed):
+    """The LSE is the sink, out 0; the gradient is that of the LSE alone."""
+    shape = (5, 4, 64) if packed else (2, 4, 5, 64)
+    q = torch.randn(shape, device=kernel.device).bfloat16().requires_grad_()
+    k = q.detach()[:0, :2] if packed else q.detach()[:, :2, :0]
+    sinks = torch.randn(4, device=kernel.device).requires_grad_()
+    given = {"family": kernel.family}
+    if packed:
+        given["cu_seqlens_q"] = torch.tensor([0, 2, 5], dtype=torch.int32, device=kernel.device)
+        given["cu_seqlens_k"] = torch.zeros_like(given["cu_seqlens_q"])
+    function = flash_cute.forward_varlen if packed else flash_cute.forward
+    out, lse = function(q, k, k, **given, sinks=sinks)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks.detach().unsqueeze(-1).expand_as(lse))
+    given = torch.full_like(out, torch.nan), torch.ones_like(lse)
+    dq, dsinks = torch.autograd.grad((out, lse), (q, sinks), given)
+    assert (dq == 0).all()
+    torch.testing.assert_close(dsinks, torch.full_like(sinks, lse.numel() / 4))
+
+
+def test_beside_ranges(kernel):
+    """Queries that see no key of their ranges have a sink all the same."""
+    q, k, v = make_inputs(Shape(2, 4, 2, 40, 50, 64), torch.bfloat16, kernel.device)
+    start = torch.arange(40, dtype=torch.int32, device=kernel.device)
+    ranges = torch.stack((start, start + start % 3 * 5), -1)[None, None, :, None]
+    sinks = torch.randn(4, device=kernel.device)
+    tensors = q, k, v, sinks
+    key = torch.arange(50, device=kernel.device)
+    hidden = (key < ranges[..., 0]) | (key >= ranges[..., 1])
+    given = torch.randn_like(q), torch.randn(q.shape[:3], device=kernel.device)
+    given[0][:, :, ::3] = torch.nan  # of queries without keys
+
+    def by_definition(q, k, v, sinks):
+        scores = (q.float() @ k.float().repeat_interleave(2, 1).mT / 8).masked_fill(hidden, -torch.inf)
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(2, 4, 40, 1)), -1)
+        out = scores.softmax(-1)[..., :-1] @ v.float().repeat_interleave(2, 1)
+        return out.to(q.dtype), scores.logsumexp(-1)
+
+    ours = with_gradients(
+        lambda q, k, v, s: flash_cute.forward(q, k, v, ranges=ranges, sinks=s, family=kernel.family),
+        tensors, given,
+    )  # fmt: skip
+    expected = with_gradients(by_definition, tensors, (given[0].nan_to_num(0), given[1]))
+    for name, result, right in zip(NAMES, ours, expected, strict=True):
+        torch.testing.assert_close(
+            result, right, atol=3e-2, rtol=3e-2, msg=lambda text, name=name: name + text
+        )
