@@ -37,12 +37,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   constexpr bool kInSharedMemory = Problem::kVarlen || Traits::kTileInSharedMemory;
   auto const of_block = tile_of_block<kInSharedMemory>(
       [&] { return find_tile<Traits>(problem, Problem::kVarlen ? int(blockIdx.x) : read_block_index()); });
-  Tensor cO = typename Traits::TiledMma{}.get_slice(thread).partition_C(
-      make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
-  begin_with_sinks<typename Traits::Element>(params.sinks, softmax, of_block.get(), rows_of(problem), cO);
+  auto coords_of = [](int thread) {
+    return typename Traits::TiledMma{}.get_slice(thread).partition_C(
+        make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
+  };
+  // By an index of their own, so that no coordinate is kept through the mainloop, which would spill.
+  begin_with_sinks<typename Traits::Element>(params.sinks, softmax, of_block.get(), rows_of(problem),
+                                             coords_of(read_thread_index()));
   ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();
+  Tensor cO = coords_of(thread);
   auto const& mask = mask_of(problem, tile);
   auto const& rows = rows_of(problem);
   if constexpr (Problem::kSplits) {
