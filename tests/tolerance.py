@@ -46,7 +46,11 @@ def assert_attention(result, q, k, v, mask: Mask = MASKS["full"], softmax_scale:
 
 
 def assert_ragged(
-    result, batch: Ragged, mask: Mask | list[Mask] = MASKS["full"], softmax_scale: float | None = None
+    result,
+    batch: Ragged,
+    mask: Mask | list[Mask] = MASKS["full"],
+    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Likewise for a batch of unequal lengths, against its sequences one by one; the rest is 0 and -inf.
 
@@ -68,13 +72,19 @@ def assert_ragged(
         tensors = (x[entry, :, part].unsqueeze(0) for x, part in ((q, rows), (k, keys), (v, keys)))
         sequence = list(tensors)
         for results, dtype in ((oracle, torch.float64), (yardstick, q.dtype)):
-            for whole, part in zip(
-                results, reference.forward(*sequence, dtype=dtype, **options), strict=True
-            ):
+            plain = reference.forward(*sequence, dtype=dtype, **options)
+            parts = plain if sinks is None else _with_sinks(*plain, sinks)
+            for whole, part in zip(results, parts, strict=True):
                 whole[entry, :, rows] = part[0]
     assert (out[oracle[1].isneginf()] == 0).all()
     assert_within_rule("out", out, yardstick[0], oracle[0])
     assert_within_rule("lse", lse, yardstick[1], oracle[1])
+
+
+def _with_sinks(out, lse, sinks):
+    """Results without sinks become those with them: the keys' share of the sum is what scales out."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return out * (lse - whole).exp().unsqueeze(-1).to(out.dtype), whole
 
 
 def assert_gradients(

@@ -65,11 +65,12 @@ struct OnlineSoftmax {
   template <class Logit>
   CUTE_DEVICE void begin_with(Logit const& logit) {
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      float const sink = logit(row);
-      if (sink == -INFINITY) continue;
-      reference[row] = sink;
-      row_sum[row] = threadIdx.x % 4 == 0 ? kSumOfSink : 0.f;
+    for (int row = 0; row < kRows; ++row) reference[row] = logit(row);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {  // without branches, between which loads would wait
+      bool const is_key = reference[row] != -INFINITY;
+      row_sum[row] = is_key && threadIdx.x % 4 == 0 ? kSumOfSink : 0.f;
+      if (!is_key) reference[row] = -FLT_MAX;
     }
   }
 
