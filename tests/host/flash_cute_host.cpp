@@ -41,9 +41,17 @@ namespace {
 
 std::pair<int, int> as_pair(BlockRange range) { return {range.begin, range.end}; }
 
+// Every third block that is visited is full.
 std::vector<BlockBits> block_bits_of(std::vector<uint32_t> const& visited) {
   std::vector<BlockBits> bits;
-  for (uint32_t word : visited) bits.push_back({word, 0});
+  for (uint32_t word : visited) {
+    uint32_t full = 0;
+    for (int i = 0; i < BlockBits::kBlocks; ++i) {
+      bool const is_third = (bits.size() * BlockBits::kBlocks + i) % 3 == 0;
+      full |= uint32_t(is_third) << i;
+    }
+    bits.push_back({word, word & full});
+  }
   return bits;
 }
 
@@ -171,16 +179,17 @@ PYBIND11_MODULE(flash_cute_host, module) {
              });
   module.def("walk_over_keys", [](std::vector<uint32_t> const& visited, int count) {
     auto const bits = block_bits_of(visited);
-    std::vector<std::tuple<int, int, int>> steps;
+    std::vector<std::tuple<int, int, int, bool>> steps;
     for (RangeKvBlocks blocks(bits.data(), int(bits.size()), count); !blocks.done(); blocks.advance())
-      steps.emplace_back(blocks.block, blocks.next(), blocks.left());
+      steps.emplace_back(blocks.block, blocks.next(), blocks.left(), blocks.is_full(WalkKnows{}));
     return steps;
   });
   module.def("walk_over_queries", [](std::vector<uint32_t> const& visited, int blocks, int heads) {
     auto const bits = block_bits_of(visited);
-    std::vector<std::pair<int, int>> steps;
+    std::vector<std::tuple<int, int, bool>> steps;
     RangeQBlockIterator walk({bits.data(), blocks}, KvTile{}, heads);
-    for (; walk.left > 0; walk.advance()) steps.emplace_back(walk.head, walk.block);
+    for (; walk.left > 0; walk.advance())
+      steps.emplace_back(walk.head, walk.block, walk.is_full(WalkKnows{}));
     return steps;
   });
 

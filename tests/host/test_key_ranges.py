@@ -44,9 +44,10 @@ def test_walk_over_keys(host, bits):
     if not expected:
         return  # the table has a block for each tile
     steps = host.walk_over_keys(bits, len(expected))
-    assert [block for block, _, _ in steps] == expected
-    assert [following for _, following, _ in steps[:-1]] == expected[1:]
-    assert [left for _, _, left in steps] == list(range(len(expected)))[::-1]
+    assert [block for block, *_ in steps] == expected
+    assert [following for _, following, *_ in steps[:-1]] == expected[1:]
+    assert [left for _, _, left, _ in steps] == list(range(len(expected)))[::-1]
+    assert [full for *_, full in steps] == [block % 3 == 0 for block in expected]
 
 
 @given(words, st.integers(1, 3), st.data())
@@ -54,7 +55,8 @@ def test_walk_over_queries(host, bits, heads, data):
     """From the first block to the last, head by head; where there is none, one hidden step for each head."""
     blocks = data.draw(st.integers(1, 32 * len(bits)))  # of the sequence: no other is visited
     seen = [block for block in blocks_of(bits) if block < blocks] or [0]
-    expected = [(head, block) for head in range(heads) for block in seen]
+    are_full = set(blocks_of(bits))
+    expected = [(head, block, block % 3 == 0 and block in are_full) for head in range(heads) for block in seen]
     assert host.walk_over_queries(bits, blocks, heads) == expected
 
 

@@ -182,6 +182,8 @@ struct QBlockIterator {
         block(start),
         left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
 
+  // unmasked: the blocks that need no element test.
+  FLASH_CUTE_HOST_DEVICE bool is_full(BlockRange const& unmasked) const { return unmasked.contains(block); }
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
     block += backwards ? -1 : 1;
@@ -219,22 +221,34 @@ FLASH_CUTE_HOST_DEVICE RangesMask ranges_mask(BackwardParams const& params, KvTi
 }
 
 // As QBlockIterator, with key ranges. A tile that no query sees has a step in which all pairs are hidden.
+// Memory is read once for every 32 blocks.
 struct RangeQBlockIterator {
   RangeQueryBlocks visited;
   int first, head, block, left;
+  BlockBits of_chunk;  // with those blocks alone that are not behind the walk
 
   FLASH_CUTE_HOST_DEVICE RangeQBlockIterator(RangeQueryBlocks const& visited_, KvTile const& tile, int heads)
       : visited(visited_),
         first(larger(0, visited.first())),
         head(tile.head_kv * heads),
         block(first),
-        left(heads * larger(1, visited.count())) {}
+        left(heads * larger(1, visited.count())),
+        of_chunk(visited.of_chunk(first / BlockBits::kBlocks)) {}
 
+  FLASH_CUTE_HOST_DEVICE bool is_full(WalkKnows) const {
+    return of_chunk.full >> block % BlockBits::kBlocks & 1;
+  }
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
-    block = visited.after(block);
-    if (block != visited.end()) return;
+    of_chunk.visited &= ~(1u << block % BlockBits::kBlocks);
+    int chunk = block / BlockBits::kBlocks;
+    while (of_chunk.visited == 0 && ++chunk * BlockBits::kBlocks < visited.blocks) {
+      of_chunk = visited.of_chunk(chunk);
+    }
+    block = chunk * BlockBits::kBlocks + lowest_bit(of_chunk.visited);
+    if (of_chunk.visited != 0) return;
     block = first;
+    of_chunk = visited.of_chunk(first / BlockBits::kBlocks);
     ++head;
   }
 };

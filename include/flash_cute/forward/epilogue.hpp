@@ -1,4 +1,4 @@
-// How a tile's rows begin, with a sink, and how they end, in both families; the LSE leaves straight from the
+// How a tile's rows begin, with sinks, and how they end, in both families; the LSE leaves straight from the
 // registers of the compute warps.
 #pragma once
 
@@ -8,21 +8,36 @@
 
 namespace flash_cute {
 
-// Begins the softmax of the rows that this thread owns with the sinks of their heads, if there are any. Where
-// keys are cut into parts, the combining kernel counts them.
-template <class Element, class Softmax, class Tile, class Rows, class Coords>
-CUTE_DEVICE void begin_with_sinks(SinkParams const& sinks, Softmax& softmax, Tile const& tile,
-                                  Rows const& rows, Coords const& accumulator_coords) {
-  if (!sinks.logits) return;
-  if constexpr (std::is_base_of_v<PartTile, Tile>) {
-    if (tile.slot != PartTile::kWhole) return;
+// The sinks of the rows that this thread owns, if there are any. Where keys are cut into parts, the combining
+// kernel counts them. Their bits are looked at where they count, so that they may arrive meanwhile.
+template <class Element, int kRows>
+struct RowSinks {
+  SinkParams const& sinks;
+  bool count;
+  uint32_t bits[kRows];
+
+  template <class Tile, class Rows, class Coords>
+  CUTE_DEVICE RowSinks(SinkParams const& sinks_, Tile const& tile, Rows const& rows,
+                       Coords const& accumulator_coords)
+      : sinks(sinks_), count(sinks_.logits) {
+    if constexpr (std::is_base_of_v<PartTile, Tile>) count &= tile.slot == PartTile::kWhole;
+    if (!count) return;
+    auto const coords = row_col_view(accumulator_coords);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      int const row = get<0>(coords(i, 0));
+      bits[i] = sinks.bits(tile.head + (rows.uses(row) ? rows.head(row) : 0));
+    }
   }
-  auto const coords = row_col_view(accumulator_coords);
-  softmax.begin_with([&](int i) {
-    int const row = get<0>(coords(i, 0));
-    return rows.uses(row) ? sinks.logit<Element>(tile.head + rows.head(row)) * float(M_LOG2E) : -INFINITY;
-  });
-}
+
+  // Begins the rows' softmax with them.
+  template <class Softmax>
+  CUTE_DEVICE void begin(Softmax& softmax) const {
+    if (count) {
+      softmax.begin_with([&](int i) { return sinks.value<Element>(bits[i]) * float(M_LOG2E); });
+    }
+  }
+};
 
 // Ends the softmax of a part of the keys. Other parts may have some for rows that see none here.
 template <class Softmax, class Output>

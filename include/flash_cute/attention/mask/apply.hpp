@@ -50,18 +50,6 @@ struct KeyBits {
   }
 };
 
-// The keys that a query sees through its ranges, which are loaded at once.
-CUTE_DEVICE KeyBits visible_keys(RangesMask const& mask, int query, int n_begin, int lane_begin) {
-  KeyRange ranges[kMaxRanges];
-  CUTE_UNROLL
-  for (int i = 0; i < kMaxRanges; ++i) ranges[i] = i < mask.count ? mask.range(query, i) : KeyRange{};
-  KeyBits keys(0, 0, 0);
-  CUTE_UNROLL
-  for (int i = 0; i < kMaxRanges; ++i)
-    keys.bits |= KeyBits(ranges[i].begin - n_begin, ranges[i].end - n_begin, lane_begin).bits;
-  return keys;
-}
-
 // Scores of pairs that the mask hides become -inf. m_begin, n_begin: the first query of the rows and the
 // first key of the columns. cS has the (row, key) coordinates of acc_s in the tile.
 template <class Keys, class Mask, class Rows, class Coords, class Scores>
@@ -73,14 +61,8 @@ CUTE_DEVICE void apply_mask(Mask const& mask, Rows const& rows, int m_begin, int
   CUTE_UNROLL
   for (int row = 0; row < size<0>(scores); ++row) {
     int const query = m_begin + rows.query(get<0>(coords(row, 0)));
-    auto const visible = [&] {
-      int const lane_begin = get<1>(coords(row, 0));
-      if constexpr (std::is_same_v<Mask, RangesMask>) {
-        return visible_keys(mask, query, n_begin, lane_begin);
-      } else {
-        return Keys(mask.first_key(query) - n_begin, mask.end_key(query) - n_begin, lane_begin);
-      }
-    }();
+    Keys const visible(mask.first_key(query) - n_begin, mask.end_key(query) - n_begin,
+                       get<1>(coords(row, 0)));
     CUTE_UNROLL
     for (int col = 0; col < size<1>(scores); ++col) {
       if constexpr (requires { visible.contains(0); }) {
@@ -92,31 +74,64 @@ CUTE_DEVICE void apply_mask(Mask const& mask, Rows const& rows, int m_begin, int
   }
 }
 
-// The same for S^T, whose rows are keys and whose columns are queries. Ranges of several columns are loaded
-// at once.
-template <class Coords, class Scores>
+// The same with key ranges, of which those of all rows are loaded at once.
+template <class Keys, class Rows, class Coords, class Scores>
+CUTE_DEVICE void apply_mask(RangesMask const& mask, Rows const& rows, int m_begin, int n_begin,
+                            Coords const& cS, Scores& acc_s) {
+  auto scores = row_col_view(acc_s);
+  auto coords = row_col_view(cS);
+  constexpr int kRows = decltype(size<0>(scores))::value;
+  uint32_t visible[kRows] = {};
+#pragma unroll 1
+  for (int i = 0; i < mask.count; ++i) {
+    KeyRange ranges[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row)
+      ranges[row] = mask.range(m_begin + rows.query(get<0>(coords(row, 0))), i);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      visible[row] |=
+          KeyBits(ranges[row].begin - n_begin, ranges[row].end - n_begin, get<1>(coords(row, 0))).bits;
+    }
+  }
+  CUTE_UNROLL
+  for (int row = 0; row < kRows; ++row) {
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(scores); ++col) {
+      if (!(visible[row] & 1u << col)) scores(row, col) = -INFINITY;
+    }
+  }
+}
+
+// The same for S^T, whose rows are keys and whose columns kQueries queries. Each lane loads the ranges of one
+// query of every 32, and a vote for each key of the warp tells which queries see it. A quad of lanes owns the
+// pairs of columns of eight neighbours; those of a lane are multiples of 8, 16 or 32 queries apart.
+template <int kQueries, class Coords, class Scores>
 CUTE_DEVICE void apply_transposed(RangesMask const& mask, int n_begin, int m_begin, Coords const& cS,
                                   Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(scores))::value, kColumns = decltype(size<1>(scores))::value;
-  static_assert(kColumns <= 32);
-  uint32_t visible[kRows] = {};  // a bit for each column
+  constexpr int kLanes = 32, kKeys = kLanes / 4, kGroups = kQueries / kLanes;
+  static_assert(kGroups * kLanes == kQueries);
+  int const lane = threadIdx.x % kLanes, own_key = lane / 4;
+  uint32_t visible[kRows][kGroups] = {};  // a bit for each query
 #pragma unroll 1
   for (int i = 0; i < mask.count; ++i) {
-    constexpr int kAtOnce = 4;
+    KeyRange ranges[kGroups];
     CUTE_UNROLL
-    for (int first = 0; first < kColumns; first += kAtOnce) {
-      KeyRange ranges[kAtOnce];
+    for (int group = 0; group < kGroups; ++group)
+      ranges[group] = mask.range(m_begin + group * kLanes + lane, i);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      int const first_key = n_begin + get<0>(coords(row, 0)) - own_key;
       CUTE_UNROLL
-      for (int col = 0; col < kAtOnce; ++col)
-        ranges[col] = mask.range(m_begin + get<1>(coords(0, first + col)), i);
-      CUTE_UNROLL
-      for (int col = 0; col < kAtOnce; ++col) {
+      for (int group = 0; group < kGroups; ++group) {
         CUTE_UNROLL
-        for (int row = 0; row < kRows; ++row) {
-          int const key = n_begin + get<0>(coords(row, 0));
-          if (ranges[col].begin <= key && key < ranges[col].end) visible[row] |= 1u << (first + col);
+        for (int key = 0; key < kKeys; ++key) {
+          uint32_t const seen = __ballot_sync(
+              ~0u, ranges[group].begin <= first_key + key && first_key + key < ranges[group].end);
+          if (key == own_key) visible[row][group] |= seen;
         }
       }
     }
@@ -124,8 +139,11 @@ CUTE_DEVICE void apply_transposed(RangesMask const& mask, int n_begin, int m_beg
   CUTE_UNROLL
   for (int row = 0; row < kRows; ++row) {
     CUTE_UNROLL
+    for (int group = 0; group < kGroups; ++group) visible[row][group] >>= get<1>(coords(row, 0));
+    CUTE_UNROLL
     for (int col = 0; col < kColumns; ++col) {
-      if (!(visible[row] & 1u << col)) scores(row, col) = -INFINITY;
+      int const query = get<1>(coords.layout()(row, col));  // from the lane's first one: a constant
+      if (!(visible[row][query / kLanes] & 1u << query % kLanes)) scores(row, col) = -INFINITY;
     }
   }
 }

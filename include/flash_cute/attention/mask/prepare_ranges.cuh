@@ -8,7 +8,7 @@
 
 namespace flash_cute {
 
-constexpr int kRangeThreads = 128;
+constexpr int kRangeThreads = 256;
 
 // A sequence as the kernels behind see it: SequenceOf{}(params, limits, b).
 struct WholeSequence {
@@ -28,6 +28,18 @@ __device__ void start_early() {
   }
 }
 
+// The blocks of keys in which a range has keys, and those that it covers.
+struct BlockSpans {
+  BlockRange visited, full;
+
+  BlockSpans() = default;
+  __device__ BlockSpans(KeyRange range, int block) : visited{0, 0}, full{0, 0} {
+    if (range.begin >= range.end) return;
+    visited = {range.begin / block, ceil_div(range.end, block)};
+    full = {ceil_div(range.begin, block), range.end / block};
+  }
+};
+
 // By one block for each M block. kStartsEarly: as of the kernel after it. Each family so has a kernel of its
 // own, from its own PTX.
 template <bool kStartsEarly, class SequenceOf, class Params>
@@ -35,10 +47,9 @@ __global__ void __launch_bounds__(kRangeThreads)
     prepare_ranges_kernel(__grid_constant__ Params const params, __grid_constant__ WindowMask const limits,
                           __grid_constant__ RangeTable const table) {
   start_early<kStartsEarly>();
-  __shared__ KeyRange cut[kMostQueries][kMaxRanges];
+  __shared__ BlockSpans spans[kMostQueries][kMaxRanges];
   __shared__ int visited;
-  int const b = table.m_blocks.sequence(blockIdx.x), block_m = table.m_blocks.block,
-            block_n = table.n_blocks.block;
+  int const b = table.m_blocks.sequence(blockIdx.x), block_m = table.m_blocks.block;
   int const m_begin = (int(blockIdx.x) - table.m_blocks.first(b)) * block_m;
   Sequence const s = SequenceOf{}(params, limits, b);
   if (!has_rows(m_begin, s.used)) return;
@@ -52,28 +63,37 @@ __global__ void __launch_bounds__(kRangeThreads)
   for (int i = threadIdx.x; i < queries; i += kRangeThreads) {
     int64_t const at = int64_t(m_begin + i) * ranges.count;
     CutRanges const own(given + 2 * at, ranges.count, s.k_begin - first_row, s.mask, m_begin + i);
-    for (int r = 0; r < kMaxRanges; ++r) cut[i][r] = own.ranges[r];
-    for (int r = 0; r < ranges.count; ++r) rows[at + r] = own.ranges[r];
+#pragma unroll
+    for (int r = 0; r < kMaxRanges; ++r) {
+      if (r < ranges.count) rows[at + r] = own.ranges[r];
+      spans[i][r] = BlockSpans(own.ranges[r], table.n_blocks.block);
+    }
   }
   __syncthreads();
 
+  // A warp for each word, as each of its queries decides on every bit.
+  constexpr int kWarps = kRangeThreads / 32;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   BlockBits* const words = table.key_bits_of(blockIdx.x);
-  for (int word = threadIdx.x; word < table.words; word += kRangeThreads) {
+  int count = 0;
+  for (int word = warp; word < table.words; word += kWarps) {
     int const first_block = word * BlockBits::kBlocks;
     BlockBits bits{0, ~0u};
-    for (int i = 0; i < queries; ++i) {
-      uint32_t full = 0;
+    for (int i = lane; i < queries; i += 32) {
+      BlockBits of_query{};
       for (int r = 0; r < ranges.count; ++r) {
-        auto const [begin, end] = cut[i][r];
-        if (begin >= end) break;
-        bits.visited |= bits_between(begin / block_n - first_block, ceil_div(end, block_n) - first_block);
-        full |= bits_between(ceil_div(begin, block_n) - first_block, end / block_n - first_block);
+        auto const [visited, full] = spans[i][r];
+        of_query.visited |= bits_between(visited.begin - first_block, visited.end - first_block);
+        of_query.full |= bits_between(full.begin - first_block, full.end - first_block);
       }
-      bits.full &= full;
+      bits.visited |= of_query.visited;
+      bits.full &= of_query.full;
     }
-    words[word] = bits;
-    atomicAdd(&visited, count_bits(bits.visited));
+    bits = {__reduce_or_sync(~0u, bits.visited), __reduce_and_sync(~0u, bits.full)};
+    if (lane == 0) words[word] = bits;
+    count += count_bits(bits.visited);
   }
+  if (lane == 0 && count > 0) atomicAdd(&visited, count);
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (visited == 0) words[0] = {1, 0};  // a tile computes one block at least

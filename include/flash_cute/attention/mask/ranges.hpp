@@ -173,44 +173,44 @@ struct RangesMask {
 };
 
 // The walk over the blocks of keys that a tile visits, from the last to the first; as KvBlocks. A tile that
-// visits none walks over one block that is hidden from it.
+// visits none walks over one block that is hidden from it. Memory is read once for every 32 blocks.
 struct RangeKvBlocks {
   BlockBits const* bits;
-  int block, following;       // where the walk is, and the block behind that
-  bool full, following_full;  // is every pair of the tile visible?
-  int behind;                 // how many there are behind this one
+  int word;
+  BlockBits of_word;  // with those blocks alone that are not behind the walk
+  int block;          // where the walk is
+  int behind;         // how many there are behind this one
   bool first = true;
 
   FLASH_CUTE_HOST_DEVICE RangeKvBlocks(BlockBits const* bits_, int words, int visited)
-      : bits(bits_), following(words * BlockBits::kBlocks), following_full(false), behind(visited) {
-    find_following();
-    advance();
-    first = true;
+      : bits(bits_), word(words - 1), of_word(bits_[words - 1]), behind(visited - 1) {
+    find_block();
   }
 
-  FLASH_CUTE_HOST_DEVICE bool is_full(WalkKnows) const { return full; }
+  FLASH_CUTE_HOST_DEVICE bool is_full(WalkKnows) const {
+    return of_word.full >> block % BlockBits::kBlocks & 1;
+  }
   FLASH_CUTE_HOST_DEVICE bool is_first() const { return first; }
   FLASH_CUTE_HOST_DEVICE int left() const { return behind; }
   FLASH_CUTE_HOST_DEVICE bool done() const { return behind < 0; }
   FLASH_CUTE_HOST_DEVICE bool advance() {
     first = false;
-    block = following;
-    full = following_full;
-    if (--behind > 0) find_following();
-    return !done();
+    if (--behind < 0) return false;
+    of_word.visited ^= 1u << block % BlockBits::kBlocks;
+    find_block();
+    return true;
   }
-  FLASH_CUTE_HOST_DEVICE int next() const { return following; }
+  FLASH_CUTE_HOST_DEVICE int next() const {
+    RangeKvBlocks following = *this;
+    following.advance();
+    return following.block;
+  }
 
  private:
-  // The last visited block before `following`; there is one.
-  FLASH_CUTE_HOST_DEVICE void find_following() {
-    int word = (following - 1) / BlockBits::kBlocks;
-    BlockBits found = bits[word];
-    found.visited &= bits_between(0, following - word * BlockBits::kBlocks);
-    while (found.visited == 0 && word > 0) found = bits[--word];
-    int const bit = larger(0, highest_bit(found.visited));
-    following = word * BlockBits::kBlocks + bit;
-    following_full = found.full >> bit & 1;
+  // The last one that is left; there is one.
+  FLASH_CUTE_HOST_DEVICE void find_block() {
+    while (of_word.visited == 0 && word > 0) of_word = bits[--word];
+    block = word * BlockBits::kBlocks + larger(0, highest_bit(of_word.visited));
   }
 };
 
@@ -229,6 +229,7 @@ struct RangeQueryBlocks {
     for (int chunk = 0; chunk * BlockBits::kBlocks < blocks; ++chunk) sum += count_bits(visited(chunk, 0));
     return sum;
   }
+  FLASH_CUTE_HOST_DEVICE BlockBits of_chunk(int chunk) const { return {visited(chunk, 0), bits[chunk].full}; }
 
  private:
   // Of a chunk's blocks, from this one on.

@@ -86,7 +86,7 @@ struct BackwardConsumerSm90 {
         if (own.warpgroup == 1) first_exponentials.sync(2 * kWarpgroupThreads);
       }
       wait_products<1>(acc_s);
-      if (!unmasked.contains(steps.block)) {
+      if (!steps.is_full(unmasked)) {
         own.mask_scores(tile, tile.n_begin, steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)

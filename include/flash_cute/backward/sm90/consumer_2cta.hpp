@@ -81,7 +81,7 @@ struct BackwardDvConsumer2Cta {
       issue_product(GMMA::ScaleOut::Zero, mma_s, k_slices.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage),
                     acc_s);
       wait_products<0>(acc_s);
-      if (!unmasked.contains(steps.block)) {
+      if (!steps.is_full(unmasked)) {
         own.mask_scores(tile, first_own_key<Traits>(tile), steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)

@@ -70,10 +70,11 @@ struct BackwardConsumerWarpgroup {
 
   CUTE_DEVICE auto steps_of(KvTile const& tile) const { return flash_cute::steps_of<Traits>(params, tile); }
 
-  // M blocks whose queries all see all of this warpgroup's keys; with key ranges, of the tile's.
+  // M blocks whose queries all see all of this warpgroup's keys; with key ranges, of the tile's, as its steps
+  // know.
   CUTE_DEVICE auto unmasked(KvTile const& tile) const {
     if constexpr (Traits::kRanges) {
-      return FullBlocks{range_query_blocks<Traits>(params, tile).bits};
+      return WalkKnows{};
     } else {
       WindowMask const& mask = tile.sequence.mask;
       int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
@@ -86,7 +87,7 @@ struct BackwardConsumerWarpgroup {
   CUTE_DEVICE void mask_scores(KvTile const& tile, int n_begin, int block, Coords const& cS,
                                Scores& acc_s) const {
     if constexpr (Traits::kRanges) {
-      apply_transposed(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM, cS, acc_s);
+      apply_transposed<kBlockM>(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM, cS, acc_s);
     } else {
       apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, n_begin,
                           block * kBlockM, cS, acc_s);

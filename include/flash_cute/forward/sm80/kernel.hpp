@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
+  constexpr int kRows = 2 * decltype(size<1>(acc_o))::value;
+  OnlineSoftmax<kRows, Traits::kSlack> softmax(params.softmax.scale_log2);
 
   constexpr bool kInSharedMemory = Problem::kVarlen || Traits::kTileInSharedMemory;
   auto const of_block = tile_of_block<kInSharedMemory>(
@@ -42,8 +43,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
         make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   };
   // By an index of their own, so that no coordinate is kept through the mainloop, which would spill.
-  begin_with_sinks<typename Traits::Element>(params.sinks, softmax, of_block.get(), rows_of(problem),
-                                             coords_of(read_thread_index()));
+  RowSinks<typename Traits::Element, kRows>(params.sinks, of_block.get(), rows_of(problem),
+                                            coords_of(read_thread_index()))
+      .begin(softmax);
   ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();

@@ -49,7 +49,8 @@ struct ForwardConsumerSm90 {
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
-    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
+    constexpr int kRows = 2 * decltype(size<1>(acc_o))::value;
+    OnlineSoftmax<kRows, Traits::kSlack> softmax(params.softmax.scale_log2);
     WarpSchedulerBarrier<Traits::kConsumers> const products{warpgroup};
     auto const& problem = tiles.problem;
     constexpr bool kSplits = std::remove_cvref_t<decltype(problem)>::kSplits;
@@ -97,33 +98,29 @@ struct ForwardConsumerSm90 {
       epilogue.store(acc_o, problem, tile);
     };
 
-    // Before the first scores are waited for: their time hides that of the loads.
-    auto begin_softmax = [&](auto const& tile) {
-      softmax.reset();
-      begin_with_sinks<Element>(params.sinks, softmax, tile, rows, cS);
-    };
-
     auto tile = tiles.first();
     products.wait();
     issue_first_scores();
     products.pass();
-    begin_softmax(tile);
     wait_products<0>(acc_first);
     for (int left = tiles.count();;) {
       auto const& mask = problem.mask(tile);
       auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
       auto const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
-      auto probabilities = [&](auto& acc_s) {
+      auto finish_scores = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
         if (!blocks.is_full(unmasked)) {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
-        return softmax.update(acc_s);
       };
 
+      RowSinks<Element, kRows> const sinks(params.sinks, tile, rows, cS);
+      softmax.reset();
       clear(acc_o);
-      probabilities(acc_first);
+      finish_scores(acc_first);
+      sinks.begin(softmax);
+      softmax.update(acc_first);
       convert_into<Element>(acc_first, rP);
       while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
@@ -133,7 +130,8 @@ struct ForwardConsumerSm90 {
         issue_output();
         products.pass();
         wait_products<1>(acc_s);
-        auto const correction = probabilities(acc_s);
+        finish_scores(acc_s);
+        auto const correction = softmax.update(acc_s);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
         convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
@@ -163,7 +161,6 @@ struct ForwardConsumerSm90 {
         issue_first_scores();
         products.pass();
       }
-      begin_softmax(tile);
       wait_products<0>(acc_first);
     }
   }
