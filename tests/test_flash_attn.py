@@ -16,6 +16,7 @@ from cases import (
     MASKS,
     ROOT,
     Mask,
+    Ranged,
     Sequence,
     Shape,
     each_pair,
@@ -44,7 +45,7 @@ UNEQUAL = Sequence(1, 1), Sequence(30, 50), Sequence(0, 7), Sequence(20, 4), Seq
 USED = Sequence(40, 60, 30, 35), Sequence(20, 20, 0, 20), Sequence(20, 20, 20, 0)
 SELF = tuple(Sequence(rows, rows) for rows in (1, 40, 0, 33))
 
-# As their sources have them.
+# As their sources have them; s_aux, which builds with sinks have at other places, by its name alone.
 MASK2 = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
 )
@@ -52,8 +53,9 @@ MASK2 += "deterministic=False, return_attn_probs=False"
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 MASK3 = f"softmax_scale=None, causal=False, qv=None, {DESCALES}, window_size=(-1, -1), attention_chunk=0, "
 MASK3 += "softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+MASK3 += ", *, s_aux=None"
 QKV3 = f"softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-QKV3 += "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False"
+QKV3 += "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False, *, s_aux=None"
 PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 CACHE = "q, k_cache, v_cache, k=None, v=None"
 ROTARY = "rotary_cos=None, rotary_sin=None"
@@ -63,7 +65,7 @@ CACHE2 += "alibi_slopes=None, num_splits=0, return_softmax_lse=False"
 CACHE3 = f"cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, "
 CACHE3 += "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
 CACHE3 += "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
-CACHE3 += "return_softmax_lse=False"
+CACHE3 += "return_softmax_lse=False, *, s_aux=None"
 SIGNATURES = {
     (fa2, "flash_attn_func"): f"q, k, v, {MASK2}",
     (fa2, "flash_attn_kvpacked_func"): f"q, kv, {MASK2}",
@@ -184,6 +186,71 @@ def test_varlen_in_pages(device, page_size, arguments):
         fa2.flash_attn_varlen_func(*inputs, **options)
 
 
+def chunks_of(size, mask, seqlen_q, seqlen_k, device):
+    """The mask of attention_chunk by its definition, one query and key at a time."""
+    rows = []
+    for i in range(seqlen_q):
+        own = i + seqlen_k - seqlen_q
+        keys = [j for j in range(seqlen_k) if own // size == j // size]
+        rows.append([[keys[0], keys[-1] + 1]] if keys else [[0, 0]])
+    ranges = torch.tensor(rows, dtype=torch.int64, device=device).reshape(1, 1, seqlen_q, 1, 2)
+    return Ranged.of(mask, ranges)
+
+
+@pytest.mark.parametrize("size", [1, 16, 60, 2**40])
+@pytest.mark.parametrize("arguments", ["full", "causal", "window", "causal window"])
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_qkvpacked_func"])
+def test_chunks(device, name, arguments, size):
+    options, mask = ARGUMENTS[arguments]
+    for shape in [SQUARE] if "qkv" in name else [SHAPE, Shape(2, 4, 2, 61, 37, 32)]:
+        inputs = leaves(x.transpose(1, 2) for x in make_inputs(shape, DTYPE, device))
+        options = options | {"softmax_scale": 0.2, "attention_chunk": size, "return_attn_probs": True}
+        out, lse = call(fa3, name, inputs, {}, options)
+        chunked = chunks_of(size, mask, shape.seqlen_q, shape.seqlen_k, device)
+        tensors = [x.detach().transpose(1, 2) for x in (out, *inputs)]
+        assert_attention((tensors[0], lse.detach()), *tensors[1:], chunked, 0.2)
+        dout, dlse = make_gradients(tensors[1])
+        gradients = torch.autograd.grad((out, lse), inputs, (dout.transpose(1, 2), dlse))
+        gradients = [
+            torch.empty_like(x).copy_(g.transpose(1, 2)) for x, g in zip(tensors[1:], gradients, strict=True)
+        ]
+        assert_gradients(gradients, *tensors[1:], dout, dlse, chunked, 0.2)
+
+
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize("sequences", [SELF, UNEQUAL, USED, ()], ids=["self", "unequal", "used", "none"])
+def test_chunks_of_packed_sequences(device, sequences, arguments):
+    """Counted from each sequence's own first key, the last query that counts at the last such key."""
+    options, mask = ARGUMENTS[arguments]
+    batch = make_ragged(sequences, (4, 2), 64, DTYPE, device, packed=True)
+    options = options | {"softmax_scale": 0.2, "attention_chunk": 16, "return_attn_probs": True}
+    result = call(fa3, "flash_attn_varlen_func", (batch.q, batch.k, batch.v), batch.lengths, options)
+    sizes = [(q.stop - q.start, k.stop - k.start) for _, q, k in batch.places]
+    assert_ragged(result, batch, [chunks_of(16, mask, *size, device) for size in sizes], 0.2)
+
+
+@pytest.mark.parametrize("name", [name for module, name in SIGNATURES if module is fa3])
+def test_sinks(device, name):
+    """As those of flash_cute.forward; in the attention of a cache, too."""
+    sinks = torch.randn(4, device=device, requires_grad=True)
+    if "varlen" in name:
+        batch = make_ragged(SELF, (4, 4), 32, DTYPE, device, packed=True)
+        tensors, lengths = (batch.q, batch.k, batch.v), batch.lengths
+        expected = flash_cute.forward_varlen(*tensors, **lengths, causal=True, sinks=sinks)
+    else:
+        tensors, lengths = [x.transpose(1, 2) for x in make_inputs(SQUARE, DTYPE, device)], {}
+        expected = flash_cute.forward(*(x.transpose(1, 2) for x in tensors), causal=True, sinks=sinks)
+        expected = expected[0].transpose(1, 2), expected[1]
+    with_lse = {"return_softmax_lse" if "kvcache" in name else "return_attn_probs": True}
+    out, lse, *_ = call(fa3, name, tensors, lengths, {"causal": True, "s_aux": sinks, **with_lse})
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    dsinks = [torch.autograd.grad(x.sum(), sinks)[0] for x in (lse, expected[1])]
+    assert torch.equal(*dsinks)
+    with pytest.raises(ValueError, match=r"^flash_cute\.compat: s_aux must have shape \(heads_q,\), here"):
+        call(fa3, name, tensors, lengths, {"s_aux": sinks[:3]})
+
+
 def test_grouped_heads_in_one_tensor(device):
     """FlashAttention-3's qkv of 4 dimensions."""
     q, k, v = make_inputs(Shape(2, 6, 2, 150, 150, 64), DTYPE, device)
@@ -253,7 +320,7 @@ REFUSALS = [
     pytest.param(module, name, option, id=f"{module.__name__.rpartition('.')[2]}.{name}-{option}")
     for module, name in SIGNATURES
     for option in inspect.signature(getattr(module, name)).parameters
-    if option in REFUSED
+    if option in REFUSED and (option != "attention_chunk" or name == "flash_attn_with_kvcache")
 ]
 
 
@@ -286,12 +353,15 @@ def test_refused_options(device, module, name, option):
         (f"window_size's right limit is {2**70}", {"window_size": (2, 2**70)}),
         ("causal is 1; True or False", {"causal": 1}),
         ("softmax_scale is", {"softmax_scale": "1"}),
+        ("attention_chunk must be an int >= 0, got -3", {"attention_chunk": -3}),
+        ("attention_chunk must be an int >= 0, got 2.5", {"attention_chunk": 2.5}),
     ],
 )
 def test_wrong_options(device, sentence, wrong):
     q, k, v = (x.transpose(1, 2) for x in make_inputs(SHAPE, DTYPE, device))
+    module = fa3 if "attention_chunk" in wrong else fa2
     with pytest.raises((TypeError, ValueError)) as raised:
-        fa2.flash_attn_func(q, k, v, **wrong)
+        module.flash_attn_func(q, k, v, **wrong)
     assert str(raised.value).startswith(f"flash_cute.compat: {sentence}")
 
 

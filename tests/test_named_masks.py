@@ -89,6 +89,16 @@ BY_POSITION = {
         lambda queries, device: masks.chunks(4, queries, device=device),
         lambda b, i, j: j <= i and j // 4 == i // 4,
     ),
+    "chunks that see ahead": (
+        lambda queries, device: masks.chunks(5, queries, causal=False, device=device),
+        lambda b, i, j: j // 5 == i // 5,
+    ),
+    "chunks that see ahead, behind padding": (
+        lambda queries, device: masks.chunks(
+            4, queries, causal=False, leftpad=torch.tensor([3, 7], device=device)
+        ),
+        lambda b, i, j: (3, 7)[b] <= j and (j - (3, 7)[b]) // 4 == (i - (3, 7)[b]) // 4,
+    ),
     "chunks behind padding": (
         lambda queries, device: masks.chunks(4, queries, leftpad=torch.tensor([3, 7], device=device)),
         lambda b, i, j: (3, 7)[b] <= j <= i and (j - (3, 7)[b]) // 4 == (i - (3, 7)[b]) // 4,

@@ -44,6 +44,7 @@ def with_cache(
     cu_seqlens_q=None,
     cu_seqlens_k_new=None,
     rotary_seqlens=None,
+    sinks=None,
     **refused,
 ):
     """(out, lse) as of dense or, with cu_seqlens_q, of packed, after what is new is written into the cache.
@@ -51,7 +52,7 @@ def with_cache(
     cache, new: (k, v). rotary: (cos, sin, interleaved). refused: as of dense. The others: as flash_attn's
     functions document them.
     """
-    options = common_options(softmax_scale, causal, window_size, False, refused)
+    options = common_options(softmax_scale, causal, window_size, False, refused, sinks)
     packed = cu_seqlens_q is not None
     check_tensor("q", q)
     if packed:

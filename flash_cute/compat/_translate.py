@@ -21,10 +21,10 @@ _ACCEPTED = {
     "q_descale": (None,),
     "k_descale": (None,),
     "v_descale": (None,),
-    "attention_chunk": (0,),
+    "attention_chunk": (0,),  # beside a cache
 }
 # What flash_cute.forward calls otherwise than flash_attn does.
-NAMES = {"window": "window_size"}
+NAMES = {"window": "window_size", "sinks": "s_aux"}
 
 
 def renaming(function: Callable, names: dict[str, str]) -> Callable:
@@ -46,23 +46,41 @@ _forward = renaming(flash_cute.forward, NAMES)
 _forward_varlen = renaming(flash_cute.forward_varlen, NAMES)
 
 
-def dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused):
+def dense(q, k, v, softmax_scale, causal, window_size, deterministic, *, chunk=0, sinks=None, **refused):
     """(out, lse): q, k, v and out are (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen_q).
 
-    refused: arguments of flash_attn's function whose values must be those of _ACCEPTED.
+    chunk: FlashAttention-3's attention_chunk, see _chunks. refused: arguments of flash_attn's function whose
+    values must be those of _ACCEPTED.
     """
-    options = common_options(softmax_scale, causal, window_size, deterministic, refused)
-    out, lse = _forward(*heads_first(q=q, k=k, v=v), **options)
+    options = common_options(softmax_scale, causal, window_size, deterministic, refused, sinks)
+    q, k, v = heads_first(q=q, k=k, v=v)
+    if (size := _size_of_chunks(chunk)) > 0:
+        seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+        place = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device).unsqueeze(0)
+        options["ranges"] = _chunks(size, place, seqlen_q, seqlen_k)
+    out, lse = _forward(q, k, v, **options)
     return out.transpose(1, 2), lse
 
 
-def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused):
+def packed(
+    q, k, v, lengths, softmax_scale, causal, window_size, deterministic, *, chunk=0, sinks=None, **refused
+):
     """(out, lse): q, k, v and out are (total, heads, head_dim), lse (heads, total_q).
 
     lengths: those of flash_cute.forward_varlen. With a block_table k and v are pages, (pages, page_size,
-    heads, head_dim), and of cu_seqlens_k the differences count.
+    heads, head_dim), and of cu_seqlens_k the differences count. The others: as of dense.
     """
-    options = common_options(softmax_scale, causal, window_size, deterministic, refused)
+    options = common_options(softmax_scale, causal, window_size, deterministic, refused, sinks)
+    if (size := _size_of_chunks(chunk)) > 0:
+        offsets = [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]]
+        require_int32(q, cu_seqlens_q=offsets[0])
+        require_int32(q, len(offsets[0]), cu_seqlens_k=offsets[1])
+        rows = [lengths[f"seqused_{side}"] for side in "qk"]
+        rows = [x.diff() if used is None else used for x, used in zip(offsets, rows, strict=True)]
+        sequence, place = flash_cute.lengths.sequences_of_rows(q.shape[0], offsets[0])
+        if len(offsets[0]) > 1:  # else no row is of a sequence
+            place = place + (rows[1] - rows[0])[sequence.clamp(min=0)]
+        options["ranges"] = _chunks(size, place, q.shape[0], k.shape[0])
     if lengths.get("block_table") is not None:
         check_tensor("q", q)
         require_int32(q, cu_seqlens_q=lengths["cu_seqlens_q"])
@@ -70,6 +88,21 @@ def packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, 
         lengths = lengths | {"cu_seqlens_k": None, "seqused_k": lengths["cu_seqlens_k"].diff()}
         k, v = heads_first("(pages, page_size, heads, head_dim)", k=k, v=v)
     return _forward_varlen(q, k, v, **lengths, **options)
+
+
+def _size_of_chunks(value):
+    size = integer(value)
+    if size is None or size < 0:
+        raise ValueError(f"flash_cute.compat: attention_chunk must be an int >= 0, got {shown(value)}")
+    return size
+
+
+def _chunks(size, place, *rows):
+    """The ranges of attention_chunk: a query at this place sees the chunk of `size` keys that it lies in.
+
+    causal and window_size cut it. rows: of q and of k, beyond which no chunk reaches.
+    """
+    return flash_cute.masks.chunks(min(size, max(*rows, 1)), place, causal=False)
 
 
 def integer(value):
@@ -150,7 +183,7 @@ def unstacked(name, tensor, *sizes):
         raise
 
 
-def common_options(softmax_scale, causal, window_size, deterministic, refused):
+def common_options(softmax_scale, causal, window_size, deterministic, refused, sinks=None):
     for name, value in refused.items():
         # Of numbers dynamo may know no attribute.
         is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
@@ -159,12 +192,13 @@ def common_options(softmax_scale, causal, window_size, deterministic, refused):
             given = "a tensor" if is_tensor else shown(value)
             accepted = " or ".join(map(repr, _ACCEPTED[name]))
             raise NotImplementedError(f"flash_cute.compat: {name} is {given}; {accepted} is accepted")
-    return {
+    options = {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window": _limits(window_size),
         "deterministic": deterministic,
     }
+    return options if sinks is None else options | {"sinks": sinks}
 
 
 def _limits(window_size):

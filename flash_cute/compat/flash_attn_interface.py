@@ -2,9 +2,10 @@
 
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
-What flash_cute has not (qv, descales, attention_chunk, softcap) raises NotImplementedError. What only says
-how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin, scheduler_metadata) may
-hold anything.
+What flash_cute has not (qv, descales, softcap, attention_chunk beside a cache) raises NotImplementedError.
+What only says how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin,
+scheduler_metadata) may hold anything. Each function takes s_aux as well, as builds of FlashAttention-3 with
+sinks do.
 
 Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
 """
@@ -43,20 +44,26 @@ def flash_attn_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
+    *,
+    s_aux=None,
 ):
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), with k and v, (batch, seqlen_k, heads_kv, ...).
 
     Args:
         window_size: (left, right), how many keys a query sees before and after its own; -1 is unlimited.
         softmax_scale, causal, deterministic: as in flash_cute.forward.
-        attention_chunk, softcap: 0. qv, descales: None. num_splits, pack_gqa, sm_margin: not needed.
+        attention_chunk: a query sees only keys of its own chunk of so many, counted from the first key; the
+            last query stands at the last key. Differentiable. 0 is none.
+        s_aux: (heads_q,), the sinks of flash_cute.forward.
+        softcap: 0. qv, descales: None. num_splits, pack_gqa, sm_margin: not needed.
 
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
-    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    refused |= {"softcap": softcap}
+    given = {"chunk": attention_chunk, "sinks": s_aux}
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **given, **refused)
     return (out, lse) if return_attn_probs else out
 
 
@@ -75,6 +82,8 @@ def flash_attn_qkvpacked_func(
     num_heads_q=None,
     sm_margin=0,
     return_attn_probs=False,
+    *,
+    s_aux=None,
 ):
     """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim).
 
@@ -93,8 +102,9 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
-    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    refused |= {"softcap": softcap}
+    given = {"chunk": attention_chunk, "sinks": s_aux}
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **given, **refused)
     return (out, lse) if return_attn_probs else out
 
 
@@ -122,6 +132,8 @@ def flash_attn_varlen_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
+    *,
+    s_aux=None,
 ):
     """Attention of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim).
 
@@ -133,10 +145,11 @@ def flash_attn_varlen_func(
         out, like q; with return_attn_probs=True (out, softmax_lse), softmax_lse float32 (heads_q, total_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
+    refused |= {"softcap": softcap}
+    given = {"chunk": attention_chunk, "sinks": s_aux}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **given, **refused)
     return (out, lse) if return_attn_probs else out
 
 
@@ -172,6 +185,8 @@ def flash_attn_with_kvcache(
     pack_gqa=None,
     sm_margin=0,
     return_softmax_lse=False,
+    *,
+    s_aux=None,
 ):
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
@@ -182,7 +197,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 (batch + 1,), of packed queries, (total_q, heads_q, head_dim), as in
             flash_cute.forward_varlen; cu_seqlens_k_new likewise of k and v, (total_new, heads_kv, head_dim).
         rotary_seqlens: int32 (batch,), the position of each sequence's first new row. Default cache_seqlens.
-        max_seqlen_q, scheduler_metadata: not needed. The others: as in flash_attn_func.
+        max_seqlen_q, scheduler_metadata: not needed. attention_chunk: 0. The others: as in flash_attn_func.
 
     Returns:
         out, like q; with return_softmax_lse=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q) or
@@ -190,7 +205,7 @@ def flash_attn_with_kvcache(
     """
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": page_table, "rotary_seqlens": rotary_seqlens}
-    places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "sinks": s_aux}
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
     rotary = rotary_cos, rotary_sin, rotary_interleaved

@@ -86,20 +86,23 @@ def chunks(
     size: int,
     queries: Queries,
     *,
+    causal: bool = True,
     leftpad: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Causal inside chunks of `size` tokens (Llama 4).
+    """Chunks of `size` tokens that don't see each other (Llama 4).
 
-        size 3        #
-                      ##
-                      ###
-                         #
-                         ##
+        size 3        #             ###
+                      ##            ###
+                      ###           ###
+                         #             ###
+                         ##            ###
+                    causal=True   causal=False
 
     Args:
         size: of a chunk, > 0.
         queries: where they stand.
+        causal: does a token see only those before it in its chunk?
         leftpad: integers (batch,): how many keys at the begin are padding, behind which chunks are counted;
             no query sees them.
 
@@ -108,8 +111,8 @@ def chunks(
     require_number("chunks", "size", size, 1)
     place = places("chunks", queries, device if leftpad is None else leftpad.device)
     begin = 0 if leftpad is None else leftpad.unsqueeze(1)
-    start = (place - begin).clamp(min=0) // size * size + begin
-    return stacked((start, place + 1))
+    chunk = (place - begin) // size * size + begin  # before the first key it has none
+    return stacked((chunk.clamp(min=begin), place + 1 if causal else chunk + size))
 
 
 def images(ids: torch.Tensor, *, window: int | None = None, window_images: bool = False) -> torch.Tensor:
