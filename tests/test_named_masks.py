@@ -278,6 +278,109 @@ def test_from_dense(device):
         masks.from_dense(mask.float())
 
 
+def mask_mods(batch: int, seqlen: int, device) -> dict[str, Callable]:
+    """mask_mods of FlexAttention."""
+    ids = torch.tensor(random_runs(batch, seqlen, range(3)), device=device)
+    length = torch.randint(0, seqlen, (batch,), device=device)
+    anything = torch.rand(batch, seqlen, seqlen, device=device) < 0.3
+    anything[:, :, 3:-2] = False  # at most three runs
+    return {
+        "causal": lambda b, h, q, kv: q >= kv,
+        "documents": lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]) & (q - kv < 7),
+        "prefix": lambda b, h, q, kv: (kv < length[b]) | (q >= kv),
+        "sink and window": lambda b, h, q, kv: (q >= kv) & ((kv < 3) | (q - kv <= 20)),
+        "rows of one entry": lambda b, h, q, kv: anything[b][q, kv],
+        "nothing": lambda b, h, q, kv: q < q,
+        "everything": lambda b, h, q, kv: kv >= 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 200, 200), (2, 70, 200), (1, 64, 128), (2, 1, 17), (0, 5, 5), (1, 0, 3)]
+)
+def test_from_mask_mod(device, shape, monkeypatch):
+    create_mask = pytest.importorskip("torch.nn.attention.flex_attention").create_mask
+    batch, queries, keys = shape
+    for mask_mod, pairs in itertools.product(mask_mods(batch, 200, device).values(), (2**26, 20000)):
+        monkeypatch.setattr(masks.flex, "_PAIRS", pairs)
+        ranges = masks.from_mask_mod(mask_mod, batch, queries, keys, device=device)
+        assert (ranges.dtype, ranges.shape[:3]) == (torch.int32, (batch, 1, queries))
+        if 0 not in shape:
+            right = create_mask(mask_mod, batch, None, queries, keys, device=device)
+            assert torch.equal(dense(ranges, keys), right.cpu())
+
+
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("shape", [(3, 200, 200), (2, 70, 200), (None, 64, 128)])
+def test_from_block_mask(device, shape, heads, monkeypatch):
+    """Of blocks of any size; mask_mod is asked for keys that there are, in partial blocks alone."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    batch, queries, keys = shape
+    asked, evaluated = masks.flex._values, []
+    monkeypatch.setattr(masks.flex, "_values", lambda *x: evaluated.append(len(x[2])) or asked(*x))
+    for mask_mod in mask_mods(batch or 1, 200, device).values():
+        right = flex.create_mask(mask_mod, batch, None, queries, keys, device=device).cpu()
+        for size, pairs in (((128, 128), 2**26), ((64, 32), 20000), ((40, 200), 2**26)):
+            monkeypatch.setattr(masks.flex, "_PAIRS", pairs)
+            block_mask = flex.create_block_mask(
+                mask_mod, batch, heads, queries, keys, device=device, BLOCK_SIZE=size
+            )
+            evaluated.clear()
+            assert torch.equal(dense(masks.from_block_mask(block_mask), keys), right)
+            assert sum(evaluated) == int(block_mask.kv_num_blocks[:, 0].sum())
+
+
+def test_blocks_that_are_listed():
+    """Full ones are not asked, and what is behind the counts does not count."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    counts = torch.tensor([[[1, 0, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[1, 0, 9], [0, 1, 2], [2, 2, 2]]]], dtype=torch.int32)
+    full = torch.tensor([[[[2, 0, 1], [0, 1, 2], [0, 9, 9]]]], dtype=torch.int32)
+    block_mask = flex.BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        counts,
+        full,
+        BLOCK_SIZE=4,
+        mask_mod=lambda b, h, q, kv: q % 4 >= kv % 4,
+        seq_lengths=(11, 10),
+    )
+    diagonal = torch.ones(4, 4, dtype=torch.bool).tril()
+    right = torch.zeros(12, 12, dtype=torch.bool)
+    right[:4, 4:8], right[:4, 8:], right[8:, 8:], right[8:, :4] = diagonal, True, diagonal, True
+    ranges = masks.from_block_mask(block_mask)
+    assert ranges.shape == (1, 1, 11, 2, 2)
+    assert torch.equal(dense(ranges, 10)[0, 0], right[:11, :10])
+
+
+def test_mask_mods_that_are_refused():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    slopes = torch.arange(4)
+
+    for mask_mod, sentence in (
+        (lambda b, h, q, kv: (q != 33) | (kv % 4 == 1), "query 33 has 10 ranges; at most 4 are accepted"),
+        (lambda b, h, q, kv: q - kv < slopes[h], "mask_mod looks at its head; a mask alike for all heads is"),
+        (lambda b, h, q, kv: (q >= kv) & (h == 0), "mask_mod looks at its head"),
+    ):
+        with pytest.raises(ValueError, match=f"^flash_cute.masks.from_mask_mod: {sentence}"):
+            masks.from_mask_mod(mask_mod, 1, 40, 40)
+        block_mask = flex.create_block_mask(mask_mod, 1, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+        with pytest.raises(ValueError, match=f"^flash_cute.masks.from_block_mask: {sentence}"):
+            masks.from_block_mask(block_mask)
+    with pytest.raises(ValueError, match=r"mask_mod must return torch\.bool, got torch\.int64"):
+        masks.from_mask_mod(lambda b, h, q, kv: q - kv, 1, 40, 40)
+    of_heads = flex.create_block_mask(lambda b, h, q, kv: q >= kv + 16 * h, 1, 2, 64, 64, device="cpu")
+    of_heads.kv_num_blocks = torch.tensor([[[1], [0]]], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="from_block_mask: block_mask has other blocks for other heads; a mask"
+    ):
+        masks.from_block_mask(of_heads)
+    with pytest.raises(TypeError, match="block_mask is of type Tensor; a BlockMask is accepted"):
+        masks.from_block_mask(torch.ones(3))
+    with pytest.raises(ValueError, match="from_mask_mod: batch must be an int >= 0, got None"):
+        masks.from_mask_mod(lambda b, h, q, kv: q >= kv, None, 3, 3)
+
+
 def test_union_and_intersection(device):
     ids = torch.tensor(random_runs(2, 30, range(3)), device=device)
     documents, local = masks.documents(ids), masks.sink_window(2, 4, 30, device=device)

@@ -16,6 +16,7 @@ queries, as positions() gives them. `device`: of the result where queries is a n
 
 from flash_cute.masks.conversion import from_dense, from_slices, intersection, positions, shift, union
 from flash_cute.masks.drawing import show
+from flash_cute.masks.flex import from_block_mask, from_mask_mod
 from flash_cute.masks.named import (
     block_diffusion,
     chunks,
@@ -31,7 +32,9 @@ __all__ = [
     "block_diffusion",
     "chunks",
     "documents",
+    "from_block_mask",
     "from_dense",
+    "from_mask_mod",
     "from_slices",
     "images",
     "intersection",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_cute import lengths
-from flash_cute.masks.parts import MOST, require_few, require_room, require_tensor, runs_in
+from flash_cute.masks.parts import MOST, require_few, require_room, require_tensor, runs_in, with_least_room
 from flash_cute.wording import shown
 
 
@@ -77,10 +77,8 @@ def from_dense(mask: torch.Tensor) -> torch.Tensor:
             f"flash_cute.masks.from_dense: mask is {mask.dtype} {tuple(mask.shape)}; torch.bool (seqlen_q, "
             "seqlen_k) or (batch or 1, 1, seqlen_q, seqlen_k) is accepted"
         )
-    start, end, count = runs_in(mask if mask.dim() == 4 else mask[None, None], MOST)
-    require_few("from_dense", "query", count, MOST)
-    most = max(1, int(count.max())) if count.numel() else 1
-    return torch.stack((start, end), -1)[..., :most, :].contiguous()
+    mask = mask[:, 0] if mask.dim() == 4 else mask.unsqueeze(0)
+    return with_least_room("from_dense", [runs_in(mask, MOST)], tuple(mask.shape[:2]), mask.device)
 
 
 def union(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

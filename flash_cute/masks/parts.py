@@ -62,6 +62,24 @@ def runs_in(mask: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, 
     return torch.stack(starts, -1).int(), torch.stack(stops, -1).int(), rank[..., -1]
 
 
+def with_least_room(
+    name: str,
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    size: tuple[int, int],
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    """What runs_in found for parts of the queries, one behind the other, as ranges of size (batch, queries).
+
+    Raises ValueError if a query has too many; waits for the device.
+    """
+    if 0 in size:
+        return torch.zeros(size[0], 1, size[1], 1, 2, dtype=torch.int32, device=device)
+    start, end, count = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    require_few(name, "query", count, MOST)
+    most = max(1, int(count.max()))
+    return torch.stack((start, end), -1)[..., :most, :].contiguous().unsqueeze(1)
+
+
 def require_tensor(
     name: str, argument: str, tensor: torch.Tensor, dims: int, accepted: str, integers: bool = True
 ) -> None:
