@@ -47,8 +47,14 @@ FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, 
                                                Gpu const& gpu, bool needs_dq, bool needs_dkv,
                                                bool deterministic);
 
-// Bytes that hold the workspace of a call on any GPU, for a face that allocates before it knows the GPU; n
-// times as many hold that of n times the batch.
+// Where RangeParams::workspace begins in memory that holds it behind a workspace of so many bytes.
+constexpr int64_t begin_of_ranges(int64_t workspace_bytes) {
+  constexpr int64_t kAlignment = 256;
+  return ceil_div(workspace_bytes, kAlignment) * kAlignment;
+}
+
+// Bytes that hold the workspace of a call on any GPU, that of ranges behind it, for a face that allocates
+// before it knows the GPU; n times as many hold that of n times the batch.
 FLASH_CUTE_API int64_t forward_workspace(AttentionProblem const& problem);
 FLASH_CUTE_API int64_t backward_workspace(AttentionProblem const& problem, bool deterministic);
 

@@ -46,7 +46,9 @@ def inputs(shape, dtype=jnp.bfloat16):
     return [jax.random.normal(key, size).astype(dtype) for key, size in zip(keys, sizes, strict=True)]
 
 
-def visible(q, k, is_causal=False, local_window_size=None, used_q=None, used_k=None, skipped=None):
+def visible(
+    q, k, is_causal=False, local_window_size=None, used_q=None, used_k=None, skipped=None, ranges=None
+):
     """bool (batch, seqlen_q, seqlen_k), by JAX's rules written out."""
     rows, keys = np.arange(q.shape[1])[None, :, None], np.arange(k.shape[1])[None, None, :]
     seen = np.ones((q.shape[0], q.shape[1], k.shape[1]), bool)
@@ -58,6 +60,9 @@ def visible(q, k, is_causal=False, local_window_size=None, used_q=None, used_k=N
     for used, places in ((used_q, rows), (used_k, keys)):
         if used is not None:
             seen &= places < np.asarray(used)[:, None, None]
+    if ranges is not None:
+        start, end = np.moveaxis(np.asarray(ranges)[:, 0], -1, 0)[..., None, :]
+        seen &= ((start <= keys[..., None]) & (keys[..., None] < end)).any(-1)
     return seen if skipped is None else seen & (keys >= np.asarray(skipped)[:, None, None])
 
 
@@ -94,7 +99,7 @@ def assert_within_rule(name, result, yardstick, oracle):
 
 
 def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options):
-    """Values and gradients, with NaN in the keys that no query sees."""
+    """Values and gradients, with NaN in the keys that no query sees; beside ranges, that lengths hide."""
     lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
     named = {short: options.get(name) for short, name in lengths.items()}
     masks = {name: value for name, value in options.items() if name not in lengths.values()}
@@ -110,7 +115,8 @@ def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options
         results, gradients = jax.vjp(function, q, k, v)
         return *results, *gradients((dout, dlse))
 
-    unseen = ~seen.any(1)[..., None, None]
+    hidden = {} if "ranges" in options else masks
+    unseen = ~visible(q, k, skipped=key_value_left_padding, **named, **hidden).any(1)[..., None, None]
     dirty = (np.where(unseen, np.nan, np.asarray(x, np.float32)).astype(x.dtype) for x in (k, v))
     found = call(q, *dirty, dout, dlse)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -154,14 +160,88 @@ def test_lengths(is_causal):
         assert_attention(q, k, v, is_causal=is_causal, scale=0.3, **options)
 
 
+def some_ranges(entries, seqlen_q, seqlen_k, count, seed=11):
+    """In any order, some empty, and leaving the keys."""
+    size = entries, 1, seqlen_q, count, 2
+    return np.random.default_rng(seed).integers(-5, seqlen_k + 6, size).astype(np.int32)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranges(shape, mask):
+    q, k, v = inputs(shape)
+    for entries, count in ((1, 1), (len(q), 3)):
+        assert_attention(q, k, v, ranges=some_ranges(entries, q.shape[1], k.shape[1], count), **mask)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ranges_with_lengths(is_causal):
+    """Keys are counted from the first row, padding included."""
+    q, k, v = inputs((4, *SHAPES["more queries"][1:]))
+    lengths = {
+        "query_seq_lengths": jnp.array([q.shape[1], 5, 9, 0], jnp.int32),
+        "key_value_seq_lengths": jnp.array([11, k.shape[1], 0, 3], jnp.int32),
+        "key_value_left_padding": jnp.array([2, 0, 1, 3], jnp.int32),
+    }
+    for entries in (1, 4):
+        ranges = some_ranges(entries, q.shape[1], k.shape[1], 2)
+        assert_attention(q, k, v, is_causal=is_causal, ranges=ranges, **lengths)
+
+
+def test_transforms_of_ranges():
+    """vmap of them and of the others, shards, wide integers; no gradient of theirs."""
+    q, k, v = inputs("grouped")
+    ranges = some_ranges(2, 33, 33, 2)
+    call = partial(attention, return_residual=True)
+    expected = call(q, k, v, ranges=ranges)
+    by_entry = jax.vmap(lambda q, k, v, r: call(q[None], k[None], v[None], ranges=r[None]))(q, k, v, ranges)
+    close(jax.tree.map(lambda x: x[:, 0], by_entry), expected)
+    both = jax.jit(jax.vmap(lambda r: call(q, k, v, ranges=r)))(np.stack([ranges, ranges[::-1]]))
+    close(jax.tree.map(lambda x: x[0], both), expected)
+    one = jax.vmap(lambda q: call(q, k, v, ranges=ranges[:1]))(q[None])
+    close(jax.tree.map(lambda x: x[0], one), call(q, k, v, ranges=np.repeat(ranges[:1], 2, 0)))
+    wide = ranges.astype(np.int64)
+    for given in (np.where(wide > 33, 2**40, wide), ranges.astype(np.int8)):
+        close(call(q, k, v, ranges=given), expected)
+    mesh, spec = mesh_of(shards=2), PartitionSpec("shards")
+    for entries, of_ranges in ((2, spec), (1, PartitionSpec())):
+        sharded = jax.shard_map(
+            lambda *x: attention(*x[:3], ranges=x[3]),
+            mesh=mesh,
+            in_specs=(spec,) * 3 + (of_ranges,),
+            out_specs=spec,
+        )
+        arrays = q, k, v, ranges[:entries]
+        close(jax.jit(sharded)(*arrays), attention(*arrays[:3], ranges=arrays[3]))
+
+
+def test_wrong_ranges():
+    q, k, v = inputs("grouped")
+    for wrong in (
+        np.zeros((2, 33, 1, 2), np.int32),
+        np.zeros((3, 1, 33, 1, 2), np.int32),
+        np.zeros((2, 6, 33, 1, 2), np.int32),
+        np.zeros((2, 1, 33, 5, 2), np.int32),
+        np.zeros((2, 1, 33, 1, 3), np.int32),
+        np.zeros((2, 1, 33, 1, 2), np.float32),
+    ):
+        words = f"ranges is {wrong.dtype}{list(wrong.shape)}; int32[2 or 1, 1, 33, R, 2], R from 1 to 4, is"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            attention(q, k, v, ranges=wrong)
+
+
 @pytest.mark.parametrize("shape", ["grouped", "more queries"])
-@pytest.mark.parametrize("options", [{}, {"local_window_size": (7, 3)}, {"used": [5, 30]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"local_window_size": (7, 3)}, {"used": [5, 30]}, {"ranges": 2}], ids=str
+)
 def test_sinks(shape, options):
     """By results and gradients without sinks, in float64: a sink takes a part of each row's weight."""
     q, k, v = inputs((2, *SHAPES[shape][1:]))
     masks, named = dict(options), {}
     if used := masks.pop("used", None):
         named = {"query_seq_lengths": jnp.array(used, jnp.int32)}
+    if count := masks.get("ranges"):
+        masks["ranges"] = some_ranges(2, q.shape[1], k.shape[1], count)
     seen = visible(q, k, used_q=used, **masks)
     sinks = 2 * np.random.default_rng(5).standard_normal(q.shape[2]).astype(np.float32)
     generator = np.random.default_rng(3)
@@ -394,6 +474,7 @@ def test_explicit_shards(spec):
     q, k, v = inputs((4, 8, 8, 4, 2, 8))
     used = jnp.array([3, 5, 2, 8], jnp.int32)
     options = {"is_causal": True, "key_value_seq_lengths": used}
+    ranges = [jnp.array(some_ranges(entries, 8, 8, 2)) for entries in (1, 4)]
     call = jax.value_and_grad(loss_of(lambda q, k, v: attention(q, k, v, **options)), (0, 1, 2))
     expected = jax.jit(call)(q, k, v)
     with jax.set_mesh(mesh):
@@ -401,10 +482,13 @@ def test_explicit_shards(spec):
         found = jax.jit(call)(*operands)
         mixed = jax.jit(call)(operands[0], k, v)
         sunk = jax.jit(lambda *x: attention(*x, sinks=jnp.ones(4)))(*operands)
+        ranged = [jax.jit(lambda *x: attention(*x[:3], ranges=x[3]))(*operands, r) for r in ranges]
     assert all(jax.typeof(x) == jax.typeof(y) for x, y in zip(found[1], operands, strict=True))
     close(found, expected)
     close(mixed, expected)
     close(sunk, attention(q, k, v, sinks=jnp.ones(4)))
+    for result, r in zip(ranged, ranges, strict=True):
+        close(result, attention(q, k, v, ranges=r))
 
 
 def test_explicit_shards_of_one_head_of_keys():
@@ -706,7 +790,7 @@ def test_sizes_that_the_handlers_refuse():
 def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
     """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, -1, -1, False, deterministic)
+    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, -1, -1, False, deterministic, 0)
     rows = 4 * 2 * 128  # of all heads, in blocks of 64
     assert bound >= 4 * rows * 128 + 4 * counters
 
@@ -717,18 +801,28 @@ def test_workspace_depends_on_the_mask():
     under a causal mask groups are split that else are whole (Hopper's, with 132 multiprocessors)."""
     ask = ours.kernels.library().flash_cute_jax_workspace
     rows = 3 * 25_600
-    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 1024, 0, False, False) >= 4 * (
+    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 1024, 0, False, False, 0) >= 4 * (
         rows * 128 + 1 + 2 * rows // 64
     )
     rows, parts = 16 * 16 * 1024, 2 * 16 * 2 * 1024 * 128
-    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, -1, 0, False, False) >= 4 * (rows * 128 + parts)
+    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, -1, 0, False, False, 0) >= 4 * (rows * 128 + parts)
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
 def test_workspace_holds_the_list_of_packed_heads():
     """With 132 multiprocessors and a causal mask, 8 heads share a tile of 24 queries: 6 for each sequence."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    assert ask(False, False, 400, 64, 8, 128, 128, 128, -1, 0, True, False) >= 16 + 32 * 6 * 400
+    assert ask(False, False, 400, 64, 8, 128, 128, 128, -1, 0, True, False, 0) >= 16 + 32 * 6 * 400
+
+
+@pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
+def test_workspace_holds_ranges():
+    """The ranges of all queries, and two bits for each pair of tiles, 192 queries and 128 keys at most."""
+    ask = ours.kernels.library().flash_cute_jax_workspace
+    for backward in (False, True):
+        for count in (1, 4):
+            bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, -1, -1, False, False, count)
+            assert bound >= 3 * 10_000 * count * 8 + 3 * (10_000 // 192) * (50_000 // 128) // 4
 
 
 def test_empty_within_shard_map():
@@ -756,15 +850,15 @@ def test_kernels_are_called_on_cuda(shape):
     q, k, v = inputs(shape)
 
     def gradients(q, k, v):
-        return jax.grad(lambda *x: attention(*x, is_causal=True).astype(jnp.float32).sum(), (0, 1, 2))(
-            q, k, v
-        )
+        call = partial(attention, is_causal=True, ranges=some_ranges(1, q.shape[1], k.shape[1], 2))
+        return jax.grad(lambda *x: call(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
 
     checks = [
         jax.export.DisabledSafetyCheck.custom_call(f"flash_cute_{name}") for name in ("forward", "backward")
     ]
     exported = jax.export.export(jax.jit(gradients), platforms=["cuda"], disabled_checks=checks)(q, k, v)
     text = exported.mlir_module()
+    assert f"tensor<{len(q)}x{q.shape[1]}x2x2xi32>" in text  # ranges of each entry
     assert text.count("@flash_cute_forward") == 1
     assert text.count("@flash_cute_backward") == 1
     assert "stablehlo.dot_general" not in text

@@ -56,10 +56,21 @@ int const* lengths(ffi::AnyBuffer const& buffer) {  // empty: they were not give
   return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
 }
 
+// (..., seqlen_q, count, 2), of each entry of the batch; empty: they were not given.
+RangeParams ranges_of(ffi::AnyBuffer const& buffer) {
+  if (buffer.element_count() == 0) return {};
+  auto const sizes = buffer.dimensions();
+  size_t const dims = sizes.size();
+  int64_t const count = sizes[dims - 2];
+  return {.given = static_cast<int const*>(buffer.untyped_data()),
+          .entry_stride = sizes[dims - 3] * count * 2,
+          .count = int(count)};
+}
+
 std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
 
-AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, float scale,
-                            int64_t left, int64_t right) {
+AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, int ranges,
+                            float scale, int64_t left, int64_t right) {
   Sizes const of_q(q), of_k(k);
   return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
           .element = element_of(q),
@@ -68,7 +79,8 @@ AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bo
           .window_right = limit(right),
           .family = std::nullopt,
           .packed = false,
-          .varlen = has_lengths};
+          .varlen = has_lengths,
+          .ranges = ranges};
 }
 
 LengthParams lengths_of(ffi::AnyBuffer const& seqused_q, ffi::AnyBuffer const& seqused_k,
@@ -97,10 +109,23 @@ ffi::Error guarded(char const* name, Function&& function) {
 }
 
 // The workspace is a result that is not read: XLA knows of its memory, also while a CUDA graph has the call.
+// That of ranges lies behind the rest.
 void* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, int64_t bytes) {
   require(int64_t(buffer->size_bytes()) >= bytes, "the workspace has ", buffer->size_bytes(), " bytes, but ",
           bytes, " are needed; it was made for another GPU or another build");
   return buffer->untyped_data();
+}
+
+template <class Call>
+char* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, Call& call, RangeParams const& ranges,
+                   int64_t bytes) {
+  if (ranges.count == 0) return static_cast<char*>(workspace_of(buffer, bytes));
+  int64_t const begin = begin_of_ranges(bytes);
+  auto* const memory =
+      static_cast<char*>(workspace_of(buffer, begin + call.launch.ranges_bytes(call.params)));
+  call.params.ranges = ranges;
+  call.params.ranges.workspace = memory + begin;
+  return memory;
 }
 
 constexpr char kAttention[] = "flash_cute.jax.attention";
@@ -114,12 +139,14 @@ void require_whole(Call const& call) {
 
 ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                   ffi::Result<ffi::AnyBuffer> workspace, float scale, int64_t left, int64_t right) {
+                   ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace, float scale,
+                   int64_t left, int64_t right) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
-    ForwardCall call =
-        plan_forward_call(problem_of(q, k, any(lengths), scale, left, right), lengths, current_gpu(device));
+    RangeParams const ranges = ranges_of(ranges_buffer);
+    ForwardCall call = plan_forward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right),
+                                         lengths, current_gpu(device));
     require_whole(call);
     ForwardParams& params = call.params;
     params.q = view(q);
@@ -127,7 +154,7 @@ ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBu
     params.v = view(v);
     params.out = view(*out);
     params.lse = static_cast<float*>(lse->untyped_data());
-    params.lengths.workspace = workspace_of(workspace, call.launch.workspace_bytes);
+    params.lengths.workspace = workspace_of(workspace, call, ranges, call.launch.workspace_bytes);
     call.run(stream);
   });
 }
@@ -135,13 +162,15 @@ ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBu
 ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::AnyBuffer dlse,
                     ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
                     ffi::AnyBuffer lse, ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k,
-                    ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace, float scale,
-                    int64_t left, int64_t right, bool deterministic) {
+                    ffi::AnyBuffer leftpad_k, ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    ffi::Result<ffi::AnyBuffer> workspace, float scale, int64_t left, int64_t right,
+                    bool deterministic) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
-    BackwardCall call = plan_backward_call(problem_of(q, k, any(lengths), scale, left, right), lengths,
-                                           current_gpu(device), true, true, deterministic);
+    RangeParams const ranges = ranges_of(ranges_buffer);
+    BackwardCall call = plan_backward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right),
+                                           lengths, current_gpu(device), true, true, deterministic);
     require_whole(call);
     BackwardParams& params = call.params;
     params.q = view(q);
@@ -154,7 +183,7 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::A
     params.dv = view(*dv);
     params.lse = static_cast<float const*>(lse.untyped_data());
     params.dlse = dlse.element_count() > 0 ? static_cast<float const*>(dlse.untyped_data()) : nullptr;
-    call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
+    call.run(workspace_of(workspace, call, ranges, call.launch.workspace.bytes), stream);
   });
 }
 
@@ -225,7 +254,7 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dpro
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
 extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch, int heads_q, int heads_kv,
                                             int seqlen_q, int seqlen_k, int head_dim, int64_t left,
-                                            int64_t right, bool has_lengths, bool deterministic) {
+                                            int64_t right, bool has_lengths, bool deterministic, int ranges) {
   using namespace flash_cute;
   AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
                                  .element = fp16 ? ElementType::fp16 : ElementType::bf16,
@@ -234,7 +263,8 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch,
                                  .window_right = limit(right),
                                  .family = std::nullopt,
                                  .packed = false,
-                                 .varlen = has_lengths};
+                                 .varlen = has_lengths,
+                                 .ranges = ranges};
   try {
     return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
   } catch (std::exception const&) {
@@ -266,6 +296,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, flash_cute::forward,
                                   .Arg<ffi::AnyBuffer>()  // seqused_q
                                   .Arg<ffi::AnyBuffer>()  // seqused_k
                                   .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Arg<ffi::AnyBuffer>()  // ranges
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Ret<ffi::AnyBuffer>()  // lse
                                   .Ret<ffi::AnyBuffer>()  // workspace
@@ -288,6 +319,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
                                   .Arg<ffi::AnyBuffer>()  // seqused_q
                                   .Arg<ffi::AnyBuffer>()  // seqused_k
                                   .Arg<ffi::AnyBuffer>()  // leftpad_k
+                                  .Arg<ffi::AnyBuffer>()  // ranges
                                   .Ret<ffi::AnyBuffer>()  // dq
                                   .Ret<ffi::AnyBuffer>()  // dk
                                   .Ret<ffi::AnyBuffer>()  // dv

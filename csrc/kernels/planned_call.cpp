@@ -89,7 +89,7 @@ bool is_empty(ProblemShape const& shape) {
   return shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0;
 }
 
-// The largest result of bytes(family, its kernel's head dim, params, mask) over all GPUs.
+// The largest result of bytes(its kernel's family and head dim, params, mask) over all GPUs.
 template <class Params, class Find, class Bytes>
 int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
   int64_t most = 0;
@@ -102,7 +102,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
       for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
-        most = larger(most, bytes(family, kernel.head_dim, make_params<Params>(problem, {}, device),
+        most = larger(most, bytes(kernel.family, kernel.head_dim, make_params<Params>(problem, {}, device),
                                   reachable_mask(problem)));
       }
     }
@@ -168,10 +168,19 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(
-      problem, forward_of(Variant::plain),
+      problem, forward_of(variant_of(problem)),
       [&](Family family, int bucket, auto const& params, auto const& mask) {
         plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
         ForwardTiles const tiles = forward_tiles(family, bucket);
+        auto list_bytes = [&](int64_t m_blocks) {
+          return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
+        };
+        if (problem.ranges > 0) {
+          ForwardTile const tile = tiles.ranges();
+          PackedRows const rows = plan::whole_rows_of(family, tile, mean.shape);
+          return begin_of_ranges(list_bytes(m_block_capacity(params, rows))) +
+                 RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
+        }
         ForwardTiles const split_tiles = forward_tiles(
             family, forward_kernel(family, problem.element, problem.shape.head_dim, Variant::split).head_dim);
         int64_t const split = plan::splits(family, split_tiles, params, mask)
@@ -184,15 +193,17 @@ int64_t forward_workspace(AttentionProblem const& problem) {
           m_blocks =
               larger(m_blocks, m_block_capacity(params, plan::whole_rows_of(family, tile, mean.shape)));
         }
-        return larger(split, int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord)));
+        return larger(split, list_bytes(m_blocks));
       });
 }
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   return largest<BackwardParams>(
-      problem, backward_of(Variant::plain),
+      problem, backward_of(variant_of(problem), deterministic),
       [&](Family family, int bucket, auto const& params, auto const& mask) {
-        return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
+        BackwardPlan const plan = plan_backward(family, bucket, params, mask, true, true, deterministic);
+        int64_t const bytes = plan.workspace.bytes;
+        return problem.ranges > 0 ? begin_of_ranges(bytes) + plan.ranges_bytes(params) : bytes;
       });
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 from flash_cute.wording import shown
 
 MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
+MOST_RANGES = 4  # of a query
 ATTENTION, SOFTMAX = "flash_cute.jax.attention", "flash_cute.jax.softmax"
 
 
@@ -41,20 +42,47 @@ def checked_scale(face, scale) -> float:
     return float(scale)
 
 
+def _integers(face, name, x, least, most):
+    """x, and its int32 with what is beyond these bounds at them. No value is lost to 32 bits on the way."""
+    if not isinstance(x, jax.Array):
+        is_traced = any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))
+        x = array(face, name, x, jnp.asarray if is_traced else np.asarray)
+
+    def as_int32():
+        if x.dtype == np.int32:
+            return jnp.asarray(x)
+        own = jnp.iinfo(x.dtype)
+        return jnp.asarray(x.clip(max(least, int(own.min)), min(most, int(own.max))).astype(np.int32))
+
+    return x, as_int32
+
+
 def checked_lengths(face, name, x, batch):
     """As int32. Those beyond any sequence's end stay there."""
     if x is None:
         return None
-    if not isinstance(x, jax.Array):
-        is_traced = any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))
-        x = array(face, name, x, jnp.asarray if is_traced else np.asarray)
+    x, as_int32 = _integers(face, name, x, 0, MAX_LENGTH)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, np.integer):
         raise ValueError(
             f"{face}: {name} is {x.dtype}{list(x.shape)}; int32[{batch}], as the batch is, is accepted"
         )
-    if x.dtype != np.int32:
-        x = x.clip(0, min(MAX_LENGTH, int(jnp.iinfo(x.dtype).max))).astype(np.int32)
-    return jnp.asarray(x)
+    return as_int32()
+
+
+def checked_ranges(x, query):
+    """As int32 (batch or 1, seqlen_q, R, 2)."""
+    if x is None:
+        return None
+    x, as_int32 = _integers(ATTENTION, "ranges", x, -MAX_LENGTH, MAX_LENGTH)
+    batch, seqlen_q = query.shape[:2]
+    dims = tuple(x.shape)
+    fits = len(dims) == 5 and dims[0] in (1, batch) and 1 <= dims[3] <= MOST_RANGES
+    if not fits or dims[1:3] + dims[4:] != (1, seqlen_q, 2) or not jnp.issubdtype(x.dtype, np.integer):
+        raise ValueError(
+            f"{ATTENTION}: ranges is {x.dtype}{list(dims)}; int32[{batch} or 1, 1, {seqlen_q}, R, 2], R from "
+            f"1 to {MOST_RANGES}, is accepted"
+        )
+    return jnp.squeeze(as_int32(), 1)
 
 
 def checked_window(window):

@@ -38,6 +38,7 @@ def attention(
     deterministic: bool = False,
     return_residual: bool = False,
     sinks: jax.Array | None = None,
+    ranges: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention with the signature, layout and masks of jax.nn.dot_product_attention.
 
@@ -59,6 +60,9 @@ def attention(
         return_residual: also return the log-sum-exp.
         sinks: (heads_q,), float32 or query's dtype: for each head the logit, not scaled, of a key that every
             query that counts sees and that has no value; -inf is none. lse counts it. Differentiable.
+        ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, as in flash_cute.forward: R ranges
+            [start, end) of keys for each query, alike for all heads. It sees the keys that lie in one of them
+            and that the other arguments leave it. Keys are counted from key's first row.
 
     Returns:
         out: of query's shape and dtype. 0 for a query that sees no key or doesn't count, where JAX's own
@@ -96,14 +100,16 @@ def attention(
     lengths = tuple(
         arguments.checked_lengths(ATTENTION, name, x, query.shape[0]) for name, x in lengths.items()
     )
+    lengths += (arguments.checked_ranges(ranges, query),)
     left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
     options = _Options(scale, -1, -1, deterministic, return_residual or sinks is not None)
     sinks = None if sinks is None else sinks_of.checked(sinks, query)
 
     def compute(query, key, value, lengths):
-        if all(x is None for x in lengths):
-            return _in_window(query, key, value, (left, 0 if is_causal else right), options)
+        *of_rows, ranges = lengths
+        if all(x is None for x in of_rows):
+            return _in_window(query, key, value, ranges, (left, 0 if is_causal else right), options)
         same = query_seq_lengths is key_value_seq_lengths and query_seq_lengths is not None
         return _with_lengths(query, key, value, lengths, is_causal, same, options)
 
@@ -114,7 +120,7 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-def _in_window(query, key, value, window, options):
+def _in_window(query, key, value, ranges, window, options):
     """(out, lse): the kernels' windows are aligned at the end, so what none of the others sees is cut off."""
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
     left, right = (
@@ -129,8 +135,9 @@ def _in_window(query, key, value, window, options):
         left=-1 if left is None else left + shift, right=-1 if right is None else right - shift
     )
     if rows == seqlen_q:
-        return _attend(query, key, value, (None,) * 3, options)
-    out, lse = _attend(query[:, :rows], key, value, (None,) * 3, options)
+        return _attend(query, key, value, (None, None, None, ranges), options)
+    ranges = None if ranges is None else ranges[:, :rows]
+    out, lse = _attend(query[:, :rows], key, value, (None, None, None, ranges), options)
     blind = seqlen_q - rows
     return (
         jnp.pad(out, ((0, 0), (0, blind), (0, 0), (0, 0))),
@@ -146,7 +153,7 @@ def _with_lengths(query, key, value, lengths, is_causal, same, options):
     hidden from that second call: what they hold, if they see nothing, is to reach no gradient. same: queries
     and keys have the same lengths.
     """
-    used_q, used_k, skipped = lengths
+    used_q, used_k, skipped, ranges = lengths
     if not is_causal:
         return _attend(query, key, value, lengths, options)
     batch, seqlen_q = query.shape[:2]
@@ -160,13 +167,13 @@ def _with_lengths(query, key, value, lengths, is_causal, same, options):
 
     count_q, count_k = within(used_q, seqlen_q), within(used_k, seqlen_k)
     square = jnp.minimum(count_q, count_k)
-    out, lse = _attend(query, key, value, (square, square, skipped), causal)
+    out, lse = _attend(query, key, value, (square, square, skipped, ranges), causal)
     if used_k is None and seqlen_q <= seqlen_k:
         return out, lse
     if_needed = jnp.where(count_q > count_k, count_k, 0)
     inside = jnp.arange(seqlen_q, dtype=jnp.int32)[None] < square[:, None]
     behind = jnp.where(inside[:, :, None, None], 0, query)
-    all_out, all_lse = _attend(behind, key, value, (count_q, if_needed, skipped), options)
+    all_out, all_lse = _attend(behind, key, value, (count_q, if_needed, skipped, ranges), options)
     return (
         jnp.where(inside[:, :, None, None], out, all_out),
         jnp.where(inside[:, None, :], lse, all_lse),
@@ -184,7 +191,10 @@ class _Options(NamedTuple):
 
 
 def _attend(query, key, value, lengths, options):
-    """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q)."""
+    """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q).
+
+    lengths: seqused_q, seqused_k, leftpad_k and ranges, each of which may be None.
+    """
     return _attend_alike(*shards.alike((query, key, value, lengths)), options)
 
 
@@ -233,7 +243,9 @@ def _in_shards(compute, query, key, value, lengths):
                 f"{ATTENTION}: key has {key.shape[2]} heads and query's are in {parts} shards; 1, or a "
                 "multiple of the shards, is accepted"
             )
-    specs = of_queries, of_keys, of_keys, *(PartitionSpec(batch) for _ in given)
+    entries = query.shape[0]
+    of_given = (PartitionSpec(batch if len(x) == entries else None, *(None,) * (x.ndim - 1)) for x in given)
+    specs = of_queries, of_keys, of_keys, *of_given
     out_specs = of_queries, PartitionSpec(batch, heads, None)
     return shards.over_shards(compute, (query, key, value, lengths), specs, out_specs)
 
@@ -282,8 +294,9 @@ def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
         head_dim,
         options.left,
         options.right,
-        any(x is not None for x in lengths),
+        any(x is not None for x in lengths[:3]),
         options.deterministic,
+        0 if lengths[3] is None else lengths[3].shape[2],
     )
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
@@ -294,6 +307,14 @@ def _attributes(options):
         "left": np.int64(options.left),
         "right": np.int64(options.right),
     }
+
+
+def _given(lengths, batch):
+    """What the kernels take of lengths, ranges of each entry: vmap folds what it maps over into the batch."""
+    *of_rows, ranges = lengths
+    if ranges is not None:
+        ranges = jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
+    return kernels.given((*of_rows, ranges))
 
 
 def _padded(head_dim, dtype):
@@ -315,7 +336,7 @@ def _native_forward(query, key, value, lengths, options):
         _workspace(query, key, lengths, options, backward=False),
     )
     call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
-    out, lse, _ = call(query, key, value, *kernels.given(lengths), **_attributes(options))
+    out, lse, _ = call(query, key, value, *_given(lengths, batch), **_attributes(options))
     return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim], lse))
 
 
@@ -334,7 +355,7 @@ def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
         value,
         out,
         lse,
-        *kernels.given(lengths),
+        *_given(lengths, len(query)),
         **_attributes(options),
         deterministic=options.deterministic,
     )

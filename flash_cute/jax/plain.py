@@ -15,12 +15,15 @@ def _places(shape, dim):
 
 def _visible(seqlen_q, seqlen_k, lengths, options):
     """bool (batch or 1, seqlen_q, seqlen_k): which queries see which keys."""
-    used_q, used_k, skipped = (None if x is None else x[:, None, None] for x in lengths)
+    *of_rows, ranges = lengths
+    used_q, used_k, skipped = (None if x is None else x[:, None, None] for x in of_rows)
     used_q = seqlen_q if used_q is None else jnp.clip(used_q, 0, seqlen_q)
     used_k = seqlen_k if used_k is None else jnp.clip(used_k, 0, seqlen_k)
     rows, keys = (_places((1, seqlen_q, seqlen_k), dim) for dim in (1, 2))
     left, right = (None if limit < 0 else limit for limit in (options.left, options.right))
     seen = windows.visible(rows, keys, used_q, used_k, left, right, 0 if skipped is None else skipped)
+    if ranges is not None:
+        seen &= windows.in_ranges(ranges, _places((1, 1, 1, seqlen_k), 3))
     return seen & (rows < used_q)
 
 
