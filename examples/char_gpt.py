@@ -1,10 +1,12 @@
 """A small GPT on the bytes of real text, with attention by flash_cute and by PyTorch: the losses must agree.
 
-    python examples/char_gpt.py [--compile] [file ...]
+    python examples/char_gpt.py [--compile] [--mask causal|documents|prefix] [file ...]
 
 Trains the same model three times, from one seed and with the same data in the same order: with flash_cute,
 with PyTorch's SDPA, and with SDPA's plain implementation, which rounds elsewhere. The losses of the first two
-must not be further apart than twice what those of the last two are, plus 1e-5. Then the model that flash_cute
+must not be further apart than twice what those of the last two are, plus 1e-5. With --mask documents a byte
+sees those before it in its paragraph, and a fourth training packs the paragraphs; with --mask prefix bytes
+of each row's first line see each other: by ranges, and by dense masks of SDPA. Then the model that flash_cute
 trained reads text that it has not seen, at several context lengths, with both; and by flash_cute alone
 paragraphs of unequal lengths, packed one behind the other and padded to the longest: these may differ by
 --tolerance. Exits with 1 where losses do not agree. Without files it reads the sources of Python's standard
@@ -19,6 +21,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +48,7 @@ BYTE_VALUES = 256
 HELD_OUT = 0.1  # of the text, at its end
 ROTARY_BASE = 10_000
 TIMED_RUNS = 3
+LINE_END = ord("\n")
 DOCUMENT_END = b"\n\n"  # a paragraph is a document
 NO_TARGET = -100  # where nothing is to be predicted
 
@@ -58,27 +62,28 @@ BATCH_BYTES = {"cpu": 16384, "cuda": 131072}  # evaluated at each context length
 LONGEST_DOCUMENT = {"cpu": 1024, "cuda": 2048}  # what is longer is cut
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
 
 
-def plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def plain_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v)
+        return sdpa(q, k, v, seen)
 
 
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return flash_cute.attention(q, k, v, causal=True)
+def ours(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor | None = None
+) -> torch.Tensor:
+    return flash_cute.attention(q, k, v, causal=ranges is None, ranges=ranges)
 
 
-def packed(offsets: torch.Tensor) -> Attention:
-    """Each document alone, of rows offsets[i] to offsets[i + 1] of a batch of one."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = (x[0].transpose(0, 1) for x in (q, k, v))  # (bytes, heads, head_dim)
-        return flash_cute.attention_varlen(*rows, offsets, causal=True).transpose(0, 1).unsqueeze(0)
-
-    return attend
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each document alone, of rows offsets[i] to offsets[i + 1] of a batch, entry behind entry."""
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (bytes, heads, head_dim)
+    out = flash_cute.attention_varlen(*rows, offsets, causal=True)
+    return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
 def padded(lengths: torch.Tensor) -> Attention:
@@ -185,7 +190,7 @@ def pack(pieces: list[torch.Tensor], device: torch.device) -> tuple[Text, Attent
     read, targets = (torch.cat([x[part] for x in pieces])[None] for part in (slice(-1), slice(1, None)))
     positions = torch.cat([torch.arange(length) for length in lengths])
     offsets = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
-    return Text(read.to(device), targets.to(device), positions.to(device)), packed(offsets)
+    return Text(read.to(device), targets.to(device), positions.to(device)), partial(packed, offsets=offsets)
 
 
 def pad(pieces: list[torch.Tensor], device: torch.device) -> tuple[Text, Attention]:
@@ -196,6 +201,70 @@ def pad(pieces: list[torch.Tensor], device: torch.device) -> tuple[Text, Attenti
     return Text(read, targets.to(device), torch.arange(read.shape[1], device=device)), padded(lengths)
 
 
+Arrangement = Callable[[Text], tuple[Text, Attention]]
+
+
+def causally(attend: Attention) -> Arrangement:
+    return lambda text: (text, attend)
+
+
+def by_document(attend: Callable, mask_of: Callable[[torch.Tensor], torch.Tensor]) -> Arrangement:
+    """A byte sees those before it in its paragraph. mask_of: what attend takes, of each byte's paragraph."""
+
+    def arrange(text: Text) -> tuple[Text, Attention]:
+        is_line_end = text.read == LINE_END
+        ends = is_line_end[:, 1:] & is_line_end[:, :-1]  # at the second byte, behind which another one begins
+        mask = mask_of(F.pad(ends.cumsum(1), (2, 0))[:, :-1])
+        return text, lambda q, k, v: attend(q, k, v, mask)
+
+    return arrange
+
+
+def offsets_of(documents: torch.Tensor) -> torch.Tensor:
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
+    return F.pad(begins, (0, 1), value=documents.numel()).int()
+
+
+def dense_documents(documents: torch.Tensor) -> torch.Tensor:
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+def by_prefix(attend: Callable, mask_of: Callable[[torch.Tensor, int], torch.Tensor]) -> Arrangement:
+    """The first line sees itself, and foretells what is behind it. mask_of: of its length in each row."""
+
+    def arrange(text: Text) -> tuple[Text, Attention]:
+        context = text.read.shape[1]
+        length = 1 + (text.read == LINE_END).int().argmax(1)
+        mask = mask_of(length, context)
+        known = torch.arange(1, 1 + context, device=length.device) < length.unsqueeze(1)
+        text = text._replace(targets=text.targets.masked_fill(known, NO_TARGET))
+        return text, lambda q, k, v: attend(q, k, v, mask)
+
+    return arrange
+
+
+def dense_prefix(length: torch.Tensor, context: int) -> torch.Tensor:
+    place = torch.arange(context, device=length.device)
+    return (place <= place.unsqueeze(1)) | (place < length[:, None, None, None])
+
+
+OURS, THEIRS, PLAIN = "flash_cute", "SDPA", "plain SDPA"
+MASKS = {
+    "causal": {OURS: causally(ours), THEIRS: causally(sdpa), PLAIN: causally(plain_sdpa)},
+    "documents": {
+        OURS: by_document(ours, flash_cute.masks.documents),
+        "packed": by_document(packed, offsets_of),
+        THEIRS: by_document(sdpa, dense_documents),
+        PLAIN: by_document(plain_sdpa, dense_documents),
+    },
+    "prefix": {
+        OURS: by_prefix(ours, flash_cute.masks.prefix),
+        THEIRS: by_prefix(sdpa, dense_prefix),
+        PLAIN: by_prefix(plain_sdpa, dense_prefix),
+    },
+}
+
+
 class Run(NamedTuple):
     model: GPT
     losses: torch.Tensor  # (steps,) in nats per byte
@@ -203,12 +272,16 @@ class Run(NamedTuple):
     peak_bytes: int  # of the GPU's memory; 0 on the CPU
 
 
-def train(title: str, attend: Attention, text: torch.Tensor, options: argparse.Namespace) -> Run:
+def train(title: str, arrange: Arrangement, text: torch.Tensor, options: argparse.Namespace) -> Run:
     """Trains a new model on random pieces of text, the same ones each time."""
+
+    def loss_of(text: Text) -> torch.Tensor:
+        return model.loss(*arrange(text))
+
     torch.manual_seed(options.seed)
     device = options.device
     model = GPT(options.layers, options.heads, options.kv_heads, options.head_dim).to(device)
-    loss_of = torch.compile(model.loss) if options.compile else model.loss
+    loss_of = torch.compile(loss_of) if options.compile else loss_of
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, options.steps)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -221,7 +294,7 @@ def train(title: str, attend: Attention, text: torch.Tensor, options: argparse.N
             start = time.perf_counter()
             timed = options.steps - step
         starts = torch.randint(len(text) - options.context, (options.batch,))
-        loss = loss_of(cut(text, starts, options.context, device), attend)
+        loss = loss_of(cut(text, starts, options.context, device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -240,20 +313,19 @@ def apart(run: Run, other: Run) -> float:
 
 def compare_training(text: torch.Tensor, options: argparse.Namespace) -> tuple[GPT, bool]:
     """Trains with each attention, prints and plots what came of it: our model, and do the losses agree?"""
-    attentions = {"flash_cute": ours, "SDPA": sdpa, "plain SDPA": plain_sdpa}
-    runs = {title: train(title, attend, text, options) for title, attend in attentions.items()}
+    runs = {title: train(title, arrange, text, options) for title, arrange in MASKS[options.mask].items()}
     print(f"\n{'training':>12}{'first loss':>13}{'last loss':>13}{'bytes/s':>13}{'peak memory':>15}")
     for title, run in runs.items():
         peak = f"{run.peak_bytes / 2**20:.0f} MiB" if run.peak_bytes else "not measured"
         first, last = run.losses[0], run.losses[-1]
         print(f"{title:>12}{first:13.5f}{last:13.5f}{run.bytes_per_second:13.0f}{peak:>15}")
-    mine, other, plain = runs.values()
-    difference, spread = apart(mine, other), apart(plain, other)
-    print(
-        f"losses of flash_cute and SDPA are {difference:.1e} apart, those of SDPA and plain SDPA {spread:.1e}"
-    )
+    spread = apart(runs[PLAIN], runs[THEIRS])
+    differences = {title: apart(runs[OURS], runs[title]) for title in runs if title not in (OURS, PLAIN)}
+    for title, difference in differences.items():
+        print(f"losses of {OURS} and {title} are {difference:.1e} apart", end=", ")
+    print(f"those of {THEIRS} and {PLAIN} {spread:.1e}")
     plot({title: run.losses for title, run in runs.items()}, options.plot)
-    return mine.model, difference <= FACTOR * spread + SLACK
+    return runs[OURS].model, max(differences.values()) <= FACTOR * spread + SLACK
 
 
 def plot(curves: dict[str, torch.Tensor], path: Path) -> None:
@@ -266,7 +338,7 @@ def plot(curves: dict[str, torch.Tensor], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for (title, losses), style in zip(curves.items(), ("-", "--", ":"), strict=True):
+    for (title, losses), style in zip(curves.items(), ("-", "--", ":", "-."), strict=False):
         axis.plot(range(1, 1 + len(losses)), losses, style, label=title)
     axis.set(xlabel="step", ylabel="loss, nats per byte", title="The same training with each attention")
     axis.grid(alpha=0.3)
@@ -352,6 +424,7 @@ def read(options: argparse.Namespace, longest: int) -> tuple[torch.Tensor, torch
 
 def main() -> int:
     parser = training_parser(__doc__)
+    parser.add_argument("--mask", choices=MASKS, default="causal", help="of the training; default: causal")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per byte; default: 1e-3")
     parser.add_argument("--plot", type=Path, default=Path("char_gpt.png"), help="default: char_gpt.png")
     parser.add_argument(

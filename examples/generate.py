@@ -267,7 +267,7 @@ def compare(model: GPT, text: torch.Tensor, options: argparse.Namespace) -> bool
 def main() -> int:
     given = options()
     learned, unseen = char_gpt.read(given, max(given.context, given.prompt))
-    model = char_gpt.train("flash_cute", char_gpt.ours, learned, given).model
+    model = char_gpt.train("flash_cute", char_gpt.causally(char_gpt.ours), learned, given).model
     in_half = given.device.type == "cuda" and not given.check
     with torch.autocast(given.device.type, torch.bfloat16, enabled=in_half):
         return not compare(model, unseen, given)

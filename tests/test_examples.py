@@ -25,9 +25,10 @@ def example(name: str, device, folder, *arguments: str) -> subprocess.CompletedP
     return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_char_gpt(device, tmp_path):
+@pytest.mark.parametrize("mask", ["causal", "documents", "prefix"])
+def test_char_gpt(device, tmp_path, mask):
     sizes = [f"--{name}={size}" for name, size in SIZES.items()]
-    options = [*sizes, "--contexts", "30", "64", "--plot", "curves.png"]
+    options = [*sizes, f"--mask={mask}", "--contexts", "30", "64", "--plot", "curves.png"]
     files = [str(ROOT / "flash_cute" / "interface.py"), str(ROOT / "tests" / "cases.py")]
     ran = example("char_gpt.py", device, tmp_path, *options, *files)
     assert ran.returncode == 0, ran.stdout + ran.stderr
