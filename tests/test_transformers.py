@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,14 @@ from torch._dynamo.testing import CompileCounter
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
 
 from flash_cute import lengths, reference  # noqa: E402
+from flash_cute.integrations import _transformers_masks  # noqa: E402
 from flash_cute.integrations import transformers as face  # noqa: E402
-from flash_cute.integrations.transformers import CuteMask, cute_attention, cute_mask  # noqa: E402
+from flash_cute.integrations.transformers import (  # noqa: E402
+    CuteMask,
+    cute_attention,
+    cute_mask,
+    expect_holes,
+)
 
 DTYPE = torch.bfloat16
 SIZES = {
@@ -372,20 +379,26 @@ def test_padding_with_holes_is_found(device, monkeypatch):
         trio.ours(tokens(device, 3, 6), attention_mask=HOLES.to(device))
 
 
-looks_for_holes = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU holes are not looked for")
+@pytest.fixture(params=["looked at", "expected"])
+def holes_are_accepted(request, device, monkeypatch):
+    """As a GPU takes them, where nothing is read, and as the CPU does."""
+    monkeypatch.setattr(_transformers_masks, "_holes_are_expected", True)
+    if request.param == "expected":
+        monkeypatch.setattr(_transformers_masks, "_is_looked_at", lambda mask: False)
+        monkeypatch.setattr(_transformers_masks, "_may_have_holes", lambda mask, *_: mask is not None)
+    elif device.type == "cuda":
+        pytest.skip("a GPU does not look")
 
 
-@looks_for_holes
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert", "sinks"])
-def test_padding_with_holes(device, name):
+def test_padding_with_holes(device, name, holes_are_accepted):
     holes = padding("both", device)
     holes[0, 9:12], holes[1, 3], holes[1, 5:9] = 0, 0, 0
     assert_logits(Trio(name, device), {"input_ids": tokens(device), "attention_mask": holes}, holes.bool())
 
 
-@looks_for_holes
 @torch.no_grad()
-def test_a_turn_behind_right_padding(device):
+def test_a_turn_behind_right_padding(device, holes_are_accepted):
     """Generation behind a hole, by a cache."""
     trio, ids, mask = Trio("llama", device), tokens(device), padding("right", device)
     mask = torch.cat((mask, torch.ones(BATCH, 6, dtype=torch.long, device=device)), 1)
@@ -405,14 +418,43 @@ def test_a_turn_behind_right_padding(device):
     assert_within_rule("logits", *(x[mask.bool()] for x in (torch.cat(steps, 1), *whole)))
 
 
-def test_holes_that_need_too_many_ranges(device):
-    if device.type != "cpu":
-        pytest.skip("a GPU does not look")
-    holes = torch.tensor([[1, 0] * 10] * BATCH, device=device)
+def test_holes_that_need_too_many_ranges(device, monkeypatch):
+    """An error where they are looked at, else NaN in the sequences that have them alone."""
+    holes, trio = padding("left", device), Trio("llama", device)
+    holes[0] = torch.tensor([1, 0] * (LENGTH // 2), device=device)
+    monkeypatch.setattr(_transformers_masks, "_holes_are_expected", True)
+    monkeypatch.setattr(lengths, "CHECKED", True)
     with pytest.raises(
-        NotImplementedError, match="at most 4 ranges of keys for each query, got 1, each cut by padding"
+        NotImplementedError,
+        match="at most 4 ranges of keys for each query, got 1, each cut by padding into 10",
     ):
-        Trio("llama", device).ours(tokens(device), attention_mask=holes)
+        trio.ours(tokens(device), attention_mask=holes)
+    monkeypatch.setattr(lengths, "CHECKED", False)
+    monkeypatch.setattr(_transformers_masks, "_is_looked_at", lambda mask: False)
+    monkeypatch.setattr(_transformers_masks, "_may_have_holes", lambda *_: True)
+    logits = trio.ours(tokens(device), attention_mask=holes).logits
+    assert logits[0].isnan().all()
+    assert logits[1:].isfinite().all()
+
+
+def test_holes_that_are_expected(monkeypatch):
+    monkeypatch.setattr(_transformers_masks, "_holes_are_expected", False)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    for expected in (True, False):
+        expect_holes(expected)
+        assert _transformers_masks._may_have_holes(on_gpu, 1, 0) is expected
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_holes(device, monkeypatch):
+    monkeypatch.setattr(_transformers_masks, "_holes_are_expected", True)
+    trio, ids, mask = Trio("llama", device), tokens(device, 3, 6), HOLES.to(device)
+    trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_positions_that_restart_beside_a_cache(device, monkeypatch):

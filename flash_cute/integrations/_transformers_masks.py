@@ -26,6 +26,7 @@ if VERSION < (5, 4):  # which call masks otherwise
     )
 
 NAME = "cute_attention"
+_holes_are_expected = False  # of padding on a GPU
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class CuteMask:
 
     extent: (batch, q_length, kv_length) that it is for. options: causal or window. lengths: those of forward.
     offsets: int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor:
-    float32 (batch, 1, 1, 1), NaN where the padding has holes, else 1. ranges: those of forward.
+    float32 (batch, 1, 1, 1), NaN where the padding has holes that the mask leaves out, else 1. ranges: those
+    of forward.
     """
 
     extent: tuple[int, int, int]
@@ -104,6 +106,16 @@ class CuteMask:
         return self
 
 
+def expect_holes(expected: bool = True) -> None:
+    """Whether padding on a GPU may have holes, keys that don't count between others that do; False at first.
+
+    Nothing waits to look for them. Where they are expected, padding becomes up to four ranges of keys, else
+    lengths, for which the kernels are faster, and what it has of holes gives NaN. On the CPU it is looked at.
+    """
+    global _holes_are_expected
+    _holes_are_expected = expected
+
+
 def cute_mask(
     batch_size: int,
     q_length: int,
@@ -152,9 +164,10 @@ def cute_mask(
     if ahead and attention_mask is not None and isinstance(q_offset, int):
         _check_end(attention_mask, q_offset + q_length)
     extent = batch_size, q_length, kv_length
-    if kind is None or _has_holes(attention_mask, kv_length, kv_offset):
+    holes = _may_have_holes(attention_mask, kv_length, kv_offset)
+    if kind is None or holes:
         own = (torch.arange(q_length, device=device) + q_offset)[None]
-        return _ranged(extent, mask_function, own, kv_offset, attention_mask)
+        return _ranged(extent, mask_function, own, kv_offset, attention_mask, holes)
     bidirectional, windowed, packed = kind
     # Query i stands at key i + shift. flash_cute puts the last query at the last key that counts.
     shift = q_offset - kv_offset
@@ -208,6 +221,7 @@ def _ranged(
     own: torch.Tensor,
     kv_offset: int,
     attention_mask: torch.Tensor | None,
+    holes: bool,
 ) -> CuteMask:
     """The mask of a mask function as ranges, and the padding as lengths, or with holes as more ranges."""
     ranges = ranges_of(mask_function, own, kv_offset + extent[2], kv_offset)
@@ -215,29 +229,45 @@ def _ranged(
         raise _refused(" and ".join(_conditions(mask_function)))
     if attention_mask is None:
         return CuteMask(extent, {}, ranges=ranges.contiguous())
-    if not _has_holes(attention_mask, extent[2], kv_offset):
+    if not holes:
         first, end, factor = _padding(attention_mask, extent[2], kv_offset)
         given = {"leftpad_k": first.to(torch.int32), "seqused_k": end.to(torch.int32)}
         return CuteMask(extent, {}, given, factor=factor, ranges=ranges.contiguous())
     present = _present(attention_mask, extent[2], kv_offset)
-    runs = int((present & ~torch.nn.functional.pad(present, (1, 0))[:, :-1]).sum(1).max())
-    if runs * ranges.shape[3] > MOST:
-        raise NotImplementedError(
-            f"flash_cute.transformers: the mask must have at most {MOST} ranges of keys for each "
-            f"query, got {ranges.shape[3]}, each cut by padding into {runs}"
-        )
+    count, runs, factor = _runs(present), MOST // ranges.shape[3], None
+    if _is_looked_at(attention_mask):
+        if count.max() > runs:
+            raise NotImplementedError(
+                f"flash_cute.transformers: the mask must have at most {MOST} ranges of keys for each "
+                f"query, got {ranges.shape[3]}, each cut by padding into {int(count.max())}"
+            )
+        runs = max(1, int(count.max()))
+    else:
+        factor = torch.where(count > runs, torch.nan, 1.0)[:, None, None, None]
     present = masks.padding(present, extent[1], runs=runs)
-    return CuteMask(extent, {}, ranges=masks.intersection(ranges, present))
+    return CuteMask(extent, {}, factor=factor, ranges=masks.intersection(ranges, present))
 
 
-def _has_holes(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> bool:
-    """Has padding holes? False on a GPU, where nothing waits, and while a compiler traces."""
-    if attention_mask is None or attention_mask.device.type != "cpu":
+def _may_have_holes(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> bool:
+    """Are there holes in padding, or are they expected where it isn't looked at? False under a compiler."""
+    if attention_mask is None or torch.compiler.is_compiling():
         return False
-    if not lengths.are_known(attention_mask, attention_mask):
+    if attention_mask.device.type != "cpu":
+        return _holes_are_expected
+    if not _is_looked_at(attention_mask):
         return False
-    present = _present(attention_mask, kv_length, kv_offset).int()
-    return bool((present.diff(dim=1) == 1).sum(1).add(present[:, :1].sum(1)).gt(1).any())
+    return bool((_runs(_present(attention_mask, kv_length, kv_offset)) > 1).any())
+
+
+def _is_looked_at(attention_mask: torch.Tensor) -> bool:
+    """Are values of padding read? They wait for a GPU, where FLASH_CUTE_CHECK asks for it."""
+    reads = attention_mask.device.type == "cpu" or lengths.CHECKED
+    return reads and lengths.are_known(attention_mask, attention_mask)
+
+
+def _runs(present: torch.Tensor) -> torch.Tensor:
+    """(batch,): how many runs of keys that count lie in each row."""
+    return (present & ~torch.nn.functional.pad(present, (1, 0))[:, :-1]).sum(1)
 
 
 # The conditions whose intersection each accepted mask is, and whether it is bidirectional, a window, packed.
@@ -346,7 +376,7 @@ def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     if lengths.CHECKED and lengths.are_known(holes, holes) and holes.any():
         raise ValueError(
             f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding "
-            "at the begin and at the end is accepted"
+            "at the begin and at the end is accepted, any behind expect_holes()"
         )
     factor = torch.where(holes, torch.nan, 1.0)
     return first, end, factor[:, None, None, None]

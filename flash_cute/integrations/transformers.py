@@ -6,7 +6,8 @@
 
 The import registers the name with transformers' AttentionInterface and AttentionMaskInterface, and beside it
 "cute_flash_attention_3", which continuous batching accepts (transformers 5.23 and newer). Nothing waits for
-the GPU: on the device, padding becomes lengths, and packed sequences become offsets.
+the GPU: on the device, padding becomes lengths, or behind expect_holes() ranges of keys, and packed sequences
+become offsets.
 
 Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23 and 5.24.
 """
@@ -20,8 +21,17 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
-from flash_cute.integrations._transformers_masks import NAME, VERSION, CuteMask, cute_mask, error
+from flash_cute.integrations._transformers_masks import (
+    NAME,
+    VERSION,
+    CuteMask,
+    cute_mask,
+    error,
+    expect_holes,
+)
 from flash_cute.storage import require_stored
+
+__all__ = ["cute_attention", "cute_flash_attention", "cute_mask", "expect_holes"]
 
 
 def cute_attention(
