@@ -27,6 +27,7 @@ from cases import (
     BATCHES,
     DTYPES,
     MASKS,
+    Ranged,
     Shape,
     make_gradients,
     make_inputs,
@@ -35,6 +36,7 @@ from cases import (
     with_head_dim,
 )
 from test_cache import in_pages
+from test_ranges import KINDS, make_ranges, ranges_of_sequences
 from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
 import flash_cute
@@ -149,6 +151,43 @@ def check_pages() -> None:
                 assert_ragged([tensor.cpu() for tensor in result], batch, MASKS["causal"])
 
 
+def check_ranges() -> None:
+    """Each kernel of key ranges, and those that make their tables: dense, packed and padded."""
+    kinds = itertools.cycle(KINDS.values())
+    for kernel in flash_cute.supported()["kernels"]:
+        family, head_dim, dtype = kernel["family"], kernel["head_dim"], DTYPES[kernel["element"]]
+        if kernel["variant"] != "ranges" or family not in families(torch.device("cuda")):
+            continue
+        sizes = [Shape(2, 2, 1, *SIZES["rows"], head_dim), Shape(2, 2, 1, *SIZES["blind"], head_dim - 8)]
+        shapes = [*sizes, *(with_head_dim(shape, head_dim) for shape in SHAPES.values())]
+        counts = itertools.cycle((1, 4, 2, 3, 4))
+        for shape, name, broadcast in itertools.product(shapes, ("full", "causal"), (True, False)):
+            inputs = make_inputs(shape, dtype, "cpu", "padded_columns")
+            ranges = make_ranges(shape, next(kinds), next(counts), broadcast, "cpu")
+            mask, of_call = (Ranged.of(MASKS[name], x) for x in (ranges, ranges.to("cuda")))
+            on_gpu = {name: tensor.to("cuda") for name, tensor in zip("qkv", inputs, strict=True)}
+            result = flash_cute.forward(**on_gpu, family=family, **of_call.options)
+            assert_attention([tensor.cpu() for tensor in result], *inputs, mask)
+            if family in BACKWARD_FAMILIES:
+                given = make_gradients(inputs[0])
+                found = gradients(flash_cute.forward, on_gpu, given, of_call, family, next(deterministic))
+                assert_gradients(found, *inputs, *given, mask)
+        for (name, heads, mask), packed in itertools.product(RAGGED, (True, False)):
+            batch = make_ragged(BATCHES[name], heads, head_dim, dtype, "cpu", packed, "padded_columns")
+            rows = batch, BATCHES[name], next(kinds), next(counts), MASKS[mask]
+            ranges, masks = ranges_of_sequences(*rows)
+            of_call = Ranged.of(MASKS[mask], ranges.to("cuda"))
+            function = flash_cute.forward_varlen if packed else flash_cute.forward
+            inputs = {"q": batch.q, "k": batch.k, "v": batch.v, **batch.lengths}
+            on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+            result = function(**on_gpu, family=family, **of_call.options)
+            assert_ragged([tensor.cpu() for tensor in result], batch, masks)
+            if family in BACKWARD_FAMILIES:
+                given = make_ragged_gradients(batch)
+                found = gradients(function, on_gpu, given, of_call, family, next(deterministic))
+                assert_ragged_gradients(found, batch, *given, masks)
+
+
 def check_append() -> None:
     for place, rotary, layout, dtype in itertools.product(PLACES, ROTARIES, LAYOUTS, SOFTMAX_DTYPES):
         call = make_append("cpu", place, rotary, layout, dtype, head_dim=72, heads=(40, 40))
@@ -189,6 +228,7 @@ def gradients(function, inputs, given, mask, family: str, deterministic: bool) -
 PARTS = {
     "ragged": check_ragged,
     "pages": check_pages,
+    "ranges": check_ranges,
     "dense": check_dense,
     "claimed": check_claimed,
     "append": check_append,
