@@ -36,10 +36,12 @@ def test_char_gpt(device, tmp_path, mask):
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-def test_train_llama(device, tmp_path):
+@pytest.mark.parametrize("mask", ["packed", "documents", "prefix"])
+def test_train_llama(device, tmp_path, mask):
     pytest.importorskip("transformers", reason="needs transformers")
     sizes = [f"--{name}={size}" for name, size in LLAMA.items()]
-    ran = example("train_llama.py", device, tmp_path, *sizes, str(ROOT / "tests" / "cases.py"))
+    options = *sizes, f"--mask={mask}", str(ROOT / "tests" / "cases.py")
+    ran = example("train_llama.py", device, tmp_path, *options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "the losses agree" in ran.stdout
     assert all(attention in ran.stdout for attention in ("eager", "SDPA", "flash_cute"))

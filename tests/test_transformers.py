@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
 
-from flash_cute import lengths, reference  # noqa: E402
+from flash_cute import lengths, masks, reference  # noqa: E402
 from flash_cute.integrations import _transformers_masks  # noqa: E402
 from flash_cute.integrations import transformers as face  # noqa: E402
 from flash_cute.integrations.transformers import (  # noqa: E402
@@ -30,6 +30,7 @@ from flash_cute.integrations.transformers import (  # noqa: E402
     cute_attention,
     cute_mask,
     expect_holes,
+    ranges_mask,
 )
 
 DTYPE = torch.bfloat16
@@ -352,6 +353,43 @@ def test_nothing_waits(device):
         trio.ours(ids, attention_mask=mask, use_cache=False).logits.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# Masks that a model is given
+
+
+def given_masks(device) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6], device=device)
+    return {
+        "documents": masks.documents(ids),
+        "prefix": masks.prefix(torch.tensor([4, 9, 1], device=device), LENGTH),
+    }
+
+
+@pytest.mark.parametrize("kind", ["documents", "prefix"])
+def test_masks_that_a_model_is_given(device, kind):
+    """Ranges, beside dense masks of four dimensions; forward and backward."""
+    trio, ids, ranges = Trio("llama", device), tokens(device), given_masks(device)[kind]
+    seen = reference.visible(LENGTH, LENGTH, ranges=ranges).expand(BATCH, -1, -1, -1)
+    added = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(DTYPE).min)
+    given = ranges_mask(ranges), added.to(DTYPE), seen
+    models = trio.all
+    logits = [model(ids, attention_mask=mask).logits for model, mask in zip(models, given, strict=True)]
+    assert_within_rule("logits", *(x.detach() for x in logits))
+    weights = [model.get_input_embeddings().weight for model in models]
+    for x in logits:
+        (x.double().square().sum()).backward()
+    assert_within_rule("gradients of embeddings", *(x.grad for x in weights))
+
+
+def test_ranges_of_another_shape():
+    with pytest.raises(
+        ValueError, match=r"ranges must have shape \(batch or 1, 1, q_length, R, 2\), got \(3, 2\)"
+    ):
+        ranges_mask(torch.zeros(3, 2))
+    trio, mask = Trio("llama", "cpu"), ranges_mask(masks.prefix(torch.tensor([3]), 5))
+    with pytest.raises(ValueError, match="the mask is for 5 queries and 5 keys, and there are 20 and 20"):
+        trio.ours(tokens("cpu"), attention_mask=mask)
 
 
 # Holes

@@ -106,6 +106,22 @@ class CuteMask:
         return self
 
 
+def ranges_mask(ranges: torch.Tensor, kv_length: int | None = None) -> CuteMask:
+    """A mask of flash_cute.masks, to give a model as its attention_mask. It is that of all layers.
+
+    Args:
+        ranges: int32 (batch or 1, 1, q_length, R, 2), of the whole mask: causal, too.
+        kv_length: how many keys there are, as many as queries by default.
+    """
+    if ranges.ndim != 5:
+        raise ValueError(
+            "flash_cute.transformers: ranges must have shape (batch or 1, 1, q_length, R, 2), got "
+            f"{tuple(ranges.shape)}"
+        )
+    batch, _, q_length = ranges.shape[:3]
+    return CuteMask((batch, q_length, q_length if kv_length is None else kv_length), {}, ranges=ranges)
+
+
 def expect_holes(expected: bool = True) -> None:
     """Whether padding on a GPU may have holes, keys that don't count between others that do; False at first.
 

@@ -28,10 +28,11 @@ from flash_cute.integrations._transformers_masks import (
     cute_mask,
     error,
     expect_holes,
+    ranges_mask,
 )
 from flash_cute.storage import require_stored
 
-__all__ = ["cute_attention", "cute_flash_attention", "cute_mask", "expect_holes"]
+__all__ = ["cute_attention", "cute_flash_attention", "cute_mask", "expect_holes", "ranges_mask"]
 
 
 def cute_attention(
