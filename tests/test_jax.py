@@ -566,12 +566,15 @@ def launches(compiled, *arguments) -> int:
     [
         ((1, 4096, 4096, 32, 1, 128), {"is_causal": True}),
         ((1, 20_000, 20_000, 3, 3, 64), {"local_window_size": (1024, 0)}),
+        ((2, 4000, 9000, 8, 2, 64), {"ranges": 4}),
     ],
-    ids=["parts of a group", "window"],
+    ids=["parts of a group", "window", "ranges"],
 )
 def test_workspace_is_large_enough(shape, mask):
     """Gradients in two modes, of which the other one is known to have room."""
     arrays = inputs(shape)
+    if count := mask.get("ranges"):
+        mask = {"ranges": some_ranges(2, *shape[1:3], count)}
 
     def gradients(deterministic):
         function = partial(attention, deterministic=deterministic, **mask)
@@ -588,12 +591,13 @@ def test_workspace_is_large_enough(shape, mask):
 def test_cuda_graphs():
     """Graphs as XLA makes them: with the calls, their workspaces, and other memory between the replays."""
     q, k, v = inputs((3, 200, 200, 4, 2, 64))
-    used = jnp.array([200, 77, 1], jnp.int32)
+    used, ranges = jnp.array([200, 77, 1], jnp.int32), some_ranges(3, 200, 200, 2)
 
     def step(q, k, v, used):
         def loss(q, k, v):
             out = attention(q, k, v, is_causal=True, deterministic=True)
             out = attention(out, k, v, query_seq_lengths=used, key_value_seq_lengths=used, deterministic=True)
+            out = attention(out, k, v, ranges=ranges, deterministic=True)
             rows = ours.softmax(out.reshape(3, -1))[0]  # several thread blocks share such a row
             return (rows.astype(jnp.float32) * jnp.arange(rows.shape[1])).sum()
 
