@@ -309,7 +309,7 @@ def test_sums_over_very_many_rows(kernel):
     q, dout = make(1, heads, queries, 64), make(1, heads, queries, 64)
     k, v = make(1, 1, keys, 64), make(1, 1, keys, 64)
     out, lse = kernel.forward(q, k, v)
-    _, *found = torch.ops.flash_cute._backward(dout, None, q, k, v, out, lse, family=kernel.family)
+    _, *found, _ = torch.ops.flash_cute._backward(dout, None, q, k, v, out, lse, family=kernel.family)
     oracles = sums_over_rows(q, k[0, 0, :some], v[0, 0, :some], dout, out, lse)
     for gradient, oracle in zip(found, oracles, strict=True):
         share = (gradient[0, 0, :some].double() * oracle).sum() / oracle.square().sum()
@@ -379,7 +379,8 @@ def test_gradients_not_needed_come_back_empty(kernel, needs_dq, needs_dkv):
     results = kernel.forward(q, k, v)
     options = {"needs_dq": needs_dq, "needs_dkv": needs_dkv, "family": kernel.family}
     gradients = torch.ops.flash_cute._backward(*make_gradients(q), q, k, v, *results, **options)
-    for gradient, tensor, needed in zip(gradients, (q, k, v), (needs_dq, needs_dkv, needs_dkv), strict=True):
+    asked = needs_dq, needs_dkv, needs_dkv, False  # the last of sinks
+    for gradient, tensor, needed in zip(gradients, (q, k, v, q), asked, strict=True):
         assert gradient.shape == (tensor.shape if needed else (0,))
 
 

@@ -141,14 +141,14 @@ PLANS = {
     "a group larger than a warpgroup's rows": (
         Shape(1, 65, 1, 1, 512, 128),
         False,
-        {"packed_heads": 33, "grid": 4},
+        {"packed_heads": 33, "grid": 2},
     ),
     "two warpgroups' rows of heads": (
         Shape(16, 128, 1, 1, 8192, 128),
         False,
         {"packed_heads": 64, "grid": 128},
     ),
-    "a prime number of heads": (Shape(1, 134, 2, 1, 512, 128), False, {"packed_heads": 34, "grid": 8}),
+    "a prime number of heads": (Shape(1, 134, 2, 1, 512, 128), False, {"packed_heads": 34, "grid": 4}),
 }
 
 

@@ -407,7 +407,7 @@ def test_explain_counts_what_is_seen(device):
             for mask, (_, q, k) in zip(masks, batch.places, strict=True)
         )
         options = MASKS["window_causal"].options | batch.lengths
-        plan = flash_cute.explain(batch.q, batch.k, batch.v, **options, ranges=ranges)
+        plan = flash_cute.explain(batch.q, batch.k, batch.v, **options, ranges=ranges.to(device))
         assert plan["flops"] == 4 * 64 * 4 * pairs
 
 

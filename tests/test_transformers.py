@@ -370,7 +370,7 @@ def given_masks(device) -> dict[str, torch.Tensor]:
 def test_masks_that_a_model_is_given(device, kind):
     """Ranges, beside dense masks of four dimensions; forward and backward."""
     trio, ids, ranges = Trio("llama", device), tokens(device), given_masks(device)[kind]
-    seen = reference.visible(LENGTH, LENGTH, ranges=ranges).expand(BATCH, -1, -1, -1)
+    seen = reference.visible(LENGTH, LENGTH, ranges=ranges.cpu()).expand(BATCH, -1, -1, -1).to(device)
     added = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(DTYPE).min)
     given = ranges_mask(ranges), added.to(DTYPE), seen
     models = trio.all
@@ -948,6 +948,8 @@ def test_chunks(device, kind):
 @pytest.mark.parametrize("cache", [None, "static"])
 @torch.no_grad()
 def test_chunks_generate(device, cache):
+    if cache == "static" and face.VERSION < (5, 23):
+        pytest.skip("this transformers does not make a static cache's masks of chunks, and raises")
     inputs = {"input_ids": tokens(device), "attention_mask": padding("left", device)}
     assert_generated(llama4(device), cache, **inputs)
 

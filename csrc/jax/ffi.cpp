@@ -125,7 +125,7 @@ char* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, Call& call, RangeParams 
       static_cast<char*>(workspace_of(buffer, begin + call.launch.ranges_bytes(call.params)));
   call.params.ranges = ranges;
   call.params.ranges.workspace = memory + begin;
-  return memory;
+  return bytes > 0 ? memory : nullptr;  // a kernel that asks for no bytes takes null for none
 }
 
 constexpr char kAttention[] = "flash_cute.jax.attention";

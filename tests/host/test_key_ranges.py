@@ -56,7 +56,9 @@ def test_walk_over_queries(host, bits, heads, data):
     blocks = data.draw(st.integers(1, 32 * len(bits)))  # of the sequence: no other is visited
     seen = [block for block in blocks_of(bits) if block < blocks] or [0]
     are_full = set(blocks_of(bits))
-    expected = [(head, block, block % 3 == 0 and block in are_full) for head in range(heads) for block in seen]
+    expected = [
+        (head, block, block % 3 == 0 and block in are_full) for head in range(heads) for block in seen
+    ]
     assert host.walk_over_queries(bits, blocks, heads) == expected
 
 

@@ -8,20 +8,18 @@
 
 namespace flash_cute {
 
-// The sinks of the rows that this thread owns, if there are any. Where keys are cut into parts, the combining
-// kernel counts them. Their bits are looked at where they count, so that they may arrive meanwhile.
+// The sinks of the rows that this thread owns, if there are any. Their bits are looked at where they count,
+// so that they may arrive meanwhile.
 template <class Element, int kRows>
 struct RowSinks {
   SinkParams const& sinks;
-  bool count;
   uint32_t bits[kRows];
 
   template <class Tile, class Rows, class Coords>
   CUTE_DEVICE RowSinks(SinkParams const& sinks_, Tile const& tile, Rows const& rows,
                        Coords const& accumulator_coords)
-      : sinks(sinks_), count(sinks_.logits) {
-    if constexpr (std::is_base_of_v<PartTile, Tile>) count &= tile.slot == PartTile::kWhole;
-    if (!count) return;
+      : sinks(sinks_) {
+    if (!sinks.logits) return;
     auto const coords = row_col_view(accumulator_coords);
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -33,7 +31,7 @@ struct RowSinks {
   // Begins the rows' softmax with them.
   template <class Softmax>
   CUTE_DEVICE void begin(Softmax& softmax) const {
-    if (count) {
+    if (sinks.logits) {
       softmax.begin_with([&](int i) { return sinks.value<Element>(bits[i]) * float(M_LOG2E); });
     }
   }
@@ -53,6 +51,30 @@ CUTE_DEVICE void finish_rows(Softmax& softmax, Mask const& mask, int m_begin, Ro
   auto const coords = row_col_view(accumulator_coords);
   softmax.finish(acc_o,
                  [&](int row) { return mask.is_fully_masked(m_begin + rows.query(get<0>(coords(row, 0)))); });
+}
+
+// The same where keys may be cut into parts, with sinks: these count behind the sum, as the combining kernel
+// counts them, so that a query's bits are the same in parts and whole.
+template <class Element, class Softmax, class Mask, class Tile, class Rows, class Coords, class Output>
+CUTE_DEVICE void finish_rows_with_sinks(SinkParams const& sinks, Softmax& softmax, Mask const& mask,
+                                        Tile const& tile, Rows const& rows, Coords const& accumulator_coords,
+                                        Output& acc_o) {
+  finish_part(softmax, acc_o);
+  auto const coords = row_col_view(accumulator_coords);
+  auto output = row_col_view(acc_o);
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(coords); ++i) {
+    int const row = get<0>(coords(i, 0));
+    float const lse = softmax.lse(i);
+    float const sink = rows.uses(row) ? sinks.logit<Element>(tile.head + rows.head(row)) : -INFINITY;
+    float const highest = fmaxf(lse, sink), reference = highest == -INFINITY ? 0.f : highest;
+    float const weight = expf(lse - reference), sum = weight + expf(sink - reference);
+    bool const is_blind = sum == 0.f && mask.is_fully_masked(tile.m_begin + rows.query(row));
+    float const factor = is_blind ? 0.f : 1.f / sum;
+    CUTE_UNROLL
+    for (int col = 0; col < size<1>(output); ++col) output(i, col) = output(i, col) * weight * factor;
+    softmax.reference[i] = reference + logf(sum);
+  }
 }
 
 // Writes the LSE of the rows whose first column this thread owns. tile.m_begin: the first query of the rows;

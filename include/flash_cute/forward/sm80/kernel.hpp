@@ -42,10 +42,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     return typename Traits::TiledMma{}.get_slice(thread).partition_C(
         make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   };
-  // By an index of their own, so that no coordinate is kept through the mainloop, which would spill.
-  RowSinks<typename Traits::Element, kRows>(params.sinks, of_block.get(), rows_of(problem),
-                                            coords_of(read_thread_index()))
-      .begin(softmax);
+  if constexpr (!Problem::kSplits) {
+    // By an index of their own, so that no coordinate is kept through the mainloop, which would spill.
+    RowSinks<typename Traits::Element, kRows>(params.sinks, of_block.get(), rows_of(problem),
+                                              coords_of(read_thread_index()))
+        .begin(softmax);
+  }
   ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();
@@ -59,7 +61,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       return;
     }
   }
-  finish_rows(softmax, mask, tile.m_begin, rows, cO, acc_o);
+  if (Problem::kSplits && params.sinks.logits) {
+    finish_rows_with_sinks<typename Traits::Element>(params.sinks, softmax, mask, tile, rows, cO, acc_o);
+  } else {
+    finish_rows(softmax, mask, tile.m_begin, rows, cO, acc_o);
+  }
   store_lse(params, problem, tile, mask.seqlen_q, rows, softmax, cO);
   RowCoord const first = problem.operands.query(tile, tile.m_begin);
   Tensor out = local_tensor<typename Traits::Element>(params.out, first.entry, tile.head, first.row,

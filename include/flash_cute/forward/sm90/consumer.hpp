@@ -89,7 +89,11 @@ struct ForwardConsumerSm90 {
           return;
         }
       }
-      finish_rows(softmax, mask, tile.m_begin, rows, cS, acc_o);
+      if (kSplits && params.sinks.logits) {
+        finish_rows_with_sinks<Element>(params.sinks, softmax, mask, tile, rows, cS, acc_o);
+      } else {
+        finish_rows(softmax, mask, tile.m_begin, rows, cS, acc_o);
+      }
       if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cS);
       } else {
@@ -115,11 +119,15 @@ struct ForwardConsumerSm90 {
         }
       };
 
-      RowSinks<Element, kRows> const sinks(params.sinks, tile, rows, cS);
       softmax.reset();
       clear(acc_o);
-      finish_scores(acc_first);
-      sinks.begin(softmax);
+      if constexpr (kSplits) {  // sinks count behind the sum
+        finish_scores(acc_first);
+      } else {
+        RowSinks<Element, kRows> const sinks(params.sinks, tile, rows, cS);
+        finish_scores(acc_first);
+        sinks.begin(softmax);
+      }
       softmax.update(acc_first);
       convert_into<Element>(acc_first, rP);
       while (blocks.advance()) {
