@@ -1,4 +1,4 @@
-"""Masks of key ranges beside the same keys by other arguments, and beside FlexAttention.
+"""Masks of key ranges beside the same keys by other arguments, and beside FlexAttention; sinks beside none.
 
     python -m benchmarks.ranges
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +33,10 @@ DOCUMENT, WINDOW, FIRST = 2048, 1023, 4
 class Case:
     """A mask in each contender's terms."""
 
-    ranges: Callable  # of (tokens, device)
-    mask_mod: Callable  # FlexAttention's, of (query, key, numbers of images)
+    ranges: Callable | None  # of (tokens, device); None: `other` with sinks
+    mask_mod: Callable | None  # FlexAttention's, of (query, key, numbers of images)
     other: dict  # arguments of forward; "documents" stands for packed sequences
+    heads: tuple[int, int] | None = None  # of q and of k, instead of those that follow from the head dim
 
 
 def _offsets(tokens: int, device) -> torch.Tensor:
@@ -79,6 +81,9 @@ CASES = {
         lambda q, k, ids: (q >= k) | ((ids[q] == ids[k]) & (ids[q] >= 0)),
         {"causal": True},
     ),
+    # As in gpt-oss.
+    "sinks": Case(None, None, {"causal": True}, (64, 8)),
+    "sinks and window": Case(None, None, {"causal": True, "window": (127, 0)}, (64, 8)),
 }
 
 
@@ -86,8 +91,11 @@ def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
     """What is timed, by name: the forward and the backward of each contender."""
     q, k, v, dout = inputs
     tokens, device = q.shape[2], q.device
-    ranges = case.ranges(tokens, device)
-    forwards = {"ranges": lambda: flash_cute.forward(q, k, v, ranges=ranges)[0]}
+    if case.ranges:
+        own = {"ranges": case.ranges(tokens, device)}
+    else:
+        own = case.other | {"sinks": torch.randn(q.shape[1], device=device)}
+    forwards = {"ranges": lambda: flash_cute.forward(q, k, v, **own)[0]}
     given = dict.fromkeys(("ranges", "other", "flex"), ((q, k, v), dout))
     if "documents" in case.other:
         packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
@@ -96,7 +104,7 @@ def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
         forwards["other"] = lambda: flash_cute.forward_varlen(*packed, offsets, causal=True)[0]
     else:
         forwards["other"] = lambda: flash_cute.forward(q, k, v, **case.other)[0]
-    if flex:
+    if flex and case.mask_mod:
         ids = _images(tokens, device)[0]
         mask = torch.compile(create_block_mask)(
             lambda b, h, i, j: case.mask_mod(i, j, ids), None, None, tokens, tokens, device=device
@@ -116,13 +124,15 @@ def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
 
 def measure(name: str, head_dim: int, tokens: int, device, seconds: float, flex: Callable | None) -> dict:
     heads = max(1, HIDDEN // head_dim // (4 if tokens > 8192 else 1))
-    shape = 1, heads, tokens, head_dim
-    *inputs, dout = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    heads = CASES[name].heads or (heads, heads)
+    make = partial(torch.randn, dtype=torch.bfloat16, device=device)
+    q, dout = (make(1, heads[0], tokens, head_dim) for _ in range(2))
+    inputs = q, *(make(1, heads[1], tokens, head_dim) for _ in range(2))
     calls = calls_of(CASES[name], (*(x.requires_grad_() for x in inputs), dout), flex)
     samples = timing.burst(calls, device, seconds)
     return {
         "mask": name,
-        "shape": shape,
+        "shape": tuple(q.shape),
         "times_us": {call: timing.summary(samples[call]) for call in calls},
     }
 
