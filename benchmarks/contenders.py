@@ -184,7 +184,7 @@ PEERS_ON_CPU = ("flash", "math")
 def serves(device: torch.device, family: str, backward: bool) -> str | None:
     """The family whose kernels a device runs when asked for a compiled one; any of its kernels can tell."""
     element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
-    q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES[element], device=device)
+    q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES.get(element, torch.float32), device=device)
     try:
         return flash_cute.explain(q, q, q, family=family, backward=backward)["family"]
     except ValueError:

@@ -14,11 +14,11 @@ template <auto function>
 auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
             std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,
             MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
-            bool batch_invariant, MaybeTensor ranges, std::optional<std::string> family) {
+            bool batch_invariant, MaybeTensor ranges, std::optional<std::string> family, bool tf32) {
   return function({q,
                    k,
                    v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
                    {{}, {}, seqused_q, seqused_k, leftpad_k, block_table},
                    ranges,
                    {},
@@ -30,11 +30,11 @@ auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_se
             std::optional<double> softmax_scale, std::optional<int64_t> window_left,
             std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
             MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant,
-            MaybeTensor ranges, std::optional<std::string> family) {
+            MaybeTensor ranges, std::optional<std::string> family, bool tf32) {
   return function({q,
                    k,
                    v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
                    ranges,
                    {},
@@ -47,11 +47,11 @@ auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<d
           std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
           MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
           MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
-          std::optional<std::string> family) {
+          std::optional<std::string> family, bool tf32) {
   return function({q,
                    k,
                    v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
                    {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
                    ranges,
                    out,
@@ -63,11 +63,11 @@ auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                      bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
                      MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
-                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family) {
+                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family, bool tf32) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
-                                     {causal, softmax_scale, window_left, window_right, family},
+                                     {causal, softmax_scale, window_left, window_right, family, false, tf32},
                                      {{}, {}, seqused_q, seqused_k, leftpad_k},
                                      ranges,
                                      {},
@@ -81,11 +81,11 @@ auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Ten
                      std::optional<double> softmax_scale, std::optional<int64_t> window_left,
                      std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
                      MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
-                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family) {
+                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family, bool tf32) {
   AttentionArguments const attention{q,
                                      k,
                                      v,
-                                     {causal, softmax_scale, window_left, window_right, family},
+                                     {causal, softmax_scale, window_left, window_right, family, false, tf32},
                                      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k},
                                      ranges,
                                      {},
@@ -99,12 +99,12 @@ std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double
                  MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
                  MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
                  bool batch_invariant, MaybeTensor ranges, bool backward, bool deterministic,
-                 std::optional<std::string> family) {
+                 std::optional<std::string> family, bool tf32) {
   AttentionArguments const attention{
       q,
       k,
       v,
-      {causal, softmax_scale, window_left, window_right, family, batch_invariant},
+      {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
       {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
       ranges,
       {},
@@ -130,7 +130,8 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
                   std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
                   MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes sinks,
                   MaybeSizes block_table, bool batch_invariant, MaybeSizes ranges, MaybeSizes out,
-                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family) {
+                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family,
+                  bool tf32) {
   size_t next = 0;
   auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
     Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
@@ -149,9 +150,10 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
   }
   std::optional<Operand> operand_ranges;
   if (ranges) operand_ranges.emplace(operand("ranges", *ranges)).step = steps.at(given);
-  AttentionProblem const problem = validate(
-      operand_q, operand_k, operand_v,
-      {causal, softmax_scale, window_left, window_right, family, batch_invariant}, lengths, operand_ranges);
+  AttentionProblem const problem =
+      validate(operand_q, operand_k, operand_v,
+               {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32}, lengths,
+               operand_ranges);
   if (sinks) validate_sinks(operand_q, operand("sinks", *sinks));
   if (!out) return;
   if (!lse) return validate_out(operand_q, operand("out", *out));
@@ -183,7 +185,7 @@ void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<in
 #define FLASH_CUTE_MAYBE_RESULTS(type) \
   type "? out=None, " type "? lse=None, " type "? dout=None, " type "? dlse=None, "
 #define FLASH_CUTE_DETERMINISTIC "bool deterministic=False, "
-#define FLASH_CUTE_FAMILY "str? family=None) "
+#define FLASH_CUTE_FAMILY "str? family=None, bool tf32=False) "
 #define FLASH_CUTE_RESULTS FLASH_CUTE_FAMILY "-> (Tensor out, Tensor lse)"
 #define FLASH_CUTE_PADDED \
   FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_CACHE("Tensor")

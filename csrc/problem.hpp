@@ -66,6 +66,7 @@ inline char const* name_of(ElementType element) {
   switch (element) {
     case ElementType::fp16: return "fp16";
     case ElementType::bf16: return "bf16";
+    case ElementType::tf32: return "tf32";
     default: return "fp32";
   }
 }

@@ -14,11 +14,11 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-ElementType element_type(Operand const& q) {
-  require(q.type == ScalarType::Half || q.type == ScalarType::BFloat16,
-          "q must have dtype torch.float16 or torch.bfloat16, got ", DtypeOf{q.type},
-          q.type == ScalarType::Float ? ", which torch.autocast would cast" : "");
-  return element_of(q.type);
+ElementType element_type(Operand const& q, AttentionOptions const& options) {
+  bool const is_float = q.type == ScalarType::Float;
+  require(is_float || q.type == ScalarType::Half || q.type == ScalarType::BFloat16,
+          "q must have dtype torch.float16, torch.bfloat16 or torch.float32, got ", DtypeOf{q.type});
+  return is_float && options.tf32 ? ElementType::tf32 : element_of(q.type);
 }
 
 std::optional<Family> family_named(std::optional<std::string> const& name) {
@@ -298,7 +298,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   require(!cached || !lengths[1],
           "cu_seqlens_k must be None where k is a cache of 4 dimensions; seqused_k has its "
           "lengths");
-  ElementType const element = element_type(q);
+  ElementType const element = element_type(q, options);
   for (Operand const* operand : {&k, &v}) {
     require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
             DtypeOf{q.type}, "; they must be the same");

@@ -25,6 +25,7 @@ struct AttentionOptions {
   std::optional<int64_t> window_left, window_right;
   std::optional<std::string> family;
   bool batch_invariant = false;
+  bool tf32 = false;  // for float32: products of TF32, not exact ones
 };
 
 // Written as Python does.
@@ -63,7 +64,7 @@ struct AttentionArguments {
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
 
-// The element type of operands, which validate has seen: of attention fp16 or bf16, of softmax any.
+// The element type of operands, which validate has seen.
 inline ElementType element_of(ScalarType type) {
   switch (type) {
     case ScalarType::Half: return ElementType::fp16;

@@ -141,7 +141,9 @@ def _blind(window: Window, ranges: torch.Tensor | None) -> torch.Tensor:
     return torch.arange(window.seqlen_q, device="cpu") < blind
 
 
-def _scale_and_window(q, causal, softmax_scale=None, window_left=None, window_right=None, family=None):
+def _scale_and_window(
+    q, causal, softmax_scale=None, window_left=None, window_right=None, family=None, tf32=False
+):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return scale, window_left, 0 if causal else window_right
 
@@ -259,7 +261,7 @@ def _dense(
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **_FLOAT)
     blind = None if ranges is None else key_ranges.blind(window, ranges).expand(lse.shape)
-    q, k, v = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (q, k, v))
+    q, k, v = (x.float().contiguous() for x in (q, k, v))
     for rows, keys, added in _flash_blocks(window, ranges):
         out[:, :, rows], lse[:, :, rows] = _flash(
             q[:, :, rows],

@@ -12,6 +12,7 @@ import torch
 
 from flash_cute import key_ranges, lengths, ops
 from flash_cute.explanation import Explanation, work
+from flash_cute.precision import is_tf32
 from flash_cute.registration import LENGTHS
 from flash_cute.wording import OURS, require_bool, shown
 
@@ -37,13 +38,14 @@ def forward(
     family: str | None = None,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    precision: str | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(softmax_scale * q kᵀ + mask) v, and the log-sum-exp of its scores.
 
     Args:
-        q: (batch, heads_q, seqlen_q, head_dim), float16 or bfloat16, any strides; head_dim up to 256.
-            On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
+        q: (batch, heads_q, seqlen_q, head_dim), float16, bfloat16 or float32, any strides; head_dim up to
+            256. On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
             (batch, heads, ragged, head_dim), as x.transpose(1, 2) gives them; then out and lse are, too.
         k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q. heads_q is a multiple of heads_kv:
             each K/V head serves heads_q / heads_kv neighbouring query heads.
@@ -77,6 +79,8 @@ def forward(
             strides, of memory that q, k and v don't have. There are then no gradients.
         sinks: (heads_q,), float32 or q's dtype: for each head the logit, not scaled, of a key that every
             valid query sees and that has no value; -inf is none. lse counts it. Differentiable.
+        precision: of float32 on a GPU: "highest" is as exact as float32, "high" rounds what is multiplied to
+            TF32, which is faster. None follows torch.get_float32_matmul_precision(). 16-bit types ignore it.
 
     Returns:
         out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for a query
@@ -99,7 +103,7 @@ def forward(
         "forward", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table, ranges)
-    return _call("forward", ops.forward, q, k, v, given, options, out, sinks)
+    return _call("forward", ops.forward, q, k, v, given, options, out, sinks, precision)
 
 
 def attention(
@@ -120,6 +124,7 @@ def attention(
     family: str | None = None,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    precision: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
@@ -127,7 +132,7 @@ def attention(
         "attention", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(None, None, seqused_q, seqused_k, leftpad_k, block_table, ranges)
-    return _call("attention", ops.forward, q, k, v, given, options, out, sinks)[0]
+    return _call("attention", ops.forward, q, k, v, given, options, out, sinks, precision)[0]
 
 
 def forward_varlen(
@@ -150,6 +155,7 @@ def forward_varlen(
     family: str | None = None,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    precision: str | None = None,
     **misnamed: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward for sequences of unequal lengths that are packed, one behind the other, without padding.
@@ -169,8 +175,8 @@ def forward_varlen(
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
         block_table, batch_invariant: as in forward.
         ranges: int32 (total_q, R, 2), as in forward. Keys are counted from each sequence's own first row.
-        causal, softmax_scale, window, deterministic, family, out, sinks: as in forward. The mask is that of
-            each sequence alone, by its own lengths.
+        causal, softmax_scale, window, deterministic, family, out, sinks, precision: as in forward. The mask
+            is that of each sequence alone, by its own lengths.
 
     Returns:
         out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for rows that
@@ -189,7 +195,7 @@ def forward_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
     )
-    return _call("forward_varlen", ops.forward, q, k, v, given, options, out, sinks)
+    return _call("forward_varlen", ops.forward, q, k, v, given, options, out, sinks, precision)
 
 
 def attention_varlen(
@@ -212,6 +218,7 @@ def attention_varlen(
     family: str | None = None,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    precision: str | None = None,
     **misnamed: NoReturn,
 ) -> torch.Tensor:
     """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
@@ -221,7 +228,7 @@ def attention_varlen(
     given = {"cu_seqlens_q": cu_seqlens_q} | _given(
         None, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges
     )
-    return _call("attention_varlen", ops.forward, q, k, v, given, options, out, sinks)[0]
+    return _call("attention_varlen", ops.forward, q, k, v, given, options, out, sinks, precision)[0]
 
 
 def explain(
@@ -242,6 +249,7 @@ def explain(
     ranges: torch.Tensor | None = None,
     deterministic: bool = False,
     family: str | None = None,
+    precision: str | None = None,
     backward: bool = False,
     internals: bool = False,
     **misnamed: NoReturn,
@@ -258,7 +266,8 @@ def explain(
         "explain", causal, softmax_scale, window, family, deterministic, batch_invariant, misnamed
     )
     given = _given(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, ranges)
-    plan = json.loads(_call("explain", ops.plan_backward if backward else ops.plan, q, k, v, given, options))
+    op = ops.plan_backward if backward else ops.plan
+    plan = json.loads(_call("explain", op, q, k, v, given, options, precision=precision))
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
     window = plan["window_left"], plan["window_right"]
@@ -332,9 +341,11 @@ def _options(name, causal, scale, window, family, deterministic, batch_invariant
     return options
 
 
-def _call(name, op, q, k, v, given, options, out=None, sinks=None):
+def _call(name, op, q, k, v, given, options, out=None, sinks=None, precision=None):
     """Calls forward or a plan of ops for the function so named, and raises what it throws in its name."""
     try:
+        if (precision is not None or q.dtype is torch.float32) and is_tf32(precision, q.dtype):
+            options["tf32"] = True
         if q.is_nested and (op is not ops.forward or "cu_seqlens_q" not in given):
             if out is not None:
                 raise ValueError(f"{OURS}out must be None where q is nested, got a tensor")
@@ -430,7 +441,7 @@ def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exceptio
     operator, mismatch, expected = message.partition("() Expected ")  # re can't be traced
     if mismatch and operator.startswith("flash_cute::"):
         return TypeError(f"{face}: expected {expected.removesuffix('.')}")
-    accepted = ops.accepted_beside_lengths("torch.float16 and torch.bfloat16 are")
+    accepted = ops.accepted_beside_lengths("torch.float16, torch.bfloat16 and torch.float32 are")
     return ops.named(error, face, tensors, accepted)
 
 

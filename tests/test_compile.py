@@ -224,8 +224,8 @@ def test_compiling_a_wrong_call_says_what_is_wrong(device, dynamic):
     compiled = torch.compile(flash_cute.forward, backend="aot_eager", dynamic=dynamic, fullgraph=True)
     with pytest.raises(RuntimeError, match=r"flash_cute: q has 5 heads and k 2; the heads of q must"):
         compiled(q[:, :5], k, v)
-    with pytest.raises(RuntimeError, match=r"flash_cute: q must have dtype .*, got torch\.float32, "):
-        compiled(q.float(), k.float(), v.float())
+    with pytest.raises(RuntimeError, match=r"flash_cute: q must have dtype .*, got torch\.float64"):
+        compiled(q.double(), k.double(), v.double())
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -86,13 +86,9 @@ WRONG_VALUES = {
     "q of three dimensions": (lambda t: {"q": t["q"][0]}, "q 3 dimensions 4"),
     "k of five dimensions": (lambda t: {"k": t["k"][None]}, "k 5 dimensions 4"),
     "v of no dimensions": (lambda t: {"v": t["v"].sum()}, "v 0 dimensions 4"),
-    "all float32": (
-        lambda t: {n: x.float() for n, x in t.items()},
-        "q must dtype torch.float32 torch.autocast",
-    ),
     "all float64": (
         lambda t: {n: x.double() for n, x in t.items()},
-        "q torch.float64 float16 bfloat16",
+        "q torch.float64 float16 bfloat16 float32",
     ),
     "all int32": (lambda t: {n: x.int() for n, x in t.items()}, "q torch.int32 float16 bfloat16"),
     "q is quantized": (
@@ -190,7 +186,7 @@ WRONG_PACKED_TYPES = {
 WRONG_PACKED = {
     "q of four dimensions": (lambda t: {"q": t["q"][None]}, "q 4 dimensions 3 (total, heads, head_dim)"),
     "v of two dimensions": (lambda t: {"v": t["v"][0]}, "v 2 dimensions 3 (total, heads, head_dim)"),
-    "q of float32": (lambda t: {"q": t["q"].float()}, "q torch.float32 float16 bfloat16"),
+    "q of float32": (lambda t: {"q": t["q"].float()}, "k torch.bfloat16 q torch.float32"),
     "v of another total": (lambda t: {"v": t["v"][1:]}, "v k 379 380"),
     "heads that do not divide": (lambda t: {"q": t["q"][:, :5]}, "q 5 k 2 heads"),
     "k of another head_dim": (lambda t: {n: t[n][..., :32] for n in "kv"}, "k head_dim 32 64"),

@@ -296,7 +296,7 @@ def test_refusals_of_the_flash_operator(device, sentence, options):
 @pytest.mark.parametrize(
     ("sentence", "change"),
     [
-        ("query must have dtype torch.float16 or", lambda q, k, v: (q.float(), k.float(), v.float())),
+        ("query must have dtype torch.float16, ", lambda q, k, v: (q.double(), k.double(), v.double())),
         ("value has shape (2, 4, 97, 32) and key (2, 4, 97, 64)", lambda q, k, v: (q, k, v[..., :32])),
     ],
 )

@@ -560,10 +560,10 @@ def test_wrong_tensors(device):
     ):
         cute_attention(**qkv(device, attention_mask=CuteMask((2, 5, 10), {})))
     with pytest.raises(
-        ValueError, match=r"^flash_cute\.attention: q must have dtype .*, got torch\.float32, "
+        ValueError, match=r"^flash_cute\.attention: q must have dtype .*, got torch\.float64$"
     ):
         cute_attention(
-            **qkv(device, **{name: torch.randn(2, 4, 10, 16) for name in ("query", "key", "value")})
+            **qkv(device, **{name: torch.randn(2, 4, 10, 16).double() for name in ("query", "key", "value")})
         )
 
 

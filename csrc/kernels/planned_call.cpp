@@ -171,7 +171,7 @@ int64_t forward_workspace(AttentionProblem const& problem) {
       problem, forward_of(variant_of(problem)),
       [&](Family family, int bucket, auto const& params, auto const& mask) {
         plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
-        ForwardTiles const tiles = forward_tiles(family, bucket);
+        ForwardTiles const tiles = forward_tiles(family, bucket, params.element_bytes);
         auto list_bytes = [&](int64_t m_blocks) {
           return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
         };
@@ -182,7 +182,8 @@ int64_t forward_workspace(AttentionProblem const& problem) {
                  RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
         }
         ForwardTiles const split_tiles = forward_tiles(
-            family, forward_kernel(family, problem.element, problem.shape.head_dim, Variant::split).head_dim);
+            family, forward_kernel(family, problem.element, problem.shape.head_dim, Variant::split).head_dim,
+            params.element_bytes);
         int64_t const split = plan::splits(family, split_tiles, params, mask)
                                   ? plan::plan_split(family, split_tiles, params, mask).workspace_bytes
                                   : 0;

@@ -11,9 +11,13 @@ enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
 // split: parts of the keys side by side, and caches in pages; ranges: key ranges of each query.
 enum class Variant { plain, split, ranges };
-enum class ElementType { fp16, bf16, fp32 };  // attention has kernels for those that instances.def lists
+// What kernels compute with. tf32: float32 in memory, whose products are computed in TF32 (precision="high").
+// Attention has kernels for those that instances.def lists.
+enum class ElementType { fp16, bf16, fp32, tf32 };
 
-constexpr int element_bytes(ElementType element) { return element == ElementType::fp32 ? 4 : 2; }
+constexpr int element_bytes(ElementType element) {
+  return element == ElementType::fp32 || element == ElementType::tf32 ? 4 : 2;
+}
 
 // What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
 template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>

@@ -165,7 +165,8 @@ PYBIND11_MODULE(flash_cute_host, module) {
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)
       .value("bf16", ElementType::bf16)
-      .value("fp32", ElementType::fp32);
+      .value("fp32", ElementType::fp32)
+      .value("tf32", ElementType::tf32);
 
   module.def("bits_between", [](int begin, int end) { return bits_between(begin, end); });
   module.def("cut_ranges",

@@ -47,6 +47,26 @@ CUTE_DEVICE void store_rows(Element* target, int64_t row_stride, int64_t head_st
     }
   }
 }
+// Of float32, whose quads write 32 bytes of a row at once as they are.
+template <class Rows, class Accumulator, class Coords>
+CUTE_DEVICE void store_rows(float* target, int64_t row_stride, int64_t head_stride, Rows const& rows,
+                            int queries, int head_dim, Accumulator const& acc,
+                            Coords const& accumulator_coords) {
+  auto const values = row_col_view(acc);
+  auto const coords = row_col_view(accumulator_coords);
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(values); ++i) {
+    int const row = get<0>(coords(i, 0));
+    float* const of_row = target + rows.query(row) * row_stride + rows.head(row) * head_stride;
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(values); j += 2) {
+      int const column = get<1>(coords(i, j));
+      if (rows.query(row) < queries && column < head_dim && rows.uses(row)) {
+        *reinterpret_cast<float2*>(of_row + column) = make_float2(values(i, j), values(i, j + 1));
+      }
+    }
+  }
+}
 // Of one head.
 template <class Element, class Accumulator, class Coords>
 CUTE_DEVICE void store_rows(Element* target, int64_t row_stride, int rows, int head_dim,

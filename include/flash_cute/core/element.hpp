@@ -17,5 +17,13 @@ template <>
 struct ElementOf<ElementType::bf16> {
   using type = cutlass::bfloat16_t;
 };
+template <>
+struct ElementOf<ElementType::fp32> {
+  using type = float;
+};
+template <>
+struct ElementOf<ElementType::tf32> {
+  using type = float;
+};
 
 }  // namespace flash_cute

@@ -337,11 +337,12 @@ inline ForwardPlan plan_forward(Family family, int bucket, int split_bucket, For
                                 WindowMask const& mask) {
   bool const persistent = family == Family::sm90;
   int const multiprocessors = params.device.multiprocessors;
-  ForwardTiles const split_tiles = forward_tiles(family, split_bucket);
+  ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
   if (plan::splits(family, split_tiles, params, mask)) {
     return plan::plan_split(family, split_tiles, params, mask);
   }
-  ForwardPlan result = plan::with_tile(family, forward_tiles(family, bucket), params, mask);
+  ForwardPlan result =
+      plan::with_tile(family, forward_tiles(family, bucket, params.element_bytes), params, mask);
   plan::UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
   // where tiles have equal lengths or a static scheduler, of one head of K and V.

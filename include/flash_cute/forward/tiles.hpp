@@ -31,10 +31,23 @@ struct ForwardTiles {
   constexpr ForwardTile ranges() const { return small.block_n > main.block_n ? small : main; }
 };
 
+// Of float32, for products of either precision.
+constexpr ForwardTiles forward_tiles_fp32(Family family, int head_dim) {
+  if (family == Family::sm80) {
+    switch (head_dim) {
+      case 64: return {{.block_m = 128, .block_n = 32, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
+      case 128: return {{.block_m = 64, .block_n = 32, .stages = 1, .warps = 4, .blocks_per_sm = 3}};
+      case 256: return {{.block_m = 64, .block_n = 16, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
+    }
+  }
+  return {};
+}
+
 // A combination without a row has zero warps, which the kernel's traits refuse to compile. The tiles of the
 // sm80 family stay within the 99 KB of shared memory that a block has on GPUs of 8.6 and 8.9. Measurements:
 // docs/forward_sm80.md and docs/forward_sm90.md.
-constexpr ForwardTiles forward_tiles(Family family, int head_dim) {
+constexpr ForwardTiles forward_tiles(Family family, int head_dim, int element_bytes = 2) {
+  if (element_bytes == 4) return forward_tiles_fp32(family, head_dim);
   if (family == Family::sm80) {
     switch (head_dim) {
       // Two blocks an SM. 64 keys and three blocks win 2% at 512 causal and lose 3 to 9% else; two stages

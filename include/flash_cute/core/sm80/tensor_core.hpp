@@ -37,4 +37,26 @@ struct TensorCoreSm80 {
   using FragmentAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
 };
 
+// float32, by TF32: core/sm80/tf32.hpp has the copies from shared memory to registers.
+template <int columns>
+struct TensorCoreSm80<float, columns> {
+  using MmaAtom = MMA_Atom<SM80_16x8x8_F32TF32TF32F32_TN>;
+  template <int warps_m, int warps_n>
+  using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<warps_m>, Int<warps_n>, _1>>,
+                            Tile<Int<16 * warps_m>, Int<8 * warps_n>, _8>>;
+
+  // Panels of 128 bytes, whose chunks of 16 are permuted as above.
+  static constexpr int kPanel = 32;
+  using LayoutAtom =
+      decltype(composition(Swizzle<3, 2, 3>{}, Layout<Shape<_8, Int<kPanel>>, Stride<Int<kPanel>, _1>>{}));
+  static constexpr int kChunk = 4, kChunksPerPanel = kPanel / kChunk;
+  template <int threads>
+  using LoadThreads =
+      Layout<Shape<Int<threads / kChunksPerPanel>, Int<kChunksPerPanel>>, Stride<Int<kChunksPerPanel>, _1>>;
+  using LoadAtom = Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, float>;
+  template <int threads>
+  using TiledLoad =
+      decltype(make_tiled_copy(LoadAtom{}, LoadThreads<threads>{}, Layout<Shape<_1, Int<kChunk>>>{}));
+};
+
 }  // namespace flash_cute

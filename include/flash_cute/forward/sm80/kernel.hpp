@@ -4,6 +4,7 @@
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/sm80/mainloop.hpp"
+#include "flash_cute/forward/sm80/mainloop_fp32.hpp"
 #include "flash_cute/forward/zero_fill.hpp"
 #include "flash_cute/scheduler/tile_of_block.hpp"
 
@@ -19,7 +20,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       constexpr int kWarps = Traits::kThreads / 32;
       int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
       if (block < clearing) {
-        zero_fill_unwritten(params, block * kWarps + int(threadIdx.x) / 32, clearing * kWarps);
+        zero_fill_unwritten<typename Traits::Element>(params, block * kWarps + int(threadIdx.x) / 32,
+                                                      clearing * kWarps);
       }
     }
     if (block >= tiles) return;

@@ -12,7 +12,8 @@ namespace flash_cute {
 // Calls visitor(traits, type of the problem) for the kernel that a plan names.
 template <class Instance, class Visitor>
 auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
-  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  constexpr ForwardTiles kTiles =
+      forward_tiles(Instance::family, Instance::head_dim, element_bytes(Instance::element));
   if constexpr (Instance::variant == Variant::split) {
     using Split = std::type_identity<SplitProblem<WindowMask>>;
     if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, Split{});
@@ -66,7 +67,8 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
   auto add = [&]<ForwardTile tile>() {
     list.push_back({tile, sizeof(typename ForwardTraitsSm80<Instance, tile>::SharedStorage)});
   };
-  constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
+  constexpr ForwardTiles kTiles =
+      forward_tiles(Instance::family, Instance::head_dim, element_bytes(Instance::element));
   if constexpr (Instance::variant == Variant::split) {
     add.template operator()<kTiles.few>();
     if (kTiles.many != kTiles.few) add.template operator()<kTiles.many>();

@@ -119,9 +119,9 @@ struct ForwardMainloopSm80 {
     Tensor tSrQ = thread_mma.partition_fragment_A(sQ);                        // (MMA, MMA_M, MMA_K)
     Tensor tSrK = thread_mma.partition_fragment_B(sK(_, _, 0));               // (MMA, MMA_N, MMA_K)
     Tensor tOrV = thread_mma.partition_fragment_B(plain_like(sVt(_, _, 0)));  // (MMA, MMA_D, MMA_N)
-    auto const copy_q = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma);
-    auto const copy_k = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma);
-    auto const copy_v = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma);
+    auto const copy_q = make_tiled_copy_A(typename Traits::TensorCore::FragmentAtom{}, mma);
+    auto const copy_k = make_tiled_copy_B(typename Traits::TensorCore::FragmentAtom{}, mma);
+    auto const copy_v = make_tiled_copy_B(typename Traits::TensorCore::FragmentAtomTransposed{}, mma);
     Tensor tSrQ_copy = copy_q.get_slice(thread).retile_D(tSrQ);
     Tensor tSrK_copy = copy_k.get_slice(thread).retile_D(tSrK);
     Tensor tOrV_copy = copy_v.get_slice(thread).retile_D(tOrV);

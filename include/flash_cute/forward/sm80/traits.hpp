@@ -25,6 +25,9 @@ struct ForwardTraitsSm80 {
   // Of uniform batches. 64 would spill; 96 wins 2 to 5%, larger head dims lose up to 3%.
   static constexpr bool kTileInSharedMemory = kHeadDim < 128;
 
+  // Of float32: are products as exact as in float32, or those of TF32?
+  static constexpr bool kExact = Instance::element == ElementType::fp32;
+
   // Every warp owns whole rows, so that the softmax never leaves a warp.
   using TensorCore = TensorCoreSm80<Element, kHeadDim>;
   using TiledMma = typename TensorCore::template TiledMma<kTile.warps, 1>;
@@ -47,8 +50,6 @@ struct ForwardTraitsSm80 {
                 "every thread loads the same number of rows");
   using LoadAtom = typename TensorCore::LoadAtom;
   using TiledLoad = typename TensorCore::template TiledLoad<kThreads>;
-  using FragmentAtom = typename TensorCore::FragmentAtom;
-  using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;
 };
 
 }  // namespace flash_cute

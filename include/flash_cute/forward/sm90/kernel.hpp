@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       }
       if (shared.varlen_list.unwritten) {
         constexpr int kWarps = kWarpgroupThreads / 32;
-        zero_fill_unwritten(params, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps);
+        zero_fill_unwritten<typename Traits::Element>(params, blockIdx.x * kWarps + threadIdx.x / 32,
+                                                      gridDim.x * kWarps);
       }
       return;
     }
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
         if (shared.varlen_list.unwritten) {
           constexpr int kWarps = 2;
           int const own = int(warp) - int(ProducerWarp::zero_fill_0);
-          zero_fill_unwritten(params, blockIdx.x * kWarps + own, gridDim.x * kWarps);
+          zero_fill_unwritten<typename Traits::Element>(params, blockIdx.x * kWarps + own,
+                                                        gridDim.x * kWarps);
         }
         return;
       }

@@ -1,0 +1,280 @@
+"""float32 q, k and v: as exact as PyTorch's own products of float32, or by TF32 where that is asked for."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from cases import (
+    BATCHES,
+    LAYOUTS,
+    MASKS,
+    PACKED,
+    Mask,
+    Shape,
+    make_inputs,
+    make_ragged,
+    matrix,
+)
+from tolerance import assert_attention, assert_ragged, assert_within_rule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_cute
+from flash_cute import reference
+
+HEAD_DIMS = 8, 40, 64, 100, 128, 33, 200, 256
+SHAPES = {
+    "no_tile_divides": (197, 331),
+    "more_queries": (150, 70),
+    "few_queries": (3, 300),
+    "one_tile": (128, 32),
+}
+MASK_NAMES = "full", "causal", "window_symmetric", "window_causal"
+
+
+@pytest.fixture
+def kernel(kernel):
+    if kernel.family == "sm90":
+        pytest.skip("float32 has kernels of the family sm80 alone")
+    return kernel
+
+
+@contextmanager
+def matmul_precision(name: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def rms(error: torch.Tensor) -> float:
+    return error.double().square().mean().sqrt().item()
+
+
+def assert_as_exact(name, ours, yardstick, oracle, factor=2.0, slack=2e-8) -> None:
+    """The rule by root mean square without its constant, in which errors of float32 would vanish.
+
+    slack: of a number of size 1 a sixth of a unit in its last place.
+    """
+    seen = oracle.isfinite()
+    got, allowed = (rms((x.double() - oracle)[seen]) for x in (ours, yardstick))
+    size = rms(oracle[seen])
+    assert got <= factor * allowed + slack * size, f"{name}: RMS error {got:.2e}, PyTorch's {allowed:.2e}"
+
+
+@matrix(shape=SHAPES, head_dim=HEAD_DIMS, mask={name: MASKS[name] for name in MASK_NAMES})
+def test_as_exact_as_pytorch(kernel, shape, head_dim, mask):
+    q, k, v = make_inputs(Shape(2, 4, 2, *shape, head_dim), torch.float32, kernel.device)
+    result = kernel.forward(q, k, v, precision="highest", **mask.options)
+    assert_attention(result, q, k, v, mask)
+    oracle = reference.forward(q, k, v, **mask.options)
+    yardstick = reference.forward(q, k, v, dtype=torch.float32, **mask.options)
+    for name, *results in zip(("out", "lse"), result, yardstick, oracle, strict=True):
+        assert_as_exact(name, *results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sums_are_as_exact(kernel, head_dim, seqlen):
+    """Tensor cores cut the last digit of a sum; the sums of long rows must not show it."""
+    q, k, v = make_inputs(Shape(1, 2, 2, seqlen, seqlen, head_dim), torch.float32, kernel.device)
+    q = q[:, :, -256:].contiguous()
+    results = kernel.forward(q, k, v, precision="highest")
+    oracle = reference.forward(q, k, v)
+    yardstick = reference.forward(q, k, v, dtype=torch.float32)
+    for name, *compared in zip(("out", "lse"), results, yardstick, oracle, strict=True):
+        assert_as_exact(name, *compared)
+
+
+@matrix(shape=SHAPES, head_dim=HEAD_DIMS, mask={name: MASKS[name] for name in MASK_NAMES})
+def test_tf32(kernel, shape, head_dim, mask):
+    q, k, v = make_inputs(Shape(2, 4, 2, *shape, head_dim), torch.float32, kernel.device)
+    result = kernel.forward(q, k, v, precision="high", **mask.options)
+    oracle = reference.forward(q, k, v, **mask.options)
+    with matmul_precision("high"):
+        yardstick = reference.forward(q, k, v, dtype=torch.float32, **mask.options)
+    for name, *compared in zip(("out", "lse"), result, yardstick, oracle, strict=True):
+        assert_within_rule(name, *compared)
+
+
+def test_rows_and_their_sums(kernel):
+    """What the project began with: O and the sums of a tile of rows, to 1e-6."""
+    q, k, v = make_inputs(Shape(1, 1, 1, 32, 32, 128), torch.float32, kernel.device)
+    out, lse = kernel.forward(q, k, v, precision="highest")
+    scores = q.double() @ k.mT.double() / 128**0.5
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), rtol=0, atol=1e-6)
+    sums = scores.exp().sum(-1)
+    torch.testing.assert_close(lse.double().exp() / sums, torch.ones_like(sums), rtol=0, atol=1e-6)
+
+
+@matrix(
+    name=["unequal", "some empty", "used and left padding", "one query each"],
+    head_dim=[64, 100, 128, 256],
+    packed=PACKED,
+    mask={name: MASKS[name] for name in ("full", "causal", "window_symmetric")},
+    precision=["highest", "high"],
+)
+def test_unequal_lengths(kernel, name, head_dim, packed, mask, precision):
+    batch = make_ragged(BATCHES[name], (4, 2), head_dim, torch.float32, kernel.device, packed)
+    result = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, **mask.options, precision=precision)
+    with matmul_precision(precision):
+        assert_ragged(result, batch, mask)
+
+
+@matrix(packed=PACKED, mask={name: MASKS[name] for name in ("full", "causal")}, precision=["highest", "high"])
+def test_sinks(kernel, packed, mask, precision):
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, torch.float32, kernel.device, packed)
+    sinks = torch.randn(4, device=kernel.device)
+    result = kernel.forward(
+        batch.q, batch.k, batch.v, **batch.lengths, **mask.options, sinks=sinks, precision=precision
+    )
+    with matmul_precision(precision):
+        assert_ragged(result, batch, mask, sinks=sinks)
+
+
+@pytest.mark.parametrize("head_dim", [64, 50])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kernel, layout, head_dim):
+    q, k, v = make_inputs(Shape(2, 4, 2, 70, 90, head_dim), torch.float32, kernel.device, layout)
+    assert_attention(kernel.forward(q, k, v, causal=True), q, k, v, MASKS["causal"])
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("mask", [MASKS["causal"], Mask(window=(3, 5))])
+def test_rows_that_see_nothing(kernel, mask, precision):
+    q, k, v = make_inputs(Shape(2, 2, 2, 300, 70, 128), torch.float32, kernel.device)
+    v[:] = torch.nan
+    out, lse = kernel.forward(q, k, v, precision=precision, **mask.options)
+    blind = ~mask.visible(300, 70, kernel.device).any(1)
+    assert (out[:, :, blind] == 0).all()
+    assert (lse[:, :, blind] == -torch.inf).all()
+    assert out[:, :, ~blind].isnan().all()
+
+
+def test_nan_of_one_query(kernel):
+    for value, precision in product((torch.nan, torch.inf), ("highest", "high")):
+        q, k, v = make_inputs(Shape(1, 2, 1, 100, 100, 64), torch.float32, kernel.device)
+        clean = kernel.forward(q, k, v, precision=precision)
+        q[0, 1, 7, 3] = value
+        found = kernel.forward(q, k, v, precision=precision)
+        other = torch.arange(100, device=kernel.device) != 7
+        assert found[0][0, 1, 7].isnan().all()
+        for result, expected in zip(found, clean, strict=True):
+            torch.testing.assert_close(result[:, :, other], expected[:, :, other], rtol=1e-5, atol=1e-6)
+
+
+def test_bitwise_repeatable(kernel):
+    for precision in ("highest", "high"):
+        q, k, v = make_inputs(Shape(4, 8, 2, 333, 444, 128), torch.float32, kernel.device)
+        first = kernel.forward(q, k, v, causal=True, precision=precision)
+        for _ in range(5):
+            for result, expected in zip(
+                kernel.forward(q, k, v, causal=True, precision=precision), first, strict=True
+            ):
+                assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+def test_the_precisions_are_kernels_of_their_own(device):
+    q, k, v = make_inputs(Shape(1, 2, 2, 128, 128, 64), torch.float32, device)
+    assert flash_cute.explain(q, k, v, precision="highest")["element"] == "fp32"
+    assert flash_cute.explain(q, k, v, precision="high")["element"] == "tf32"
+    exact, rounded = (flash_cute.forward(q, k, v, precision=name)[0] for name in ("highest", "high"))
+    assert 1e-5 < (exact - rounded).abs().max() < 1e-2
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the option tf32 of each operator of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.tf32 = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "flash_cute" and not func.name().endswith("_cpu"):
+            self.tf32.append(kwargs.get("tf32", False))
+        return func(*args, **kwargs)
+
+
+# Of torch.set_float32_matmul_precision, and the argument: is it TF32?
+SETTINGS = {
+    ("highest", None): False,
+    ("high", None): True,
+    ("medium", None): True,
+    ("high", "highest"): False,
+    ("highest", "high"): True,
+}
+
+
+@pytest.mark.parametrize(("setting", "argument"), SETTINGS)
+def test_none_is_what_torch_is_set_to(device, setting, argument):
+    q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)
+    expected = SETTINGS[setting, argument]
+    offsets = torch.tensor([0, 10], dtype=torch.int32, device=device)
+    with matmul_precision(setting), Calls() as calls:
+        flash_cute.forward(q, k, v, precision=argument)
+        flash_cute.attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), offsets, precision=argument)
+        flash_cute.attention(q, k, v, precision=argument, out=torch.empty_like(q))
+        flash_cute.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), precision=argument)
+    assert calls.tf32 == [expected] * 3 + [False]
+
+
+def test_the_newer_names_of_torch_set_it_too(device):
+    """With torch.backends' fp32_precision, torch.get_float32_matmul_precision raises."""
+    q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for name, expected in (("tf32", True), ("ieee", False)):
+            matmul.fp32_precision = name
+            with Calls() as calls:
+                flash_cute.forward(q, k, v)
+            assert calls.tf32 == [expected]
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_compiled_calls_follow_the_setting(device):
+    q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)
+    compiled = torch.compile(flash_cute.attention, backend="aot_eager", fullgraph=True)
+    for setting, expected in (("highest", False), ("high", True), ("highest", False)):
+        with matmul_precision(setting), Calls() as calls:
+            compiled(q, k, v)
+        assert calls.tf32[-1:] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [("medium", ValueError), ("tf32", ValueError), (3, TypeError), (True, TypeError)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_wrong_precisions(device, value, error, dtype):
+    q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), dtype, device)
+    sentence = rf"^flash_cute\.forward: precision must be 'highest', 'high' or None, got {value!r}$"
+    with pytest.raises(error, match=sentence):
+        flash_cute.forward(q, k, v, precision=value)
+
+
+@pytest.mark.gpu
+def test_there_is_no_float32_on_sm90(device):
+    q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)
+    with pytest.raises(ValueError, match=r"this build has no sm90 forward kernel for fp32|needs compute"):
+        flash_cute.forward(q, k, v, family="sm90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_invariant": True}, {"block_table": torch.zeros(1, 1, dtype=torch.int32)}],
+    ids=["batch_invariant", "pages"],
+)
+def test_what_float32_has_no_kernels_for(device, options):
+    q, k, v = make_inputs(Shape(1, 2, 2, 16, 16, 64), torch.float32, device, "contiguous")
+    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    with pytest.raises(ValueError, match="this build has no sm80 kernel for caches and batch_invariant with"):
+        flash_cute.forward(q, k, v, **options)
