@@ -19,7 +19,7 @@ import torch
 import flash_cute.reference
 
 from . import contenders, timing
-from .problem import DTYPES, Problem, add_direction, parse_shape, parse_window, result_name
+from .problem import ALL_DTYPES, DTYPES, Problem, add_direction, parse_shape, parse_window, result_name
 from .report import MISSING, table, title
 from .results import choose_device, environment, save_and_show
 
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> Path:
     args.add_argument("--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D")
     args.add_argument("--mask", choices=MASKS, default="both")
     args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
-    args.add_argument("--dtype", choices=[*DTYPES, "both"], default="both")
+    args.add_argument("--dtype", choices=[*ALL_DTYPES, "both"], default="both")
     args.add_argument("--seeds", type=int, default=5)
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", help="of the result file (default: accuracy, and the pass)")

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from . import contenders, lengths, report, timing
-from .problem import DTYPES, Problem, add_direction, paper_grid, parse_shape, parse_window, result_name
+from .problem import ALL_DTYPES, Problem, add_direction, paper_grid, parse_shape, parse_window, result_name
 from .results import choose_device, environment, save
 from .timing import REGIMES
 
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument(
         "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
     )
-    args.add_argument("--dtype", choices=DTYPES, default="bf16")
+    args.add_argument("--dtype", choices=ALL_DTYPES, default="bf16")
     args.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory")
     args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
     args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")

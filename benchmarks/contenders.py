@@ -17,7 +17,7 @@ from torch.utils import deterministic as memory
 import flash_cute
 
 from . import newer_flash
-from .problem import DTYPES, CannotRun, Problem
+from .problem import ALL_DTYPES, CannotRun, Problem
 
 aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
@@ -29,6 +29,9 @@ MATH_SCORES_LIMIT = 2**31
 
 
 def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
+    """Of float32 as torch.get_float32_matmul_precision() says."""
+    if problem.dtype == "fp32" and family == "sm90":
+        raise CannotRun("float32 has kernels of sm80")
     return partial(flash_cute.forward, q, k, v, problem.causal, window=problem.window, family=family)
 
 
@@ -184,7 +187,7 @@ PEERS_ON_CPU = ("flash", "math")
 def serves(device: torch.device, family: str, backward: bool) -> str | None:
     """The family whose kernels a device runs when asked for a compiled one; any of its kernels can tell."""
     element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
-    q = torch.empty(1, 1, 1, head_dims[0], dtype=DTYPES.get(element, torch.float32), device=device)
+    q = torch.empty(1, 1, 1, head_dims[0], dtype=ALL_DTYPES.get(element, torch.float32), device=device)
     try:
         return flash_cute.explain(q, q, q, family=family, backward=backward)["family"]
     except ValueError:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ALL_DTYPES = DTYPES | {"fp32": torch.float32}
 LSE_BYTES = 4
 
 
@@ -84,7 +85,7 @@ class Problem:
         work = DIRECTIONS[self.direction]
         q = self.batch * self.heads_q * self.seqlen_q
         kv = self.batch * self.heads_kv * self.seqlen_k
-        row = self.head_dim * DTYPES[self.dtype].itemsize
+        row = self.head_dim * ALL_DTYPES[self.dtype].itemsize
         return work.tensors * (q + kv) * row + work.lse * q * LSE_BYTES
 
     def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -97,7 +98,7 @@ class Problem:
         def make(heads: int, seqlen: int) -> torch.Tensor:
             stored = (heads, seqlen) if layout == "bhsd" else (seqlen, heads)
             values = torch.randn(self.batch, *stored, self.head_dim, generator=generator, device=device)
-            values = values.to(DTYPES[self.dtype])
+            values = values.to(ALL_DTYPES[self.dtype])
             return values if layout == "bhsd" else values.transpose(1, 2)
 
         q, kv = (self.heads_q, self.seqlen_q), (self.heads_kv, self.seqlen_k)

@@ -14,11 +14,19 @@ from cases import (
     PACKED,
     Mask,
     Shape,
+    make_gradients,
     make_inputs,
     make_ragged,
+    make_ragged_gradients,
     matrix,
 )
-from tolerance import assert_attention, assert_ragged, assert_within_rule
+from tolerance import (
+    assert_attention,
+    assert_gradients,
+    assert_ragged,
+    assert_ragged_gradients,
+    assert_within_rule,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_cute
@@ -186,6 +194,105 @@ def test_the_precisions_are_kernels_of_their_own(device):
     assert flash_cute.explain(q, k, v, precision="high")["element"] == "tf32"
     exact, rounded = (flash_cute.forward(q, k, v, precision=name)[0] for name in ("highest", "high"))
     assert 1e-5 < (exact - rounded).abs().max() < 1e-2
+
+
+GRADIENT_SHAPES = {"no_tile_divides": (197, 331), "more_queries": (150, 70), "few_keys": (130, 20)}
+
+
+@matrix(
+    shape=GRADIENT_SHAPES,
+    head_dim=HEAD_DIMS,
+    mask={name: MASKS[name] for name in MASK_NAMES},
+    deterministic=[False, True],
+)
+def test_gradients(kernel, shape, head_dim, mask, deterministic):
+    q, k, v = make_inputs(Shape(2, 4, 2, *shape, head_dim), torch.float32, kernel.device)
+    given = make_gradients(q)
+    options = {"deterministic": deterministic, **mask.options}
+    found = kernel.backward(q, k, v, *given, precision="highest", **options)
+    assert_gradients(found, q, k, v, *given, mask)
+    oracle = reference.backward(q, k, v, *given, **mask.options)
+    yardstick = reference.backward(q, k, v, *given, dtype=torch.float32, **mask.options)
+    for name, *compared in zip(("dq", "dk", "dv"), found, yardstick, oracle, strict=True):
+        assert_as_exact(name, *compared)
+
+
+@matrix(
+    shape=GRADIENT_SHAPES,
+    head_dim=[64, 128, 256, 40],
+    mask={name: MASKS[name] for name in ("full", "causal")},
+    deterministic=[False, True],
+)
+def test_gradients_by_tf32(kernel, shape, head_dim, mask, deterministic):
+    q, k, v = make_inputs(Shape(2, 4, 2, *shape, head_dim), torch.float32, kernel.device)
+    given = make_gradients(q)
+    found = kernel.backward(q, k, v, *given, precision="high", deterministic=deterministic, **mask.options)
+    oracle = reference.backward(q, k, v, *given, **mask.options)
+    with matmul_precision("high"):
+        yardstick = reference.backward(q, k, v, *given, dtype=torch.float32, **mask.options)
+    for name, *compared in zip(("dq", "dk", "dv"), found, yardstick, oracle, strict=True):
+        assert_within_rule(name, *compared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_long_sums_are_as_exact(kernel, head_dim, seqlen):
+    q, k, v = make_inputs(Shape(1, 1, 1, seqlen, 512, head_dim), torch.float32, kernel.device)
+    given = make_gradients(q)
+    found = kernel.backward(q, k, v, *given, precision="highest")
+    oracle = reference.backward(q, k, v, *given)
+    yardstick = reference.backward(q, k, v, *given, dtype=torch.float32)
+    for name, *compared in zip(("dq", "dk", "dv"), found, yardstick, oracle, strict=True):
+        assert_as_exact(name, *compared)
+
+
+@matrix(
+    name=["unequal", "some empty", "used and left padding"],
+    head_dim=[64, 100, 128, 256],
+    packed=PACKED,
+    mask={name: MASKS[name] for name in ("full", "causal")},
+    deterministic=[False, True],
+)
+def test_gradients_of_unequal_lengths(kernel, name, head_dim, packed, mask, deterministic):
+    batch = make_ragged(BATCHES[name], (4, 2), head_dim, torch.float32, kernel.device, packed)
+    given = make_ragged_gradients(batch)
+    options = {"precision": "highest", "deterministic": deterministic, **batch.lengths, **mask.options}
+    found = kernel.backward(batch.q, batch.k, batch.v, *given, **options)
+    assert_ragged_gradients(found, batch, *given, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients(kernel, head_dim):
+    q, k, v = make_inputs(Shape(2, 8, 2, 333, 444, head_dim), torch.float32, kernel.device)
+    given = make_gradients(q)
+    first, *others = (kernel.backward(q, k, v, *given, causal=True, deterministic=True) for _ in range(4))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_the_backward_keeps_the_precision(device):
+    """Of the call, whatever torch is set to when its gradients are computed."""
+    leaves = [x.requires_grad_() for x in make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)]
+    for setting, argument, expected in (("high", None, True), ("high", "highest", False)):
+        with matmul_precision(setting):
+            out = flash_cute.attention(*leaves, precision=argument)
+        with Calls() as calls:
+            torch.autograd.grad(out.sum(), leaves)
+        assert calls.tf32 == [expected]
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 2), (0, 2)])
+def test_some_gradients(kernel, needed):
+    q, k, v = make_inputs(Shape(1, 4, 2, 70, 90, 64), torch.float32, kernel.device)
+    dout, _ = make_gradients(q)
+    inputs = [x.detach().requires_grad_(i in needed) for i, x in enumerate((q, k, v))]
+    out = flash_cute.attention(*inputs, causal=True, family=kernel.family)
+    found = torch.autograd.grad(out, [inputs[i] for i in needed], dout)
+    oracle = reference.backward(q, k, v, dout, None, causal=True)
+    for i, x in zip(needed, found, strict=True):
+        torch.testing.assert_close(x.double(), oracle[i], rtol=0, atol=1e-5)
 
 
 class Calls(TorchDispatchMode):

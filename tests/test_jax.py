@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
 
 import flash_cute.jax as ours  # noqa: E402
-from flash_cute.jax import attention  # noqa: E402
+from flash_cute.jax import attention, dot_product_attention  # noqa: E402
 
 FACTOR, SLACK = 2.0, 1e-5  # tests/tolerance.py has the rule
 SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
@@ -136,6 +136,61 @@ def test_masks(shape, mask):
 
 def test_float16():
     assert_attention(*inputs("grouped", jnp.float16), is_causal=True)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+def test_float32(shape, mask):
+    assert_attention(*inputs(shape, jnp.float32), **mask)
+
+
+def test_float32_of_gpt2():
+    """Heads of 1024 x 64, beside jax.numpy at its highest precision."""
+    q, k, v = inputs((1, 1024, 1024, 2, 2, 64), jnp.float32)
+    place = jnp.arange(1024)
+
+    @jax.jit
+    def plain(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / 8
+        weights = jax.nn.softmax(jnp.where(place <= place[:, None], scores, -jnp.inf))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision="highest")
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *x: (function(*x) ** 2).sum() / 2, (0, 1, 2)))(q, k, v)
+
+    def ours(q, k, v):
+        return attention(q, k, v, is_causal=True)
+
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), rtol=5e-7, atol=5e-7)
+    for found, expected in zip(gradients(ours), gradients(plain), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# Of jax.default_matmul_precision, and the argument: is it TF32?
+PRECISIONS = {
+    (None, None): False,
+    ("highest", None): False,
+    ("float32", None): False,
+    ("high", None): True,
+    ("tensorfloat32", None): True,
+    ("default", None): True,
+    ("high", "highest"): False,
+    ("highest", jax.lax.Precision.HIGH): True,
+    (None, jax.lax.Precision.HIGHEST): False,
+}
+
+
+@pytest.mark.parametrize(("setting", "argument"), PRECISIONS, ids=str)
+def test_precision_of_float32(setting, argument, monkeypatch):
+    """What reaches the calls of kernels, on any platform."""
+    options = []
+    forward = dot_product_attention._forward
+    monkeypatch.setattr(dot_product_attention, "_forward", lambda *x: options.append(x[-1]) or forward(*x))
+    q, k, v = inputs("grouped", jnp.float32)
+    with jax.default_matmul_precision(setting):
+        attention(q, k, v, precision=argument)
+        attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), precision=argument)
+    assert [x.tf32 for x in options] == [PRECISIONS[setting, argument], False]
 
 
 def test_lengths_that_are_the_same():
@@ -910,7 +965,9 @@ WRONG = {
     "no query": (TypeError, lambda t: {"query": None}, "query is NoneType"),
     "query of text": (TypeError, lambda t: {"query": "a"}, "query is str"),
     "ragged key": (TypeError, lambda t: {"key": [[1], [1, 2]]}, "key is list"),
-    "float32": (ValueError, lambda t: {"query": t.query.astype(jnp.float32)}, "query has dtype float32"),
+    "int32": (ValueError, lambda t: {"query": t.query.astype(jnp.int32)}, "query has dtype int32"),
+    "precision": (ValueError, lambda t: {"precision": "medium"}, "precision must be 'highest', 'high'"),
+    "precision of a number": (TypeError, lambda t: {"precision": 3}, "precision must be 'highest', 'high'"),
     "another dtype": (
         ValueError,
         lambda t: {"key": t.key.astype(jnp.float16)},

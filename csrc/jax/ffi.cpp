@@ -70,10 +70,11 @@ RangeParams ranges_of(ffi::AnyBuffer const& buffer) {
 std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
 
 AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, int ranges,
-                            float scale, int64_t left, int64_t right) {
+                            float scale, int64_t left, int64_t right, bool tf32) {
   Sizes const of_q(q), of_k(k);
+  ElementType const element = element_of(q);
   return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
-          .element = element_of(q),
+          .element = element == ElementType::fp32 && tf32 ? ElementType::tf32 : element,
           .softmax_scale = scale,
           .window_left = limit(left),
           .window_right = limit(right),
@@ -141,12 +142,12 @@ ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBu
                    ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
                    ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace, float scale,
-                   int64_t left, int64_t right) {
+                   int64_t left, int64_t right, bool tf32) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
-    ForwardCall call = plan_forward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right),
-                                         lengths, current_gpu(device));
+    ForwardCall call = plan_forward_call(
+        problem_of(q, k, any(lengths), ranges.count, scale, left, right, tf32), lengths, current_gpu(device));
     require_whole(call);
     ForwardParams& params = call.params;
     params.q = view(q);
@@ -165,12 +166,13 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::A
                     ffi::AnyBuffer leftpad_k, ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> dq,
                     ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
                     ffi::Result<ffi::AnyBuffer> workspace, float scale, int64_t left, int64_t right,
-                    bool deterministic) {
+                    bool tf32, bool deterministic) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
-    BackwardCall call = plan_backward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right),
-                                           lengths, current_gpu(device), true, true, deterministic);
+    BackwardCall call =
+        plan_backward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right, tf32), lengths,
+                           current_gpu(device), true, true, deterministic);
     require_whole(call);
     BackwardParams& params = call.params;
     params.q = view(q);
@@ -252,12 +254,12 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dpro
 }  // namespace flash_cute
 
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
-extern "C" int64_t flash_cute_jax_workspace(bool backward, bool fp16, int batch, int heads_q, int heads_kv,
+extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batch, int heads_q, int heads_kv,
                                             int seqlen_q, int seqlen_k, int head_dim, int64_t left,
                                             int64_t right, bool has_lengths, bool deterministic, int ranges) {
   using namespace flash_cute;
   AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
-                                 .element = fp16 ? ElementType::fp16 : ElementType::bf16,
+                                 .element = ElementType(element),
                                  .softmax_scale = 1.f,
                                  .window_left = limit(left),
                                  .window_right = limit(right),
@@ -302,7 +304,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, flash_cute::forward,
                                   .Ret<ffi::AnyBuffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("left")
-                                  .Attr<int64_t>("right"),
+                                  .Attr<int64_t>("right")
+                                  .Attr<bool>("tf32"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
@@ -327,6 +330,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
+                                  .Attr<bool>("tf32")
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});
 

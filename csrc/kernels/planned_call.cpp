@@ -161,6 +161,10 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   call.launches = !is_empty(call.params.shape);
   call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, call.mask, needs_dq,
                               needs_dkv, deterministic);
+  int const smem_bytes = call.launch.tile.smem_bytes(call.kernel.head_dim, call.params.element_bytes);
+  require(call.kernel.family != Family::sm80 || smem_bytes <= gpu.info.smem_bytes, "the backward of ",
+          name_of(problem.element), " with head_dim ", problem.shape.head_dim, " needs ", smem_bytes,
+          " bytes of shared memory for a thread block, but the GPU has ", gpu.info.smem_bytes);
   call.launch.split_groups(call.params);
   return call;
 }

@@ -107,6 +107,17 @@ def checked_window(window):
     return limits
 
 
+def is_tf32(precision) -> bool:
+    """Does a call multiply float32 in TF32, by its argument, or where that is None by JAX's setting?"""
+    if precision is None:
+        return jax.config.jax_default_matmul_precision not in (None, "highest", "float32")
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    if name not in ("highest", "high"):
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise kind(f"{ATTENTION}: precision must be 'highest', 'high' or None, got {shown(precision)}")
+    return name == "high"
+
+
 def check_operands(query, key, value):
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
@@ -114,8 +125,10 @@ def check_operands(query, key, value):
                 f"{ATTENTION}: {name} has {x.ndim} dimensions; 4, (batch, seqlen, heads, head_dim), or 3, "
                 "without a batch, are accepted"
             )
-    if query.dtype not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(f"{ATTENTION}: query has dtype {query.dtype}; float16 and bfloat16 are accepted")
+    if query.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"{ATTENTION}: query has dtype {query.dtype}; float16, bfloat16 and float32 are accepted"
+        )
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise ValueError(

@@ -17,6 +17,7 @@ from flash_cute.jax.arguments import ATTENTION
 from flash_cute.wording import require_bool
 
 _ROW_BYTES = 16  # rows of the kernels are multiples of so many bytes
+_ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # ElementType in params.hpp
 
 Window = int | tuple[int, int] | None
 
@@ -39,12 +40,13 @@ def attention(
     return_residual: bool = False,
     sinks: jax.Array | None = None,
     ranges: jax.Array | None = None,
+    precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention with the signature, layout and masks of jax.nn.dot_product_attention.
 
     Args:
-        query: (batch, seqlen_q, heads_q, head_dim), float16 or bfloat16; head_dim up to 256. A batch of 1 may
-            be left out, of any of the three.
+        query: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; head_dim up to 256. A batch
+            of 1 may be left out, of any of the three.
         key, value: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
         bias, mask, implementation: for calls made for JAX's own; None.
         scale: multiplies the scores; a number > 0, not traced. Default 1 / sqrt(head_dim).
@@ -63,6 +65,9 @@ def attention(
         ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, as in flash_cute.forward: R ranges
             [start, end) of keys for each query, alike for all heads. It sees the keys that lie in one of them
             and that the other arguments leave it. Keys are counted from key's first row.
+        precision: of float32 on a GPU: "highest" is as exact as float32, "high" multiplies in TF32, which is
+            faster. None follows jax.default_matmul_precision where that is set, else it is "highest". 16-bit
+            types ignore it.
 
     Returns:
         out: of query's shape and dtype. 0 for a query that sees no key or doesn't count, where JAX's own
@@ -103,7 +108,8 @@ def attention(
     lengths += (arguments.checked_ranges(ranges, query),)
     left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
-    options = _Options(scale, -1, -1, deterministic, return_residual or sinks is not None)
+    tf32 = arguments.is_tf32(precision) and query.dtype == jnp.float32
+    options = _Options(scale, -1, -1, tf32, deterministic, return_residual or sinks is not None)
     sinks = None if sinks is None else sinks_of.checked(sinks, query)
 
     def compute(query, key, value, lengths):
@@ -186,6 +192,7 @@ class _Options(NamedTuple):
     scale: float
     left: int
     right: int
+    tf32: bool
     deterministic: bool
     gives_lse: bool  # else it has no gradient
 
@@ -285,7 +292,7 @@ def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
     _, seqlen_k, heads_kv, _ = key.shape
     size = kernels.library().flash_cute_jax_workspace(
         backward,
-        query.dtype == jnp.float16,
+        _ELEMENTS[query.dtype.name],
         batch,
         heads_q,
         heads_kv,
@@ -306,6 +313,7 @@ def _attributes(options):
         "scale": np.float32(options.scale),
         "left": np.int64(options.left),
         "right": np.int64(options.right),
+        "tf32": options.tf32,
     }
 
 

@@ -22,11 +22,16 @@ template <class Element>
 __device__ float dot_of_chunk(uint4 const& a, uint4 const& b) {
   unsigned const *x = &a.x, *y = &b.x;
   float sum = 0;
+  if constexpr (std::is_same_v<Element, float>) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 const two_x = two_floats<Element>(x[i]), two_y = two_floats<Element>(y[i]);
-    sum += two_x.x * two_y.x;
-    sum += two_x.y * two_y.y;
+    for (int i = 0; i < 4; ++i) sum += __uint_as_float(x[i]) * __uint_as_float(y[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float2 const two_x = two_floats<Element>(x[i]), two_y = two_floats<Element>(y[i]);
+      sum += two_x.x * two_y.x;
+      sum += two_x.y * two_y.y;
+    }
   }
   return sum;
 }

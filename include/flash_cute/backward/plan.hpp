@@ -271,8 +271,8 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan::BackwardCallFacts const facts{family, bucket, needs_dq, needs_dkv, deterministic};
   bool const one_kernel = facts.one_kernel(), varlen = params.lengths.given;
   BackwardPlan plan{};
-  BackwardTiles const tiles =
-      backward_tiles(family, bucket, params.ranges.count > 0 ? Variant::ranges : Variant::plain);
+  BackwardTiles const tiles = backward_tiles(
+      family, bucket, params.ranges.count > 0 ? Variant::ranges : Variant::plain, params.element_bytes);
   // On Hopper an entry's bits would else depend on the others' lengths in a deterministic call.
   plan.tile = tile_for(tiles, bucket, params, mask, one_kernel && deterministic && varlen);
   plan.query_tile = tiles.queries;

@@ -232,7 +232,54 @@ constexpr BackwardTiles backward_tiles_sm90(int head_dim) {
   return {};
 }
 
-constexpr BackwardTiles backward_tiles(Family family, int head_dim, Variant variant = Variant::plain) {
+// Of float32, for products of either precision. In the last tile of 256, which needs 163 KB of shared memory,
+// warps share scores.
+constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return {.keys = {{.block_m = 64,
+                        .block_n = 64,
+                        .stages = 1,
+                        .warps_keys = 4,
+                        .warps_across = 1,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2,
+                        .knows_dq = true}},
+              .queries = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
+    case 128:
+      return {.keys = {{.block_m = 32,
+                        .block_n = 64,
+                        .stages = 1,
+                        .warps_keys = 4,
+                        .warps_across = 1,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2,
+                        .knows_dq = true},
+                       {.block_m = 32,
+                        .block_n = 32,
+                        .stages = 1,
+                        .warps_keys = 2,
+                        .warps_across = 2,
+                        .warps_queries = 2,
+                        .blocks_per_sm = 2,
+                        .knows_dq = true}},
+              .queries = {.block_m = 64, .block_n = 32, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
+    case 256:
+      return {.keys = {{.block_m = 32,
+                        .block_n = 32,
+                        .stages = 1,
+                        .warps_keys = 2,
+                        .warps_across = 4,
+                        .warps_queries = 2,
+                        .knows_dq = true}},
+              .queries = {.block_m = 32, .block_n = 16, .stages = 1, .warps = 2, .blocks_per_sm = 2}};
+  }
+  return {};
+}
+
+constexpr BackwardTiles backward_tiles(Family family, int head_dim, Variant variant = Variant::plain,
+                                       int element_bytes = 2) {
+  if (element_bytes == 4) return family == Family::sm80 ? backward_tiles_fp32(head_dim) : BackwardTiles{};
   if (family == Family::sm90) return backward_tiles_sm90(head_dim);
   BackwardTiles const tiles = backward_tiles_sm80(head_dim);
   return variant == Variant::ranges ? without_split_work(tiles) : tiles;

@@ -21,17 +21,17 @@ __device__ inline void zero_fill_workspace(BackwardWorkspace const& workspace) {
 }
 
 // Zeroes rows of a batch entry for all heads, with one thread block.
-__device__ inline void zero_fill_gradient(TensorView const& view, int heads, int head_dim, int entry,
-                                          Rows const& rows) {
-  if (!view.data) return;    // this gradient was not asked for
-  constexpr int kChunk = 8;  // elements in 16 bytes
+template <int kElementBytes>
+__device__ void zero_fill_gradient(TensorView const& view, int heads, int head_dim, int entry,
+                                   Rows const& rows) {
+  if (!view.data) return;  // this gradient was not asked for
+  constexpr int kChunk = 16 / kElementBytes;
   int const chunks = head_dim / kChunk;
   int64_t const count = int64_t(larger(0, rows.end - rows.begin)) * heads * chunks;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     int64_t const row = i / chunks / heads + rows.begin, head = i / chunks % heads;
-    auto* const data = static_cast<uint16_t*>(view.data) + entry * view.batch_stride +
-                       head * view.head_stride + row * view.row_stride;
-    reinterpret_cast<uint4*>(data)[i % chunks] = {};
+    int64_t const offset = entry * view.batch_stride + head * view.head_stride + row * view.row_stride;
+    reinterpret_cast<uint4*>(static_cast<char*>(view.data) + offset * kElementBytes)[i % chunks] = {};
   }
 }
 
@@ -57,7 +57,7 @@ __device__ void zero_fill_around(BatchBlocks const& sequences, int part, int par
 }
 
 // Zeroes part `part` of `parts` of all gradients' rows that no other kernel writes, with one thread block.
-template <Family family, class Mask>
+template <Family family, int kElementBytes = 2, class Mask>
 __device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& mask, int part, int parts) {
   ProblemShape const& shape = params.shape;
   BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
@@ -69,7 +69,7 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& ma
         return Rows{s.queries.begin, s.queries.begin + s.used};
       },
       [&](int entry, Rows const& rows) {
-        zero_fill_gradient(params.dq, shape.heads_q, shape.head_dim, entry, rows);
+        zero_fill_gradient<kElementBytes>(params.dq, shape.heads_q, shape.head_dim, entry, rows);
       });
   zero_fill_around(
       keys, part, parts,
@@ -78,19 +78,19 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& ma
         return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
       [&](int entry, Rows const& rows) {
-        zero_fill_gradient(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
-        zero_fill_gradient(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
+        zero_fill_gradient<kElementBytes>(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
+        zero_fill_gradient<kElementBytes>(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
       });
 }
 
-template <Family family, int kThreads, class Mask>
+template <Family family, int kThreads, class Mask, int kElementBytes = 2>
 __global__ void __launch_bounds__(kThreads)
     backward_zero_fill(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
   wait_for_grid_before();
   if constexpr (family == Family::sm90) {  // for sm80 backward_preprocess_sm80 does it
     varlen_prepare<family, kThreads>(params, mask);
   }
-  zero_fill_unwritten<family>(params, mask, blockIdx.x, gridDim.x);
+  zero_fill_unwritten<family, kElementBytes>(params, mask, blockIdx.x, gridDim.x);
 }
 
 }  // namespace flash_cute

@@ -15,6 +15,7 @@
 #include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/sm80/tensor_core.hpp"
+#include "flash_cute/core/sm80/tf32_products.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 
 namespace flash_cute {
@@ -24,7 +25,10 @@ template <class Instance_>
 struct BackwardDqTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
-  static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim).queries;
+  static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim, Instance::variant,
+                                                    element_bytes(Instance::element))
+                                         .queries;
+  static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim, kThreads = kTile.warps * 32;
 
@@ -51,6 +55,36 @@ struct KeysOfQueries {
   Unmasked unmasked;
   Mask mask;
 };
+
+// acc += A B^T with both operands from shared memory.
+template <class Traits, class SharedA, class SharedB, class Acc>
+CUTE_DEVICE void add_scores(int thread, SharedA const& sA, SharedB const& sB, Acc& acc) {
+  typename Traits::Mma const mma;
+  if constexpr (std::is_same_v<typename Traits::Element, float>) {
+    multiply_rows<Traits::kExact, Traits::kHeadDim, true>(
+        Tf32Tile<Traits::kBlockM>{raw_pointer_cast(sA.data())}, warp_rows<Traits::kThreads / 32>(thread),
+        Tf32Tile<Traits::kBlockN>{raw_pointer_cast(sB.data())}, WarpTiles{0, 8}, acc);
+  } else {
+    typename Traits::TensorCore::FragmentAtom const atom;
+    multiply_shared(thread, mma, make_tiled_copy_A(atom, mma), sA, make_tiled_copy_B(atom, mma), sB, acc);
+  }
+}
+
+// acc += dS K with dS from registers and K^T from shared memory.
+template <class Traits, class Scores, class SharedB, class Acc>
+CUTE_DEVICE void add_by_keys(int thread, Scores const& acc_ds, SharedB const& sKt, Acc& acc) {
+  typename Traits::Mma const mma;
+  if constexpr (std::is_same_v<typename Traits::Element, float>) {
+    multiply_by_rows<Traits::kExact, Traits::kBlockN>(
+        scores_in_registers<Traits::kExact>(acc_ds), Tf32Tile<Traits::kBlockN>{raw_pointer_cast(sKt.data())},
+        WarpTiles{0, 8}, acc, [](float& x, int, int, float sum, bool) { x += sum; });
+  } else {
+    Tensor rdS = convert<typename Traits::Element>(acc_ds);
+    multiply_by_shared(
+        thread, mma, operand_a_view(rdS), [](int) {},
+        make_tiled_copy_B(typename Traits::TensorCore::FragmentAtomTransposed{}, mma), sKt, acc);
+  }
+}
 
 // stats_block_m: the block size by which LSE and delta are numbered in the workspace.
 template <class Traits, class Mask>
@@ -108,10 +142,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, stage));
     load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, stage));
   };
-  auto const copy_a = make_tiled_copy_A(typename TensorCore::FragmentAtom{}, mma);
-  auto const copy_b = make_tiled_copy_B(typename TensorCore::FragmentAtom{}, mma);
-  auto const copy_bt = make_tiled_copy_B(typename TensorCore::FragmentAtomTransposed{}, mma);
-
   int const first_row = mask.fully_masked_rows() - m_begin;
   TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
   TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim}};
@@ -143,13 +173,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       if (blocks.left() > 0) load_keys(blocks.next(), stage ^ 1);
       cp_async_fence();
     }
-    auto product = [&](auto const& sA, auto const& sB, auto& acc) {
-      multiply_shared(thread, mma, copy_a, sA, copy_b, sB, acc);
-    };
     // (1) S = Q K^T
     Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
-    product(sQ, sK(_, _, stage), acc_s);
+    add_scores<Traits>(thread, sQ, sK(_, _, stage), acc_s);
     if (!blocks.is_full(seen.unmasked)) {
       apply_mask<ComparedKeys>(seen.mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
     }
@@ -159,18 +186,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     // (2) dP = dO V^T, less delta
     Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // dP, then dS
     fill_with_delta<QueryAxis::rows>(acc_ds, [&](int row) { return delta[row]; });
-    product(sdO, sV(_, _, stage), acc_ds);
+    add_scores<Traits>(thread, sdO, sV(_, _, stage), acc_ds);
     // (5) dS = P (dP - delta)
     compute_ds(acc_ds, acc_s);
-    Tensor rdS = convert<Element>(acc_ds);
-
     // (6) dQ += dS K
-    Tensor rB = thread_mma.partition_fragment_B(plain_like(sKt(_, _, 0)));
-    Tensor rB_copy = copy_bt.get_slice(thread).retile_D(rB);
-    Tensor tB = copy_bt.get_slice(thread).partition_S(sKt);
-    gemm_from_shared(
-        mma, acc_dq, operand_a_view(rdS), rB, [](int) {},
-        [&](int n, int k) { copy(copy_bt, tB(_, n, k, stage), rB_copy(_, n, k)); });
+    add_by_keys<Traits>(thread, acc_ds, sKt(_, _, stage), acc_dq);
     if constexpr (kStages == 1) {
       __syncthreads();
       if (blocks.left() > 0) load_keys(blocks.next(), 0);

@@ -4,6 +4,7 @@
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/sm80/mainloop.hpp"
+#include "flash_cute/backward/sm80/mainloop_fp32.hpp"
 #include "flash_cute/backward/sm80/split_mainloop.hpp"
 #include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/scheduler/tile_of_block.hpp"

@@ -15,7 +15,8 @@ namespace flash_cute {
 // Calls visitor(traits, DqSums constant) for the main kernel that a plan names.
 template <class Instance, int index = 0, class Visitor>
 auto visit_backward_sm80(BackwardPlan const& plan, Visitor&& visitor) {
-  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim, Instance::variant);
+  constexpr BackwardTiles kTiles = backward_tiles(Instance::family, Instance::head_dim, Instance::variant,
+                                                  element_bytes(Instance::element));
   if constexpr (index + 1 < kTiles.count()) {
     if (plan.tile != kTiles.keys[index]) return visit_backward_sm80<Instance, index + 1>(plan, visitor);
   }
@@ -75,7 +76,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
         sizeof(typename DqTraits::SharedStorage), stream, ordered, mask, plan.tile.block_m);
   }
   if (params.lengths.given && !postprocess_zero_fills) {
-    launch_kernel<backward_zero_fill<Family::sm80, kRowThreads, WindowMask>>(
+    launch_kernel<
+        backward_zero_fill<Family::sm80, kRowThreads, WindowMask, sizeof(typename DqTraits::Element)>>(
         device, zero_fill_blocks, kRowThreads, 0, stream, ordered, mask);
   }
   launch_sum_sinks<typename DqTraits::Element, false>(params, plan.q_blocks, stream);

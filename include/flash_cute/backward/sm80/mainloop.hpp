@@ -86,8 +86,8 @@ struct BackwardMainloopSm80 {
     // Copies from shared memory to registers.
     typename Traits::MmaDkv const mma;
     auto const thread_mma = mma.get_slice(thread);
-    typename Traits::FragmentAtom const atom;
-    typename Traits::FragmentAtomTransposed const transposed_atom;
+    typename Traits::TensorCore::FragmentAtom const atom;
+    typename Traits::TensorCore::FragmentAtomTransposed const transposed_atom;
     auto const copy_a = make_tiled_copy_A(atom, mma);
     auto const copy_b = make_tiled_copy_B(atom, mma);
     auto const copy_bt = make_tiled_copy_B(transposed_atom, mma);
@@ -200,7 +200,7 @@ struct BackwardMainloopSm80 {
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
     Tensor sKt = columns_of_keys<Traits>(shared.k);  // (D, N, PART)
     typename Traits::MmaDq const mma;
-    typename Traits::FragmentAtomTransposed const atom;
+    typename Traits::TensorCore::FragmentAtomTransposed const atom;
     auto const copy_dst = make_tiled_copy_A(atom, mma);
     auto const copy_kt = make_tiled_copy_B(atom, mma);
     CUTE_UNROLL

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/batch_blocks.hpp"
 #include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/fully_masked.hpp"
 #include "flash_cute/backward/sm80/traits.hpp"
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   int const b = queries.sequence(of_head), thread = threadIdx.x;
   Sequence const s = sequence(params.shape, params.lengths, mask, b);
   if (int(blockIdx.x) < zero_fill_blocks) {
-    zero_fill_unwritten<Family::sm80>(params, mask, blockIdx.x, zero_fill_blocks);
+    zero_fill_unwritten<Family::sm80, sizeof(Element)>(params, mask, blockIdx.x, zero_fill_blocks);
   }
   int const m_begin = (of_head - queries.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
@@ -41,31 +42,35 @@ __global__ void __launch_bounds__(Traits::kThreads)
   Tensor coords = mma.get_slice(thread).partition_C(make_identity_tensor(TileQ{}));
   zero_fully_masked_rows(dq, coords, s.mask.fully_masked_rows() - m_begin);
   Tensor target = local_tensor<Element>(params.dq, b, head, int64_t(s.queries.begin) + m_begin, TileQ{});
-  // Rows go through shared memory, so that neighbouring threads write along a row. Chunks of 16 bytes are
-  // permuted there against bank conflicts.
-  constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kHeadDim / kChunk;
-  constexpr int kPermuted = kChunks % 8 == 0 ? 8 : 4;
-  __shared__ __align__(16) Element memory[kBlockM * Traits::kHeadDim];
-  auto smem_at = [](int row, int column) {
-    return memory + row * Traits::kHeadDim + (column ^ row % kPermuted * kChunk);
-  };
-  auto const values = row_col_view(dq);
-  auto const row_col_coords = row_col_view(coords);
-  CUTE_UNROLL
-  for (int i = 0; i < size<0>(values); ++i) {
+  if constexpr (std::is_same_v<Element, float>) {
+    store_rows(target.data().get(), params.dq.row_stride, s.used - m_begin, shape.head_dim, dq, coords);
+  } else {
+    // Rows go through shared memory, so that neighbouring threads write along a row. Chunks of 16 bytes are
+    // permuted there against bank conflicts.
+    constexpr int kChunk = 16 / sizeof(Element), kChunks = Traits::kHeadDim / kChunk;
+    constexpr int kPermuted = kChunks % 8 == 0 ? 8 : 4;
+    __shared__ __align__(16) Element memory[kBlockM * Traits::kHeadDim];
+    auto smem_at = [](int row, int column) {
+      return memory + row * Traits::kHeadDim + (column ^ row % kPermuted * kChunk);
+    };
+    auto const values = row_col_view(dq);
+    auto const row_col_coords = row_col_view(coords);
     CUTE_UNROLL
-    for (int j = 0; j < size<1>(values); j += 2) {
-      *reinterpret_cast<uint32_t*>(smem_at(get<0>(row_col_coords(i, j)), get<1>(row_col_coords(i, j)))) =
-          pack<Element>(values(i, j), values(i, j + 1));
+    for (int i = 0; i < size<0>(values); ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < size<1>(values); j += 2) {
+        *reinterpret_cast<uint32_t*>(smem_at(get<0>(row_col_coords(i, j)), get<1>(row_col_coords(i, j)))) =
+            pack<Element>(values(i, j), values(i, j + 1));
+      }
     }
-  }
-  __syncthreads();
+    __syncthreads();
 #pragma unroll 8
-  for (int i = thread; i < kBlockM * kChunks; i += Traits::kThreads) {
-    int const row = i / kChunks, column = i % kChunks * kChunk;
-    if (row >= s.used - m_begin || column >= shape.head_dim) continue;
-    *reinterpret_cast<uint4*>(target.data().get() + row * params.dq.row_stride + column) =
-        *reinterpret_cast<uint4 const*>(smem_at(row, column));
+    for (int i = thread; i < kBlockM * kChunks; i += Traits::kThreads) {
+      int const row = i / kChunks, column = i % kChunks * kChunk;
+      if (row >= s.used - m_begin || column >= shape.head_dim) continue;
+      *reinterpret_cast<uint4*>(target.data().get() + row * params.dq.row_stride + column) =
+          *reinterpret_cast<uint4 const*>(smem_at(row, column));
+    }
   }
 }
 

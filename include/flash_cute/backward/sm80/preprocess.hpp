@@ -12,15 +12,16 @@
 namespace flash_cute {
 
 // One thread block for each M block of a head. A row is read by as many neighbouring lanes as it has chunks
-// of 16 bytes. Without the second launch bound ptxas takes 40 registers and spills.
+// of 16 bytes, but by 32 at most. Without the second launch bound ptxas takes 40 registers and spills.
 template <class Instance, int kBlockM, int kThreads, class Mask>
 __global__ void __launch_bounds__(kThreads, 5)
     backward_preprocess_sm80(__grid_constant__ BackwardParams const params,
                              __grid_constant__ Mask const mask) {
   using Element = typename ElementOf<Instance::element>::type;
   constexpr int kChunk = 16 / sizeof(Element);
-  constexpr int kLanes = Instance::head_dim > 128 ? 32 : Instance::head_dim > 64 ? 16 : 8;
-  static_assert(kLanes * kChunk >= Instance::head_dim && kBlockM % (kThreads / kLanes) == 0);
+  constexpr int kRowBytes = Instance::head_dim * sizeof(Element);
+  constexpr int kLanes = kRowBytes > 256 ? 32 : kRowBytes > 128 ? 16 : 8, kAtOnce = kLanes * kChunk;
+  static_assert(kBlockM % (kThreads / kLanes) == 0);
   ProblemShape const& shape = params.shape;
   BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
   if (int(blockIdx.x) >= shape.heads_q * queries.count()) return zero_fill_workspace(params.workspace);
@@ -36,18 +37,22 @@ __global__ void __launch_bounds__(kThreads, 5)
   if (!has_rows(m_begin, s.used)) return of_sink.template store<kThreads>(block_index, sums);
 
   int const first_row = s.mask.fully_masked_rows(), lane = threadIdx.x % kLanes;
-  auto chunk = [&](TensorView const& view, int row) {
+  auto chunk = [&](TensorView const& view, int row, int column) {
     auto const* const data = static_cast<Element const*>(view.data) + b * view.batch_stride +
                              head * view.head_stride + int64_t(s.queries.begin + row) * view.row_stride;
-    return *reinterpret_cast<uint4 const*>(data + lane * kChunk);
+    return *reinterpret_cast<uint4 const*>(data + column);
   };
 #pragma unroll
   for (int i = threadIdx.x / kLanes; i < kBlockM; i += kThreads / kLanes) {
     int const row = m_begin + i;
     bool const is_valid = first_row <= row && row < s.used;
-    float dot = 0;  // of this lane's chunk, then of the row
-    if (is_valid && params.dout.data && lane * kChunk < shape.head_dim) {
-      dot = dot_of_chunk<Element>(chunk(params.dout, row), chunk(params.out, row));
+    float dot = 0;  // of this lane's chunks, then of the row
+#pragma unroll
+    for (int first = 0; first < Instance::head_dim; first += kAtOnce) {
+      int const column = first + lane * kChunk;
+      if (is_valid && params.dout.data && column < shape.head_dim) {
+        dot += dot_of_chunk<Element>(chunk(params.dout, row, column), chunk(params.out, row, column));
+      }
     }
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {

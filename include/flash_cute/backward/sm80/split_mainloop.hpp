@@ -59,10 +59,10 @@ struct BackwardSplitMainloopSm80 {
     typename Traits::MmaScores const mma_scores;
     typename Traits::MmaDkv const mma;
     typename Traits::MmaDq const mma_dq;
-    auto const copy_a = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma_scores);
-    auto const copy_b = make_tiled_copy_B(typename Traits::FragmentAtom{}, mma_scores);
-    auto const copy_x = make_tiled_copy_A(typename Traits::FragmentAtom{}, mma);
-    auto const copy_bt = make_tiled_copy_B(typename Traits::FragmentAtomTransposed{}, mma);
+    auto const copy_a = make_tiled_copy_A(typename Traits::TensorCore::FragmentAtom{}, mma_scores);
+    auto const copy_b = make_tiled_copy_B(typename Traits::TensorCore::FragmentAtom{}, mma_scores);
+    auto const copy_x = make_tiled_copy_A(typename Traits::TensorCore::FragmentAtom{}, mma);
+    auto const copy_bt = make_tiled_copy_B(typename Traits::TensorCore::FragmentAtomTransposed{}, mma);
     Tensor cS = mma_scores.get_slice(own).partition_C(make_identity_tensor(TileS{}));
 
     int const heads = params.shape.heads_q / params.shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
@@ -183,7 +183,7 @@ struct BackwardSplitMainloopSm80 {
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)
     Tensor sKt = columns_of_keys<Traits>(shared.k);  // (D, N, PART)
     typename Traits::MmaDq const mma;
-    typename Traits::FragmentAtomTransposed const atom;
+    typename Traits::TensorCore::FragmentAtomTransposed const atom;
     multiply_shared(thread, mma, make_tiled_copy_A(atom, mma), sdSt, make_tiled_copy_B(atom, mma),
                     sKt(_, _, part), acc_dq);
   }

@@ -22,6 +22,7 @@ struct BackwardTraitsSm80 {
 
   static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
+  static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr bool kRanges = Instance::variant == Variant::ranges;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
@@ -86,8 +87,6 @@ struct BackwardTraitsSm80 {
   static_assert(kBlockM % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0 &&
                     kBlockN % size<0>(typename TensorCore::template LoadThreads<kKeyThreads>{}) == 0,
                 "every thread loads the same number of rows");
-  using FragmentAtom = typename TensorCore::FragmentAtom;
-  using FragmentAtomTransposed = typename TensorCore::FragmentAtomTransposed;
 };
 
 }  // namespace flash_cute

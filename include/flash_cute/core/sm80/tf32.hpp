@@ -23,15 +23,19 @@ template <bool kExact, int kCount>
 struct Tf32Operand {
   uint32_t high[kCount], low[kExact ? kCount : 1];
 
-  CUTE_DEVICE void set(int i, float x) {
+  // added: to the low part, of x.
+  CUTE_DEVICE void set(int i, float x, float added = 0x1p-22f) {
     if constexpr (kExact) {
       high[i] = __float_as_uint(x) & 0xffffe000u;
-      low[i] = __float_as_uint(fmaf(x, 1.f + 0x1p-22f, -__uint_as_float(high[i])));
+      low[i] = __float_as_uint(fmaf(x, 1.f + added, -__uint_as_float(high[i])));
     } else {
       high[i] = __float_as_uint(x * (1.f + 0.725f * 0x1p-11f));
     }
   }
 };
+
+// With scores as an operand, which may be 1 and few, less is added.
+constexpr float kAddedBesideScores = 0x1p-23f;
 
 // A warp's operands of kSteps k steps, eight columns each: kTiles tiles of sixteen rows, or of eight columns
 // of the result.
@@ -85,7 +89,7 @@ struct Tf32Tile {
     CUTE_UNROLL
     for (int k = 0; k < kSteps; ++k) {
       uint32_t words[4];
-      load_matrices(row / 8 + half, step + k, right, words);
+      load_matrices(row + half * 8, step + k, right, words);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) a.set((tile * kSteps + k) * 4 + i, __uint_as_float(words[i]));
     }
@@ -99,7 +103,7 @@ struct Tf32Tile {
     CUTE_UNROLL
     for (int k = 0; k < kSteps; k += 2) {
       uint32_t words[4];
-      load_matrices(row / 8, step + k + next, right, words);
+      load_matrices(row, step + k, 2 * next + right, words);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) b.set((tile * kSteps + k) * 2 + i, __uint_as_float(words[i]));
     }
@@ -111,9 +115,11 @@ struct Tf32Tile {
   CUTE_DEVICE void load_transposed(Tf32Operand<kExact, kCount>& b, int tile, int row, int column) const {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float const* const first = at(2 * (lane % 4) + i, column + lane / 4) + row / 8 * kGroup;
+      float const* const first = at(row, 2 * (lane % 4) + i, column, lane / 4);
       CUTE_UNROLL
-      for (int k = 0; k < kSteps; ++k) b.set((tile * kSteps + k) * 2 + i, first[k * kGroup]);
+      for (int k = 0; k < kSteps; ++k) {
+        b.set((tile * kSteps + k) * 2 + i, first[k * kGroup], kAddedBesideScores);
+      }
     }
   }
 
@@ -127,7 +133,7 @@ struct Tf32Tile {
       for (int m = 0; m < size<1>(scores); ++m) {
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
-          *const_cast<float*>(at(rows(m) + lane / 4 + i / 2 * 8, columns(n) + lane % 4 + i % 2 * 4)) =
+          *const_cast<float*>(at(rows(m) + i / 2 * 8, lane / 4, columns(n), lane % 4 + i % 2 * 4)) =
               scores(i, m, n);
         }
       }
@@ -141,25 +147,29 @@ struct Tf32Tile {
     int const of_column = lane / 4 / 2 + lane / 4 % 2 * 4;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      float const* const first =
-          at(2 * (lane % 4) + i / 2, column + i % 2 * 8 + of_column) + row / 8 * kGroup;
+      float const* const first = at(row, 2 * (lane % 4) + i / 2, column + i % 2 * 8, of_column);
       CUTE_UNROLL
-      for (int k = 0; k < kSteps; ++k) a.set((tile * kSteps + k) * 4 + i, first[k * kGroup]);
+      for (int k = 0; k < kSteps; ++k) {
+        a.set((tile * kSteps + k) * 4 + i, first[k * kGroup], kAddedBesideScores);
+      }
     }
   }
 
  private:
-  CUTE_DEVICE float const* at(int row, int column) const {
-    return data + column / kPanel * (kRows * kPanel) + row * kPanel + ((column % kPanel / 4) ^ row % 8) * 4 +
-           column % 4;
+  // A row among eight from `row` on, and a column among eight from `column` on: of constants and of a lane's
+  // places, so that no division is left.
+  CUTE_DEVICE float const* at(unsigned row, unsigned of_row, unsigned column, unsigned of_column) const {
+    unsigned const chunk = (column % kPanel / 4 + of_column / 4) ^ of_row;
+    return data + column / kPanel * (kRows * kPanel) + row * kPanel + of_row * kPanel + chunk * 4 +
+           of_column % 4;
   }
-  // Four matrices of eight rows and four columns; this lane names a row of one of them: of which group of
-  // rows, of which k step, and whether in its right half.
-  CUTE_DEVICE void load_matrices(int group, int step, int right, uint32_t (&words)[4]) const {
+  // Four matrices of eight rows and four columns; this lane names a row of one of them: of the eight from
+  // `row` on, and which chunk of 16 bytes from that of a k step on.
+  CUTE_DEVICE void load_matrices(int row, int step, int of_step, uint32_t (&words)[4]) const {
     int const of_row = lane % 8;
-    int const chunk = (step % 4 * 2 + right) ^ of_row;
-    auto const* const source = reinterpret_cast<uint128_t const*>(
-        data + step / 4 * (kRows * kPanel) + group * kGroup + of_row * kPanel + chunk * 4);
+    int const chunk = (step % 4 * 2 + of_step) ^ of_row;
+    auto const* const source = reinterpret_cast<uint128_t const*>(data + step / 4 * (kRows * kPanel) +
+                                                                  (row + of_row) * kPanel + chunk * 4);
     SM75_U32x4_LDSM_N::copy(*source, words[0], words[1], words[2], words[3]);
   }
 };

@@ -26,7 +26,7 @@ CUTE_DEVICE WarpTiles warp_rows(int thread) {
 }
 template <int warps_m, int warps_n>
 CUTE_DEVICE WarpTiles warp_columns(int thread) {
-  return {thread / 32 / warps_m * 8, warps_n * 8};
+  return {warps_n == 1 ? 0 : thread / 32 / warps_m * 8, warps_n * 8};
 }
 
 // Calls add(element of acc, index of its tile's element, tile of rows, sum) for the sums of one piece, A B^T,
@@ -103,7 +103,9 @@ CUTE_DEVICE auto scores_in_registers(Scores const& scores) {
       CUTE_UNROLL
       for (int k = 0; k < kSteps; ++k) {
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) a.set((m * kSteps + k) * 4 + i, scores(kPlaces[i], m, first + k));
+        for (int i = 0; i < 4; ++i) {
+          a.set((m * kSteps + k) * 4 + i, scores(kPlaces[i], m, first + k), kAddedBesideScores);
+        }
       }
     }
   };
