@@ -66,10 +66,12 @@ def collect(logs: dict[str, str]) -> dict:
 
 def faults(report: dict) -> list[str]:
     """One line for each thing in the report that no kernel of this library may have."""
-    tolerated = {(most["kernel"], most["element"]): most for most in report.get("tolerated", [])}
     found = []
     for record in report["kernels"]:
-        most = tolerated.get((record["kernel"], record["instance"].rpartition("_")[2]), {})
+        most = {}
+        for tolerated in report.get("tolerated", []):
+            ends_so = record["instance"].endswith(f"_{tolerated['element']}")
+            most = tolerated if ends_so and record["kernel"] == tolerated["kernel"] else most
         for key in ("spill_bytes", "stack_bytes"):
             if record[key] > most.get(key, 0):
                 kernel = f"{record['instance']}, {record['kernel']} {record['tile']}"

@@ -54,7 +54,7 @@ def cute_attention(
     """The attention function that transformers calls for "cute_attention".
 
     Args:
-        query, key, value: (batch, heads, length, head_dim), float16 or bfloat16, or float32 under autocast.
+        query, key, value: (batch, heads, length, head_dim), float16, bfloat16 or float32.
         attention_mask: of cute_mask; without it is_causal (else module.is_causal) and sliding_window say it.
         scaling: multiplies the scores.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin among the tokens of all rows, and the last

@@ -84,13 +84,15 @@ OTHER_INSTANCES = [
     for element in ("fp16", "bf16", "fp32")
 ]
 
-# What `python -m flash_cute.build_report --check` lets pass, by the last part of an instance's name.
+# What `python -m flash_cute.build_report --check` lets pass, by the end of an instance's name.
 # - Softmax spills where rows have edges and blocks share them: a thread has 64 registers, as with more
 #   fewer rows would be on an SM (include/flash_cute/softmax/plan.hpp). Its plain rows spill
 #   nothing on Hopper.
 # - Kernels with key ranges have the plain ones' tiles, whose registers are all taken; what they spill is for
 #   the element test of partial blocks.
 # - The backward of sm80 at head dim 64 spills one register on Ampere, none on Hopper.
+# - float32 takes all registers for operands in two parts; what spills is addresses, some 20 loads of a
+#   step's 1500 instructions.
 TOLERATED = [
     {"kernel": kernel, "element": element, "spill_bytes": spill_bytes, "stack_bytes": stack_bytes}
     for kernel, element, spill_bytes, stack_bytes in (
@@ -105,6 +107,16 @@ TOLERATED = [
         ("backward_kernel_sm80", "ranges", 192, 72),
         ("backward_kernel_sm90", "ranges", 192, 72),
         ("backward_kernel_sm80", "64", 8, 8),
+        *(
+            (kernel, f"{element}_{head_dim}", spill_bytes, stack_bytes)
+            for element in ("fp32", "tf32")
+            for head_dim in (64, 128, 256)
+            for kernel, spill_bytes, stack_bytes in (
+                ("forward_kernel_sm80", 256, 96),
+                ("backward_kernel_sm80", 640, 160),
+                ("backward_dq_kernel_sm80", 640, 160),
+            )
+        ),
     )
 ]
 
