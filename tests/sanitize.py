@@ -41,6 +41,7 @@ from tolerance import assert_attention, assert_gradients, assert_ragged, assert_
 
 import flash_cute
 from benchmarks.contenders import families
+from benchmarks.problem import ALL_DTYPES
 from flash_cute.softmax_op import hidden_columns
 
 SOFTMAX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,31 +73,33 @@ BLIND = ("initcheck", "racecheck")
 BACKWARD_FAMILIES = ("sm80",) if os.environ.get("FLASH_CUTE_SANITIZER") in BLIND else ("sm80", "sm90")
 
 
+def compiled(family: str, dtypes: dict[str, torch.dtype]) -> list[tuple[torch.dtype, list[int]]]:
+    """Of these types the head dims of kernels. Those of TF32 differ from float32's in a constant alone."""
+    elements = flash_cute.supported()["families"].get(family, {})
+    return [(dtypes[name], head_dims) for name, head_dims in elements.items() if name in dtypes]
+
+
 def calls():
     """(family, mask, shape, dtype) of every call: each kernel at its own head dim and just below it."""
-    kernels = flash_cute.supported()["families"]
     for family in families(torch.device("cuda")):
-        for element, head_dims in kernels[family].items():
+        for dtype, head_dims in compiled(family, ALL_DTYPES):
             for head_dim, mask in itertools.product(head_dims, ("full", "causal", "window_symmetric")):
                 for size, narrower in ((SIZES["rows"], 0), (SIZES["blind"], 8)):
-                    yield family, MASKS[mask], Shape(1, 2, 1, *size, head_dim - narrower), DTYPES[element]
+                    yield family, MASKS[mask], Shape(1, 2, 1, *size, head_dim - narrower), dtype
             for head_dim, shape in itertools.product(head_dims, SHAPES.values()):
-                yield family, MASKS["causal"], with_head_dim(shape, head_dim), DTYPES[element]
+                yield family, MASKS["causal"], with_head_dim(shape, head_dim), dtype
 
 
 def ragged_calls():
     """(family, mask, batch) of unequal lengths: each kernel, packed and padded, and heads that are packed."""
-    kernels = flash_cute.supported()["families"]
     for family in families(torch.device("cuda")):
-        for element, head_dims in kernels[family].items():
+        for dtype, head_dims in compiled(family, ALL_DTYPES):
             for head_dim, packed in itertools.product(head_dims, (True, False)):
                 for name, heads, mask in RAGGED:
                     yield (
                         family,
                         MASKS[mask],
-                        make_ragged(
-                            BATCHES[name], heads, head_dim, DTYPES[element], "cpu", packed, "padded_columns"
-                        ),
+                        make_ragged(BATCHES[name], heads, head_dim, dtype, "cpu", packed, "padded_columns"),
                     )
 
 
@@ -138,12 +141,11 @@ def check_ragged() -> None:
 
 def check_pages() -> None:
     """Keys in pages, cut into parts and not: each kernel that reads them."""
-    kernels = flash_cute.supported()["families"]
     names = "unequal", "used and left padding", "many keys", "one query each"
     for family in families(torch.device("cuda")):
-        for element, head_dims in kernels[family].items():
+        for dtype, head_dims in compiled(family, DTYPES):
             for head_dim, name, page_size in itertools.product(head_dims, names, (1, 16, 100)):
-                batch = make_ragged(BATCHES[name], (4, 2), head_dim, DTYPES[element], "cpu", True)
+                batch = make_ragged(BATCHES[name], (4, 2), head_dim, dtype, "cpu", True)
                 k, v, given = in_pages(batch, page_size, "rows first")
                 inputs = {"q": batch.q, "k": k, "v": v, **given}
                 on_gpu = {name: tensor.to("cuda") for name, tensor in inputs.items()}
@@ -210,9 +212,9 @@ def check_dense() -> None:
 
 def check_claimed() -> None:
     """Forwards with more tiles than multiprocessors, long ones of unequal length, which are claimed."""
-    for element, head_dims in flash_cute.supported()["families"].get("sm90", {}).items():
+    for dtype, head_dims in compiled("sm90", DTYPES):
         for head_dim in head_dims:
-            inputs = make_inputs(Shape(1, 45, 9, 300, 4300, head_dim), DTYPES[element], "cpu")
+            inputs = make_inputs(Shape(1, 45, 9, 300, 4300, head_dim), dtype, "cpu")
             result = flash_cute.forward(*(tensor.to("cuda") for tensor in inputs), causal=True)
             assert_attention([tensor.cpu() for tensor in result], *inputs, MASKS["causal"])
 

@@ -1175,13 +1175,18 @@ def test_snippets_of_the_page():
     assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in (names["out"], *names["gradients"]))
 
 
-def test_example(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_example(tmp_path, dtype):
     """In a small size: what it computes agrees with float64."""
     root = Path(__file__).resolve().parent.parent
     program = [sys.executable, str(root / "examples" / "jax_gpt2.py"), "--batch=2", "--tokens=48"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(root)])}
     ran = subprocess.run(
-        [*program, "--plot=times.png"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [*program, f"--dtype={dtype}", "--plot=times.png"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "all agree with float64" in ran.stdout

@@ -610,10 +610,13 @@ PYBIND11_MODULE(flash_cute_host, module) {
       .def_readonly("block_n", &ForwardTile::block_n)
       .def_readonly("stages", &ForwardTile::stages)
       .def_readonly("warps", &ForwardTile::warps);
-  module.def("forward_tiles", [](Family family, int head_dim) {
-    ForwardTiles const tiles = forward_tiles(family, head_dim);
-    return std::tuple(tiles.main, tiles.small, tiles.few, tiles.many);
-  });
+  module.def(
+      "forward_tiles",
+      [](Family family, int head_dim, int element_bytes) {
+        ForwardTiles const tiles = forward_tiles(family, head_dim, element_bytes);
+        return std::tuple(tiles.main, tiles.small, tiles.few, tiles.many);
+      },
+      py::arg("family"), py::arg("head_dim"), py::arg("element_bytes") = 2);
 
   module.def("instances", &instances);
 

@@ -35,6 +35,17 @@ def test_tiles_of_parts(host, family, head_dim):
         assert rows * head_dim * 2 <= (96 if family == "sm80" else 226) << 10
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_float32(host, head_dim):
+    """They fit into the 99 KB that a thread block has on 8.6 and 8.9, with the description of a tile."""
+    main, small, few, many = host.forward_tiles(host.Family.sm80, head_dim, 4)
+    assert small.warps == few.warps == many.warps == 0
+    assert main.block_m % (16 * main.warps) == 0
+    assert main.block_n % 16 == 0
+    assert (main.block_m + 2 * main.stages * main.block_n) * head_dim * 4 <= (99 << 10) - 256
+    assert host.forward_tiles(host.Family.sm90, head_dim, 4)[0].warps == 0
+
+
 def test_a_head_dim_without_a_row_has_no_tile(host):
     assert host.forward_tiles(host.Family.sm80, 72)[0].warps == 0
 
