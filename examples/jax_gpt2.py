@@ -4,8 +4,8 @@
 
 1024 tokens, 768 wide, a head of 64, prompts padded on the left. Plain softmax; padded softmax; padded
 softmax times V, as softmax and then a matrix product, since nothing here fuses the two without Q and K;
-padded attention, fused. Each is compared with float64 and timed beside XLA's own and, for attention on CUDA in
-bfloat16, cuDNN's. float32 is multiplied as exactly as that.
+padded attention, fused. Each is compared with float64 and timed beside XLA's own and, for attention on CUDA
+in bfloat16, cuDNN's. float32 is multiplied as exactly as that.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ MEASURED = {
 # FLOPs per clock and multiprocessor, 16-bit inputs summed in fp32, by compute capability, from NVIDIA's
 # architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+
+# Of these rates: TF32 has half of 16-bit types', and an exact product of float32 is made of three of TF32.
+SHARES = {"tf32": 1 / 2, "fp32": 1 / 6}
 
 PREFIXES = (
     (1e18, "E"),
@@ -180,6 +183,8 @@ class Explanation(dict):
     def of(cls, plan: dict[str, Any], device: torch.device, internals: bool = False) -> Explanation:
         roofline = None
         if rates := rates_of(device):
+            share = SHARES.get(plan.get("element"), 1)
+            rates = replace(rates, flops_per_second=share * rates.flops_per_second)
             compute = plan["flops"] / rates.flops_per_second
             written = plan["written_bytes"]
             memory = rates.memory_seconds(plan["bytes"] - written, written)

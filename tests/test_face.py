@@ -117,6 +117,14 @@ def test_an_explanation_holds_reads_against_the_rate_of_reading(monkeypatch):
     assert "(5 TB/s where it only reads), measured" in str(plan)
 
 
+@pytest.mark.parametrize(("element", "share"), [("bf16", 1), ("tf32", 2), ("fp32", 6)])
+def test_the_roofline_of_float32(monkeypatch, element, share):
+    """TF32 has half the rate of 16-bit types, an exact product three of TF32."""
+    monkeypatch.setattr("flash_cute.explanation.rates_of", lambda device: Rates(6e14, 4e12, "measured"))
+    plan = {"element": element, "flops": 6e14, "bytes": 4, "written_bytes": 1}
+    assert Explanation.of(plan, torch.device("cpu"))["roofline"]["seconds"] == pytest.approx(share)
+
+
 # (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim), causal: what the launch makes of it.
 PLANS = {
     "long": (

@@ -80,7 +80,7 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 class RoundedProducts(TorchFunctionMode):
-    """PyTorch's products of float32 in TF32 on any device; cuBLAS multiplies small ones in float32 all the same."""
+    """PyTorch's products of float32 in TF32 on any device; cuBLAS has small ones in float32 all the same."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         is_product = func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
