@@ -89,18 +89,10 @@ struct SinkParams {
   void const* logits = nullptr;  // (heads_q,), float32 or of the operands' element; null: none
   bool are_fp32 = true;
 
-  // The bits of a head's logit, and their value.
-  FLASH_CUTE_HOST_DEVICE uint32_t bits(int head) const {
-    return are_fp32 ? static_cast<uint32_t const*>(logits)[head] : static_cast<uint16_t const*>(logits)[head];
-  }
-  template <class Element>
-  FLASH_CUTE_HOST_DEVICE float value(uint32_t bits) const {
-    uint16_t const low = uint16_t(bits);
-    return are_fp32 ? reinterpret_cast<float const&>(bits) : float(reinterpret_cast<Element const&>(low));
-  }
   template <class Element>
   FLASH_CUTE_HOST_DEVICE float logit(int head) const {
-    return value<Element>(bits(head));
+    return are_fp32 ? static_cast<float const*>(logits)[head]
+                    : float(static_cast<Element const*>(logits)[head]);
   }
 };
 

@@ -41,15 +41,18 @@ struct Correction {
   }
 };
 
+struct NoSinks {
+  static constexpr bool kExist = false;
+};
+
 // Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
 // of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
 // block. With 8 they stay below 256, sums and products in float do not care, and O is seldom rescaled.
 template <int kRows, int kSlack>
 struct OnlineSoftmax {
-  static constexpr float kSumOfSink = 1.f;
   float scale_log2;
   float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
-  float row_sum[kRows];    // this lane's share, until finish() adds up the quad
+  float row_sum[kRows];    // this lane's share, until close() adds up the quad
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
 
@@ -58,19 +61,6 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) {
       reference[row] = -FLT_MAX;
       row_sum[row] = 0.f;
-    }
-  }
-
-  // After reset(): the first key of each row has this logit, in base 2, and no value; -inf is none.
-  template <class Logit>
-  CUTE_DEVICE void begin_with(Logit const& logit) {
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) reference[row] = logit(row);
-    CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {  // without branches, between which loads would wait
-      bool const is_key = reference[row] != -INFINITY;
-      row_sum[row] = is_key && threadIdx.x % 4 == 0 ? kSumOfSink : 0.f;
-      if (!is_key) reference[row] = -FLT_MAX;
     }
   }
 
@@ -90,39 +80,66 @@ struct OnlineSoftmax {
     return correction;
   }
 
-  // Divides acc_o by the row sums; the natural-log LSE of the scaled scores takes the place of the reference.
-  // Fully masked rows become zeros even where a hidden V was not finite; they are rare, and a select for
-  // every element would cost 1 to 2%. Rows that see scores of -inf alone have a sum of 0, too: they become
-  // NaN. With a sink both have its sum alone.
-  template <class Output, class IsFullyMasked>
-  CUTE_DEVICE void finish(Output& acc_o, IsFullyMasked const& is_fully_masked) {
+  // When no key is left: the natural-log LSE of the scaled scores takes the place of the reference, what O is
+  // to be multiplied by that of the sum.
+  template <class Sinks = NoSinks>
+  CUTE_DEVICE void close(Sinks const& sinks = {}) {
     float factor[kRows];
-    bool empty_sum = false;  // of any row, but for its sink
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      float const sum = reduce_quad(row_sum[row], SumOp{});
-      empty_sum |= sum == 0.f || sum == kSumOfSink;
-      factor[row] = __fdividef(1.f, sum);
-      // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
-      float const log_sum = kSlack == 0 ? logf(sum) : __logf(sum);
-      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
+      row_sum[row] = reduce_quad(row_sum[row], SumOp{});
+      factor[row] = 1.f;
     }
-    if (__any_sync(0xffffffffu, empty_sum)) {
+    if constexpr (Sinks::kExist) add_sinks(sinks, factor);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
+      float const log_sum = kSlack == 0 ? logf(row_sum[row]) : __logf(row_sum[row]);
+      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
+      row_sum[row] = __fdividef(factor[row], row_sum[row]);
+    }
+  }
+
+  // Then divides O by the row sums. Fully masked rows become zeros even where a hidden V was not finite; they
+  // are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have a
+  // sum of 0, too: they become NaN, without a sink.
+  template <class Output, class IsFullyMasked>
+  CUTE_DEVICE void finish(Output& acc_o, IsFullyMasked const& is_fully_masked) {
+    bool is_empty = false;  // any row, but for its sink
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) is_empty |= row_sum[row] == 0.f || row_sum[row] == INFINITY;
+    if (__any_sync(0xffffffffu, is_empty)) {
       auto output = row_col_view(acc_o);
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         if (!is_fully_masked(row)) continue;
-        factor[row] = 1.f;
+        row_sum[row] = 1.f;
         CUTE_UNROLL
         for (int col = 0; col < size<1>(output); ++col) output(row, col) = 0.f;
       }
     }
-    scale_rows(acc_o, factor);
+    scale_rows(acc_o, row_sum);
   }
 
   CUTE_DEVICE float lse(int row) const { return reference[row]; }
 
  private:
+  // Sums become those with a key of this logit, in base 2, and no value. factor: what brings O to the same
+  // reference.
+  template <class Sinks>
+  CUTE_DEVICE void add_sinks(Sinks const& sinks, float (&factor)[kRows]) {
+    float logit[kRows];
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) logit[row] = sinks(row);
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      float const highest = fmaxf(reference[row], logit[row]);
+      factor[row] = fast_exp2(reference[row] - highest);
+      row_sum[row] = row_sum[row] * factor[row] + fast_exp2(logit[row] - highest);
+      reference[row] = highest;
+    }
+  }
+
   template <class Scores>
   CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
     Correction<kRows> correction{kSlack == 0};

@@ -1,4 +1,4 @@
-// How a tile's rows begin, with sinks, and how they end, in both families; the LSE leaves straight from the
+// How a tile's rows end, in both families; the LSE leaves straight from the
 // registers of the compute warps.
 #pragma once
 
@@ -8,43 +8,36 @@
 
 namespace flash_cute {
 
-// The sinks of the rows that this thread owns, if there are any. Their bits are looked at where they count,
-// so that they may arrive meanwhile.
-template <class Element, int kRows>
+// The sinks, in base 2, of the rows that this thread owns.
+template <class Element, class Rows, class Coords>
 struct RowSinks {
-  SinkParams const& sinks;
-  uint32_t bits[kRows];
+  static constexpr bool kExist = true;
+  SinkParams const& params;
+  int first_head;
+  Rows const& rows;
+  Coords const& coords;  // (row, column) of an accumulator
 
-  template <class Tile, class Rows, class Coords>
-  CUTE_DEVICE RowSinks(SinkParams const& sinks_, Tile const& tile, Rows const& rows,
-                       Coords const& accumulator_coords)
-      : sinks(sinks_) {
-    if (!sinks.logits) return;
-    auto const coords = row_col_view(accumulator_coords);
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      int const row = get<0>(coords(i, 0));
-      bits[i] = sinks.bits(tile.head + (rows.uses(row) ? rows.head(row) : 0));
-    }
-  }
-
-  // Begins the rows' softmax with them.
-  template <class Softmax>
-  CUTE_DEVICE void begin(Softmax& softmax) const {
-    if (sinks.logits) {
-      softmax.begin_with([&](int i) { return sinks.value<Element>(bits[i]) * float(M_LOG2E); });
-    }
+  CUTE_DEVICE float operator()(int i) const {
+    int const row = get<0>(coords(i, 0));
+    return params.logit<Element>(first_head + (rows.uses(row) ? rows.head(row) : 0)) * float(M_LOG2E);
   }
 };
 
-// Ends the softmax of a part of the keys. Other parts may have some for rows that see none here.
+// Closes the softmax of the rows that this thread owns, with their sinks.
+template <class Element, class Softmax, class Tile, class Rows, class Coords>
+CUTE_DEVICE void close_rows(SinkParams const& sinks, Softmax& softmax, Tile const& tile, Rows const& rows,
+                            Coords const& accumulator_coords) {
+  auto const coords = row_col_view(accumulator_coords);
+  softmax.close(RowSinks<Element, Rows, decltype(coords)>{sinks, tile.head, rows, coords});
+}
+
+// Divides O by the sums of a part of the keys. Other parts may have some for rows that see none here.
 template <class Softmax, class Output>
 CUTE_DEVICE void finish_part(Softmax& softmax, Output& acc_o) {
   softmax.finish(acc_o, [&](int row) { return softmax.lse(row) == -INFINITY; });
 }
 
-// Ends the softmax of the rows that this thread owns, and divides O by their sums. m_begin: their first
-// query.
+// Divides O by the sums of the rows that this thread owns. m_begin: their first query.
 template <class Softmax, class Mask, class Rows, class Coords, class Output>
 CUTE_DEVICE void finish_rows(Softmax& softmax, Mask const& mask, int m_begin, Rows const& rows,
                              Coords const& accumulator_coords, Output& acc_o) {

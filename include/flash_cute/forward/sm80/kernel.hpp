@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       partition_fragment_C(typename Traits::TiledMma{},
                            Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
-  constexpr int kRows = 2 * decltype(size<1>(acc_o))::value;
-  OnlineSoftmax<kRows, Traits::kSlack> softmax(params.softmax.scale_log2);
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
 
   constexpr bool kInSharedMemory = Problem::kVarlen || Traits::kTileInSharedMemory;
   auto const of_block = tile_of_block<kInSharedMemory>(
@@ -44,18 +43,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     return typename Traits::TiledMma{}.get_slice(thread).partition_C(
         make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
   };
-  if constexpr (!Problem::kSplits) {
-    // By an index of their own, so that no coordinate is kept through the mainloop, which would spill.
-    RowSinks<typename Traits::Element, kRows>(params.sinks, of_block.get(), rows_of(problem),
-                                              coords_of(read_thread_index()))
-        .begin(softmax);
-  }
   ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();
   Tensor cO = coords_of(thread);
   auto const& mask = mask_of(problem, tile);
   auto const& rows = rows_of(problem);
+  if (!Problem::kSplits && params.sinks.logits) {
+    close_rows<typename Traits::Element>(params.sinks, softmax, tile, rows, cO);
+  } else {
+    softmax.close();
+  }
   if constexpr (Problem::kSplits) {
     if (tile.slot != PartTile::kWhole) {
       finish_part(softmax, acc_o);
