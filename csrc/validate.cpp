@@ -78,7 +78,7 @@ int64_t batch_of(Operand const& q, LengthOperands const& lengths) {
   return batch;
 }
 
-void validate_ranges(Operand const& q, Operand const& ranges, int64_t batch, bool packed, bool cached,
+void validate_ranges(Operand const& q, Operand const& ranges, int64_t batch, bool packed,
                      AttentionOptions const& options) {
   require_type(ranges, ScalarType::Int);
   require_same_device(ranges, q);
@@ -96,7 +96,6 @@ void validate_ranges(Operand const& q, Operand const& ranges, int64_t batch, boo
     require(sizes[1] == 1, "ranges must be alike for all heads, with 1 in dimension 1, got ", sizes[1]);
   }
   require(ranges.step == 1, "ranges must be contiguous in its last dimensions, got stride ", ranges.step);
-  require(!cached, "ranges must be None where k is a cache");
   require(!options.batch_invariant, "ranges must be None with batch_invariant");
 }
 
@@ -340,7 +339,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   }
   require(!options.batch_invariant || q.device.type() != DeviceType::CPU,
           "batch_invariant must be False on the CPU, got True");
-  if (ranges) validate_ranges(q, *ranges, batch, packed, cached, options);
+  if (ranges) validate_ranges(q, *ranges, batch, packed, options);
   require(!cached || head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");

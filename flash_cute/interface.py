@@ -69,9 +69,9 @@ def forward(
         ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, on q's device: R ranges [start, end) of
             keys for each query, alike for all heads. It sees the keys that lie in one of them and that the
             other arguments leave it: causal and window hide keys as ever, and seqused_k and leftpad_k say
-            which ones count. Keys are rows of k, from its first. Ranges come in any order; they may overlap
-            and leave k, and one whose start is not before its end has no key. Not with block_table.
-            flash_cute.masks makes ranges of many masks.
+            which ones count. Keys are rows of k, or of the sequence's pages, from the first. Ranges come in
+            any order; they may overlap and leave k, and one whose start is not before its end has no key. Not
+            with batch_invariant. flash_cute.masks makes ranges of many masks.
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides.

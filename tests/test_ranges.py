@@ -22,6 +22,7 @@ from cases import (
     make_ragged_gradients,
     matrix,
 )
+from test_cache import LENGTHS, in_pages
 from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
 import flash_cute
@@ -94,6 +95,8 @@ DENSE = {
     "few_queries_of_grouped_heads": Shape(2, 16, 2, 21, 300, 64),
     "single_query": Shape(8, 8, 8, 1, 413, 64),
     "one_head_of_keys": Shape(3, 8, 1, 130, 260, 64),
+    "few_queries_of_many_keys": Shape(2, 8, 2, 4, 5000, 64),
+    "a_chunk_of_many_keys": Shape(1, 2, 2, 200, 9000, 64),
 }
 
 
@@ -175,6 +178,32 @@ def ranges_of_sequences(batch, sequences, kind, count, mask) -> tuple[torch.Tens
         shifted = own.long() - sequence.leftpad
         masks.append(Ranged.of(mask, shifted.to(batch.q.device)))
     return ranges[0, 0] if batch.packed else ranges, masks
+
+
+@matrix(sequences=LENGTHS, packed=PACKED, kind=KINDS, page_size=[16, 100])
+def test_pages(kernel, sequences, packed, kind, page_size):
+    """Keys are counted from the first row of a sequence's pages."""
+    count, mask = SEEDS.randint(1, 4), SEEDS.choice(list(SOME_MASKS.values()))
+    head_dim, dtype = SEEDS.choice([64, 128, 80, 256]), SEEDS.choice(list(DTYPES.values()))
+    batch = make_ragged(
+        sequences, SEEDS.choice([(4, 2), (16, 1), (3, 3)]), head_dim, dtype, kernel.device, packed
+    )
+    ranges, masks = ranges_of_sequences(batch, sequences, kind, count, mask)
+    k, v, arguments = in_pages(batch, page_size, "rows first")
+    options = {**arguments, **mask.options, "ranges": ranges.to(kernel.device)}
+    assert_ragged(kernel.forward(batch.q, k, v, **options), batch, masks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cache_that_is_contiguous(kernel, packed):
+    """Capacity beside packed queries, or padded, is that of one page."""
+    batch = make_ragged(LENGTHS["a few queries"], (4, 2), 64, torch.bfloat16, kernel.device, packed)
+    ranges, masks = ranges_of_sequences(batch, LENGTHS["a few queries"], ordered, 3, MASKS["causal"])
+    k, v, arguments = in_pages(batch, 64, "heads first")
+    table = arguments.pop("block_table").long().clamp(0, len(k) - 1)
+    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
+    options = {**arguments, "causal": True, "ranges": ranges.to(kernel.device)}
+    assert_ragged(kernel.forward(batch.q, k, v, **options), batch, masks)
 
 
 def test_one_mask_for_a_padded_batch(kernel):
@@ -463,15 +492,6 @@ def test_wrong_packed_ranges(device):
 
 def test_refused_beside_other_arguments(device):
     q, k, v, ranges = problem(device)
-    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    offsets = torch.tensor([0, 20, 40], dtype=torch.int32, device=device)
-    packed = q.transpose(1, 2).flatten(0, 1)
-    for call in (
-        lambda: flash_cute.forward(q, k, v, block_table=table, ranges=ranges),
-        lambda: flash_cute.forward_varlen(packed, k, v, offsets, ranges=ranges.flatten(0, 2)),
-    ):
-        with pytest.raises(ValueError, match=r"ranges must be None where k is a cache"):
-            call()
     if device.type == "cuda":
         with pytest.raises(ValueError, match="ranges must be None with batch_invariant"):
             flash_cute.forward(q, k, v, batch_invariant=True, ranges=ranges)

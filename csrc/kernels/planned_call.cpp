@@ -45,6 +45,11 @@ auto backward_of(Variant variant, bool deterministic = false) {
 Variant variant_of(AttentionProblem const& problem) {
   return problem.ranges > 0 ? Variant::ranges : Variant::plain;
 }
+// The kernel that cuts keys into parts.
+ForwardKernel split_kernel(AttentionProblem const& problem, Family family) {
+  Variant const variant = problem.ranges > 0 ? Variant::ranges : Variant::split;
+  return forward_kernel(family, problem.element, problem.shape.head_dim, variant);
+}
 // The kernels of ranges ask a sequence for its lengths, whether they were given or not.
 bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.ranges > 0; }
 
@@ -110,6 +115,11 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
   return most;
 }
 
+// Bytes of a workspace and of a table of ranges behind it, if there is one.
+int64_t with_ranges(int64_t workspace_bytes, int64_t table_bytes) {
+  return table_bytes > 0 ? begin_of_ranges(workspace_bytes) + table_bytes : workspace_bytes;
+}
+
 }  // namespace
 
 ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
@@ -138,8 +148,7 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     planned.cache = {};
     planned.ranges = {};
   }
-  ForwardKernel const split =
-      forward_kernel(call.kernel.family, problem.element, problem.shape.head_dim, Variant::split);
+  ForwardKernel const split = split_kernel(problem, call.kernel.family);
   require(split.run || !(problem.cached || problem.batch_invariant), "this build has no ",
           name_of(call.kernel.family), " kernel for caches and batch_invariant with ",
           name_of(problem.element), " and head_dim ", problem.shape.head_dim,
@@ -179,18 +188,20 @@ int64_t forward_workspace(AttentionProblem const& problem) {
         auto list_bytes = [&](int64_t m_blocks) {
           return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
         };
+        int const split_bucket = split_kernel(problem, family).head_dim;
+        ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
+        int64_t split = 0;
+        if (plan::splits(family, split_tiles, params, mask)) {
+          ForwardPlan const plan = plan::plan_split(family, split_tiles, params, mask);
+          split = with_ranges(plan.workspace_bytes, plan.ranges_bytes(params));
+        }
         if (problem.ranges > 0) {
           ForwardTile const tile = tiles.ranges();
           PackedRows const rows = plan::whole_rows_of(family, tile, mean.shape);
-          return begin_of_ranges(list_bytes(m_block_capacity(params, rows))) +
-                 RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
+          int64_t const table =
+              RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
+          return larger(split, with_ranges(list_bytes(m_block_capacity(params, rows)), table));
         }
-        ForwardTiles const split_tiles = forward_tiles(
-            family, forward_kernel(family, problem.element, problem.shape.head_dim, Variant::split).head_dim,
-            params.element_bytes);
-        int64_t const split = plan::splits(family, split_tiles, params, mask)
-                                  ? plan::plan_split(family, split_tiles, params, mask).workspace_bytes
-                                  : 0;
         if (!problem.varlen) return larger<int64_t>(sizeof(int), split);
         int64_t m_blocks = 0;
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
@@ -203,13 +214,13 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 }
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
-  return largest<BackwardParams>(
-      problem, backward_of(variant_of(problem), deterministic),
-      [&](Family family, int bucket, auto const& params, auto const& mask) {
-        BackwardPlan const plan = plan_backward(family, bucket, params, mask, true, true, deterministic);
-        int64_t const bytes = plan.workspace.bytes;
-        return problem.ranges > 0 ? begin_of_ranges(bytes) + plan.ranges_bytes(params) : bytes;
-      });
+  return largest<BackwardParams>(problem, backward_of(variant_of(problem), deterministic),
+                                 [&](Family family, int bucket, auto const& params, auto const& mask) {
+                                   BackwardPlan const plan =
+                                       plan_backward(family, bucket, params, mask, true, true, deterministic);
+                                   int64_t const bytes = plan.workspace.bytes;
+                                   return with_ranges(bytes, plan.ranges_bytes(params));
+                                 });
 }
 
 }  // namespace flash_cute

@@ -39,7 +39,7 @@ struct ForwardPlan {
 
   bool splits() const { return split.lengths.rounds > 0; }
   Variant variant() const {
-    return splits() ? Variant::split : has_ranges ? Variant::ranges : Variant::plain;
+    return has_ranges ? Variant::ranges : splits() ? Variant::split : Variant::plain;
   }
   RangeTable range_table(ForwardParams const& params) const {
     return RangeTable::make(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
@@ -53,14 +53,14 @@ struct ForwardPlan {
   // Of params with operands and the workspace.
   template <class Problem>
   Problem problem(ForwardParams const& params, typename Problem::Mask const& mask) const {
-    if constexpr (Problem::kSplits) {
+    if constexpr (Problem::kRanges) {
+      return {problem<typename Problem::WithoutRanges>(params, mask), range_table(params)};
+    } else if constexpr (Problem::kSplits) {
       auto* const partial = static_cast<char*>(params.lengths.workspace) + split.partial_offset;
       return {{split_order(params, mask), mask, PagedRows::of(params)},
               PartialResults::in(partial, split.slots, split.rows, params.shape.head_dim, split.keeps_tiles),
               params.shape,
               params.lengths};
-    } else if constexpr (Problem::kRanges) {
-      return {problem<VarlenProblem<typename Problem::Mask>>(params, mask), range_table(params)};
     } else if constexpr (Problem::kVarlen) {
       return {VarlenOrder::make(params, rows, section_tiles, prepares, mask.is_longest_last()), mask,
               VarlenRows::of(params)};
@@ -275,7 +275,7 @@ inline ForwardPlan split_with_tile(Family family, ForwardTiles const& tiles, Pro
 // 64 tiles -22%; 128 tiles would take 41% longer.)
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
-  if (tiles.few.warps == 0 || params.ranges.count > 0) return false;
+  if (tiles.few.warps == 0) return false;
   if (params.cache.given || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys
@@ -289,6 +289,7 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   bool const persistent = family == Family::sm90;
   constexpr int kLeastKeys = 256, kFixedKeys = 1024;
   ForwardPlan result = split_with_tile(family, tiles, of_equal_lengths(params, mask, 1).shape);
+  result.has_ranges = params.ranges.count > 0;
   ForwardTile const& tile = result.tile;
   PackedRows const& rows = result.rows;
   SplitPlan& split = result.split;

@@ -108,20 +108,47 @@ struct SplitProblem : VarlenProblem<Mask, SplitOrder, PagedRows, PartTile> {
   }
 };
 
-// The same as VarlenProblem, where each query has key ranges beside the window, whose table is made before.
-template <class Mask>
-struct RangesProblem : VarlenProblem<Mask> {
+// A sequence that is cut into parts, as their kernels see it: keys are counted from its first row, and those
+// that no query can reach are hidden.
+struct SequenceOfParts {
+  struct Result {
+    Rows queries;
+    int used, k_begin;
+    ShiftedMask<WindowMask> mask;
+  };
+  template <class Params>
+  FLASH_CUTE_HOST_DEVICE Result operator()(Params const& params, WindowMask const& limits, int b) const {
+    SplitSequence const s = SplitOrder::sequence_of(params, limits, b);
+    return {s.queries, s.used, s.k_begin - s.k_first, ShiftedMask(s.mask, s.k_first)};
+  }
+};
+
+// The same as another problem, where each query has key ranges beside the window, whose table is made before.
+template <class Problem>
+struct WithRanges : Problem {
+  using WithoutRanges = Problem;
+  using Tile = typename Problem::Tile;
+  using SequenceOf = std::conditional_t<Problem::kSplits, SequenceOfParts, WholeSequence>;
   static constexpr bool kRanges = true;
   RangeTable table;
 
-  FLASH_CUTE_HOST_DEVICE RangesMask mask(VarlenTile const& tile) const {
+  FLASH_CUTE_HOST_DEVICE RangesMask mask(Tile const& tile) const {
     return {tile.seqlen_q, tile.seqlen_k, table.count, table.rows_of(tile.batch, tile.q_begin)};
   }
-  FLASH_CUTE_HOST_DEVICE RangeKvBlocks kv_blocks(VarlenTile const& tile) const {
+  FLASH_CUTE_HOST_DEVICE RangeKvBlocks kv_blocks(Tile const& tile) const {
     int const m_block = table.m_block(tile.batch, tile.m_begin);
-    return {table.key_bits_of(m_block), table.words, table.visited_by(m_block)};
+    BlockBits const* const bits = table.key_bits_of(m_block);
+    if constexpr (Problem::kSplits) {
+      return {bits, BlockRange{tile.block_begin, tile.block_end}};
+    } else {
+      return {bits, table.words, table.visited_by(m_block)};
+    }
   }
 };
+template <class Mask>
+using RangesProblem = WithRanges<VarlenProblem<Mask>>;
+template <class Mask>
+using SplitRangesProblem = WithRanges<SplitProblem<Mask>>;
 
 // The blocks of keys that the queries of a tile see, of those of its part.
 template <int kBlockN, class Mask, class Tile>

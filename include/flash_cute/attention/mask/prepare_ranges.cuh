@@ -10,14 +10,6 @@ namespace flash_cute {
 
 constexpr int kRangeThreads = 256;
 
-// A sequence as the kernels behind see it: SequenceOf{}(params, limits, b).
-struct WholeSequence {
-  template <class Params>
-  FLASH_CUTE_HOST_DEVICE Sequence operator()(Params const& params, WindowMask const& limits, int b) const {
-    return sequence(params.shape, params.lengths, limits, b);
-  }
-};
-
 template <bool kStartsEarly>
 __device__ void start_early() {
   if constexpr (kStartsEarly) {
@@ -51,7 +43,7 @@ __global__ void __launch_bounds__(kRangeThreads)
   __shared__ int visited;
   int const b = table.m_blocks.sequence(blockIdx.x), block_m = table.m_blocks.block;
   int const m_begin = (int(blockIdx.x) - table.m_blocks.first(b)) * block_m;
-  Sequence const s = SequenceOf{}(params, limits, b);
+  auto const s = SequenceOf{}(params, limits, b);
   if (!has_rows(m_begin, s.used)) return;
   int const queries = smaller(block_m, s.used - m_begin);
   int const first_row = table.n_blocks.owned(b).begin;  // of the sequence's keys, whether they count or not
@@ -132,6 +124,13 @@ void launch_prepare_ranges(Params const& params, WindowMask const& limits, Range
                            cudaStream_t stream) {
   launch_kernel<prepare_ranges_kernel<kStartsEarly, SequenceOf, Params>, kStartsEarly>(
       params.device, table.m_blocks.count(), kRangeThreads, 0, stream, params, limits, table);
+}
+
+// And its bits by blocks of keys, if it has them.
+template <bool kStartsEarly, class SequenceOf = WholeSequence, class Params>
+void launch_prepare_transposed_ranges(Params const& params, WindowMask const& limits, RangeTable const& table,
+                                      cudaStream_t stream) {
+  launch_prepare_ranges<kStartsEarly, SequenceOf>(params, limits, table, stream);
   if (table.chunks == 0) return;
   BatchBlocks groups = table.m_blocks;
   groups.block *= BlockBits::kBlocks;

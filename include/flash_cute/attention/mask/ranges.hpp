@@ -46,7 +46,8 @@ constexpr int kMaxRanges = 4, kMostQueries = 192;  // of a query, of a tile
 struct CutRanges {
   KeyRange ranges[kMaxRanges];
 
-  FLASH_CUTE_HOST_DEVICE CutRanges(int const* given, int count, int shift, WindowMask const& mask, int row) {
+  template <class Mask>
+  FLASH_CUTE_HOST_DEVICE CutRanges(int const* given, int count, int shift, Mask const& mask, int row) {
     int const first = mask.first_key(row), end = mask.end_key(row);
     for (KeyRange& range : ranges) range = {0, 0};
     int used = 0;
@@ -69,6 +70,14 @@ struct CutRanges {
       }
     }
     for (int i = last + 1; i < kMaxRanges; ++i) ranges[i] = {0, 0};
+  }
+};
+
+// A sequence as the kernels that read a table see it: SequenceOf{}(params, limits, b).
+struct WholeSequence {
+  template <class Params>
+  FLASH_CUTE_HOST_DEVICE Sequence operator()(Params const& params, WindowMask const& limits, int b) const {
+    return sequence(params.shape, params.lengths, limits, b);
   }
 };
 
@@ -184,6 +193,23 @@ struct RangeKvBlocks {
 
   FLASH_CUTE_HOST_DEVICE RangeKvBlocks(BlockBits const* bits_, int words, int visited)
       : bits(bits_), word(words - 1), of_word(bits_[words - 1]), behind(visited - 1) {
+    find_block();
+  }
+
+  // The same over a part of the blocks.
+  FLASH_CUTE_HOST_DEVICE RangeKvBlocks(BlockBits const* bits_, BlockRange const& part)
+      : bits(bits_), word((part.end - 1) / BlockBits::kBlocks), of_word(bits_[word]), behind(-1) {
+    auto cut = [&](int of) {
+      return bits_between(part.begin - of * BlockBits::kBlocks, part.end - of * BlockBits::kBlocks);
+    };
+    for (int of = part.begin / BlockBits::kBlocks; of <= word; ++of)
+      behind += count_bits(bits[of].visited & cut(of));
+    of_word.visited &= cut(word);
+    if (behind < 0) {
+      word = part.begin / BlockBits::kBlocks;
+      of_word = {1u << part.begin % BlockBits::kBlocks, 0};
+      behind = 0;
+    }
     find_block();
   }
 

@@ -46,7 +46,7 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
       params.lengths.given && plan.dq.is_accumulated() && queries >= zero_fill_blocks;
   constexpr bool kRanges = Instance::variant == Variant::ranges;
   auto prepare_ranges = [&](int block_m, int block_n, bool transposes) {
-    launch_prepare_ranges</*kStartsEarly=*/false>(
+    launch_prepare_transposed_ranges</*kStartsEarly=*/false>(
         params, mask, RangeTable::make(params, block_m, block_n, transposes), stream);
   };
   visit_backward_sm80<Instance>(plan, [&]<class Traits>(Traits, auto dq_sums) {

@@ -102,7 +102,8 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
   visit_backward_sm90<Instance>(plan, [&]<class Traits>(Traits) {
     BackwardMaps const maps = maps_of<Traits>(params, mask);
     if constexpr (Traits::kRanges) {
-      launch_prepare_ranges<kStartsEarly, SequenceSm90>(params, mask, range_table<Traits>(params), stream);
+      launch_prepare_transposed_ranges<kStartsEarly, SequenceSm90>(params, mask, range_table<Traits>(params),
+                                                                   stream);
     }
     auto preprocess = [&]<bool kZeroFills>(std::bool_constant<kZeroFills>) {
       bool const all_rows_used = !lengths.seqused_q && !lengths.seqused_k && !lengths.leftpad_k;

@@ -19,8 +19,13 @@ auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
     if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, Split{});
     return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, Split{});
   } else if constexpr (Instance::variant == Variant::ranges) {
-    return visitor(ForwardTraitsSm80<Instance, kTiles.main>{},
-                   std::type_identity<RangesProblem<WindowMask>>{});
+    using SplitRanges = std::type_identity<SplitRangesProblem<WindowMask>>;
+    if (!plan.splits()) {
+      return visitor(ForwardTraitsSm80<Instance, kTiles.main>{},
+                     std::type_identity<RangesProblem<WindowMask>>{});
+    }
+    if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, SplitRanges{});
+    return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, SplitRanges{});
   } else {
     ForwardTraitsSm80<Instance, kTiles.main> const traits;
     return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
@@ -38,7 +43,7 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
       if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
     }
     if constexpr (Problem::kRanges) {
-      launch_prepare_ranges<kStartsEarly>(params, mask, problem.table, stream);
+      launch_prepare_ranges<kStartsEarly, typename Problem::SequenceOf>(params, mask, problem.table, stream);
     }
     launch_kernel<forward_kernel_sm80<Traits, Problem>>(params.device, plan.blocks, Traits::kThreads,
                                                         sizeof(typename Traits::SharedStorage), stream,
@@ -74,6 +79,10 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
     if (kTiles.many != kTiles.few) add.template operator()<kTiles.many>();
   } else {
     add.template operator()<kTiles.main>();
+  }
+  if constexpr (Instance::variant == Variant::ranges) {
+    if (kTiles.few != kTiles.main) add.template operator()<kTiles.few>();
+    if (kTiles.many != kTiles.few) add.template operator()<kTiles.many>();
   }
   return list;
 }

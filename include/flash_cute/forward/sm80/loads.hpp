@@ -62,7 +62,8 @@ struct TileLoads {
 
 // Q of several heads that share K and V, and keys that may lie in pages. Rows that no query sees become zeros
 // and are not read. Blocks of keys are loaded in descending order, V after K: its load asks for the pages of
-// the block behind it, so that the table's answer is there when that is loaded.
+// the block behind it, so that the table's answer is there when that is loaded; with key ranges, whose blocks
+// are no neighbours, K's load asks.
 template <class Traits, class Problem, class Tile, class Mask>
 struct RowLoads {
   using Element = typename Traits::Element;
@@ -94,13 +95,14 @@ struct RowLoads {
     if (block >= 0) page = Sources::find_page(problem.operands, tile, thread, block);
   }
   template <class Target>
-  CUTE_DEVICE void load_k(int block, Target&& target) const {
+  CUTE_DEVICE void load_k(int block, Target&& target) {
+    if constexpr (Problem::kRanges) find_page(block);
     load_keys(params.k, block, target);
   }
   template <class Target>
   CUTE_DEVICE void load_v(int block, Target&& target) {
     load_keys(params.v, block, target);
-    find_page(block - 1);
+    if constexpr (!Problem::kRanges) find_page(block - 1);
   }
 
  private:

@@ -61,11 +61,6 @@ ForwardMaps maps_of(ForwardParams const& params, VarlenProblem<Mask> const& prob
                              });
 }
 
-template <class Traits, class Mask>
-ForwardMaps maps_of(ForwardParams const& params, RangesProblem<Mask> const& problem) {
-  return maps_of<Traits>(params, static_cast<VarlenProblem<Mask> const&>(problem));
-}
-
 // Keys are loaded without a map.
 template <class Traits, class Mask>
 ForwardMaps maps_of(ForwardParams const& params, SplitProblem<Mask> const& problem) {
@@ -92,7 +87,11 @@ auto visit_kernel_sm90(ForwardPlan const& plan, Visitor&& visitor) {
     return visitor(ForwardTraitsSm90<Instance, kTiles.many>{}, Split{}, Dynamic{});
   } else if constexpr (Instance::variant == Variant::ranges) {
     using Ranges = std::type_identity<RangesProblem<WindowMask>>;
-    return visitor(ForwardTraitsSm90<Instance, kTiles.ranges()>{}, Ranges{}, Dynamic{});
+    using SplitRanges = std::type_identity<SplitRangesProblem<WindowMask>>;
+    if (!plan.splits()) return visitor(ForwardTraitsSm90<Instance, kTiles.ranges()>{}, Ranges{}, Dynamic{});
+    if (plan.tile == kTiles.few)
+      return visitor(ForwardTraitsSm90<Instance, kTiles.few, true>{}, SplitRanges{}, Dynamic{});
+    return visitor(ForwardTraitsSm90<Instance, kTiles.many, true>{}, SplitRanges{}, Dynamic{});
   } else {
     auto with = [&](auto traits) {
       return plan.varlen    ? visitor(traits, Varlen{}, Dynamic{})
@@ -117,7 +116,7 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
       if (plan.prepares) launch_varlen_prepare<kStartsEarly>(params, mask, problem.order, stream);
     }
     if constexpr (Problem::kRanges) {
-      launch_prepare_ranges<kStartsEarly>(params, mask, problem.table, stream);
+      launch_prepare_ranges<kStartsEarly, typename Problem::SequenceOf>(params, mask, problem.table, stream);
     }
     Scheduler scheduler;
     if constexpr (Scheduler::kDynamic) scheduler = {plan.tile_counter(params)};
@@ -146,9 +145,9 @@ KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
 template <class Instance>
 std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
   std::vector<CompiledTile> list;
-  auto add = [&]<ForwardTile tile>() {
+  auto add = [&]<ForwardTile tile, bool kSplits = Instance::variant == Variant::split>() {
     if constexpr (tile.warps > 0) {
-      list.push_back({tile, sizeof(typename ForwardTraitsSm90<Instance, tile>::SharedStorage)});
+      list.push_back({tile, sizeof(typename ForwardTraitsSm90<Instance, tile, kSplits>::SharedStorage)});
     }
   };
   constexpr ForwardTiles kTiles = forward_tiles(Instance::family, Instance::head_dim);
@@ -157,6 +156,8 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
     add.template operator()<kTiles.many>();
   } else if constexpr (Instance::variant == Variant::ranges) {
     add.template operator()<kTiles.ranges()>();
+    add.template operator()<kTiles.few, true>();
+    if (kTiles.many != kTiles.ranges()) add.template operator()<kTiles.many, true>();
   } else {
     add.template operator()<kTiles.main>();
     add.template operator()<kTiles.small>();

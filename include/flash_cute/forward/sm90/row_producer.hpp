@@ -45,7 +45,7 @@ struct ForwardRowProducerSm90 {
   template <class Problem, class Take>
   CUTE_DEVICE void load(Problem const& problem, PartTile const& tile, Take&& take) {
     PackedRows const& rows = problem.rows();
-    KvBlocks blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+    auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
     if (thread() == 0) load_q(problem, tile, rows);
     at_q.advance();
     int const requested_at = smaller(kRequestedAhead, blocks.left());

@@ -22,7 +22,8 @@ struct ForwardMaps {
   CUtensorMap q, k, v, out;
 };
 
-template <class Instance_, ForwardTile tile>
+// kSplits: do producers find rows, of keys that are cut into parts?
+template <class Instance_, ForwardTile tile, bool kSplits_ = Instance_::variant == Variant::split>
 struct ForwardTraitsSm90 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
@@ -41,7 +42,7 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static constexpr bool kSplits = Instance::variant == Variant::split;  // whose producer finds rows
+  static constexpr bool kSplits = kSplits_;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 1 ? 88 : kSplits ? 88 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 1 ? 168
