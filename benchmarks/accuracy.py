@@ -19,7 +19,16 @@ import torch
 import flash_cute.reference
 
 from . import contenders, timing
-from .problem import ALL_DTYPES, DTYPES, Problem, add_direction, parse_shape, parse_window, result_name
+from .problem import (
+    ALL_DTYPES,
+    DTYPES,
+    Problem,
+    add_direction,
+    add_precision,
+    parse_shape,
+    parse_window,
+    result_name,
+)
 from .report import MISSING, table, title
 from .results import choose_device, environment, save_and_show
 
@@ -113,7 +122,9 @@ def main(arguments: list[str] | None = None) -> Path:
     args.add_argument("--device", help="cpu runs a small form of it")
     args.add_argument("--name", help="of the result file (default: accuracy, and the pass)")
     args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    add_precision(args)
     options = args.parse_args(arguments)
+    torch.set_float32_matmul_precision(options.precision)
     device = choose_device(options.device)
     names = contenders.mine(device, options.direction)
     names += contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.FREE_PEERS

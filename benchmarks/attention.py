@@ -27,7 +27,16 @@ from pathlib import Path
 import torch
 
 from . import contenders, lengths, report, timing
-from .problem import ALL_DTYPES, Problem, add_direction, paper_grid, parse_shape, parse_window, result_name
+from .problem import (
+    ALL_DTYPES,
+    Problem,
+    add_direction,
+    add_precision,
+    paper_grid,
+    parse_shape,
+    parse_window,
+    result_name,
+)
 from .results import choose_device, environment, save
 from .timing import REGIMES
 
@@ -145,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
         "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
     )
     args.add_argument("--dtype", choices=ALL_DTYPES, default="bf16")
+    add_precision(args)
     args.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory")
     args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
     args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
@@ -171,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
+    torch.set_float32_matmul_precision(options.precision)
     device = choose_device(options.device)
     direction = options.direction
     default_peers = contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS

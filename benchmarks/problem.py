@@ -133,6 +133,12 @@ def add_direction(args: argparse.ArgumentParser, *choices: str) -> None:
     args.add_argument("--pass", dest="direction", choices=choices, default="forward", help="what is measured")
 
 
+def add_precision(args: argparse.ArgumentParser) -> None:
+    args.add_argument(
+        "--precision", choices=["highest", "high"], default="highest", help="of products of float32"
+    )
+
+
 def result_name(name: str, direction: str) -> str:
     """Of a result file: name, and the direction unless it is the forward."""
     return name if direction == "forward" else f"{name}-{direction}"
