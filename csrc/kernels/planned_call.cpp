@@ -214,13 +214,12 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 }
 
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
-  return largest<BackwardParams>(problem, backward_of(variant_of(problem), deterministic),
-                                 [&](Family family, int bucket, auto const& params, auto const& mask) {
-                                   BackwardPlan const plan =
-                                       plan_backward(family, bucket, params, mask, true, true, deterministic);
-                                   int64_t const bytes = plan.workspace.bytes;
-                                   return with_ranges(bytes, plan.ranges_bytes(params));
-                                 });
+  auto const find = backward_of(variant_of(problem), deterministic);
+  return largest<BackwardParams>(
+      problem, find, [&](Family family, int bucket, auto const& params, auto const& mask) {
+        BackwardPlan const plan = plan_backward(family, bucket, params, mask, true, true, deterministic);
+        return with_ranges(plan.workspace.bytes, plan.ranges_bytes(params));
+      });
 }
 
 }  // namespace flash_cute
