@@ -178,12 +178,19 @@ PYBIND11_MODULE(flash_cute_host, module) {
                for (KeyRange const& range : cut.ranges) list.emplace_back(range.begin, range.end);
                return list;
              });
-  module.def("walk_over_keys", [](std::vector<uint32_t> const& visited, int count) {
-    auto const bits = block_bits_of(visited);
+  auto steps_of = [](RangeKvBlocks blocks) {
     std::vector<std::tuple<int, int, int, bool>> steps;
-    for (RangeKvBlocks blocks(bits.data(), int(bits.size()), count); !blocks.done(); blocks.advance())
+    for (; !blocks.done(); blocks.advance())
       steps.emplace_back(blocks.block, blocks.next(), blocks.left(), blocks.is_full(WalkKnows{}));
     return steps;
+  };
+  module.def("walk_over_keys", [=](std::vector<uint32_t> const& visited, int count) {
+    auto const bits = block_bits_of(visited);
+    return steps_of({bits.data(), int(bits.size()), count});
+  });
+  module.def("walk_over_part", [=](std::vector<uint32_t> const& visited, int begin, int end) {
+    auto const bits = block_bits_of(visited);
+    return steps_of({bits.data(), BlockRange{begin, end}});
   });
   module.def("walk_over_queries", [](std::vector<uint32_t> const& visited, int blocks, int heads) {
     auto const bits = block_bits_of(visited);

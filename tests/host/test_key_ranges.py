@@ -50,6 +50,19 @@ def test_walk_over_keys(host, bits):
     assert [full for *_, full in steps] == [block % 3 == 0 for block in expected]
 
 
+@given(words, st.data())
+def test_walk_over_a_part_of_the_keys(host, bits, data):
+    """Likewise; where it has no block that is visited, one step over its first, hidden."""
+    begin = data.draw(st.integers(0, 32 * len(bits) - 1))
+    end = data.draw(st.integers(begin + 1, 32 * len(bits)))
+    expected = [block for block in blocks_of(bits)[::-1] if begin <= block < end]
+    steps = host.walk_over_part(bits, begin, end)
+    assert [block for block, *_ in steps] == (expected or [begin])
+    assert [following for _, following, *_ in steps[:-1]] == expected[1:]
+    assert [left for _, _, left, _ in steps] == list(range(max(1, len(expected))))[::-1]
+    assert [full for *_, full in steps] == ([block % 3 == 0 for block in expected] or [False])
+
+
 @given(words, st.integers(1, 3), st.data())
 def test_walk_over_queries(host, bits, heads, data):
     """From the first block to the last, head by head; where there is none, one hidden step for each head."""
