@@ -103,17 +103,18 @@ CUTE_DEVICE void apply_mask(RangesMask const& mask, Rows const& rows, int m_begi
   }
 }
 
-// The same for S^T, whose rows are keys and whose columns kQueries queries. Each lane loads the ranges of one
-// query of every 32, and a vote for each key of the warp tells which queries see it. A quad of lanes owns the
-// pairs of columns of eight neighbours; those of a lane are multiples of 8, 16 or 32 queries apart.
-template <int kQueries, class Coords, class Scores>
+// The same for S^T, whose rows are kKeys keys and whose columns kQueries queries. Each lane loads the ranges
+// of one query of every 32, and a vote for each key of the warp tells which queries see it, unless all see
+// the same ones. A quad of lanes owns the pairs of columns of eight neighbours; those of a lane are multiples
+// of 8, 16 or 32 queries apart.
+template <int kQueries, int kKeys, class Coords, class Scores>
 CUTE_DEVICE void apply_transposed(RangesMask const& mask, int n_begin, int m_begin, Coords const& cS,
                                   Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(scores))::value, kColumns = decltype(size<1>(scores))::value;
-  constexpr int kLanes = 32, kKeys = kLanes / 4, kGroups = kQueries / kLanes;
-  static_assert(kGroups * kLanes == kQueries);
+  constexpr int kLanes = 32, kOwnKeys = kLanes / 4, kGroups = kQueries / kLanes;
+  static_assert(kGroups * kLanes == kQueries && kKeys < 1 << 15);
   int const lane = threadIdx.x % kLanes, own_key = lane / 4;
   uint32_t visible[kRows][kGroups] = {};  // a bit for each query
 #pragma unroll 1
@@ -123,14 +124,21 @@ CUTE_DEVICE void apply_transposed(RangesMask const& mask, int n_begin, int m_beg
     for (int group = 0; group < kGroups; ++group)
       ranges[group] = mask.range(m_begin + group * kLanes + lane, i);
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      int const first_key = n_begin + get<0>(coords(row, 0)) - own_key;
+    for (int group = 0; group < kGroups; ++group) {
+      int const begin = larger(0, ranges[group].begin - n_begin);
+      int const end = larger(begin, smaller(kKeys, ranges[group].end - n_begin));
+      int all_alike;
+      __match_all_sync(~0u, begin < end ? begin | end << 16 : 0, &all_alike);
       CUTE_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
+      for (int row = 0; row < kRows; ++row) {
+        int const of_row = get<0>(coords(row, 0)), first_key = of_row - own_key;
+        if (all_alike) {
+          if (begin <= of_row && of_row < end) visible[row][group] = ~0u;
+          continue;
+        }
         CUTE_UNROLL
-        for (int key = 0; key < kKeys; ++key) {
-          uint32_t const seen = __ballot_sync(
-              ~0u, ranges[group].begin <= first_key + key && first_key + key < ranges[group].end);
+        for (int key = 0; key < kOwnKeys; ++key) {
+          uint32_t const seen = __ballot_sync(~0u, begin <= first_key + key && first_key + key < end);
           if (key == own_key) visible[row][group] |= seen;
         }
       }

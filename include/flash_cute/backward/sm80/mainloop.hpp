@@ -191,8 +191,8 @@ struct BackwardMainloopSm80 {
   CUTE_DEVICE static void mask_scores(int n_begin, RangesMask const& mask, int block, Mma const& mma,
                                       Coords const&, Scores& acc_s) {
     auto const own_mma = mma.get_slice(read_thread_index());
-    apply_transposed<kBlockM>(mask, n_begin, block * kBlockM,
-                              own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
+    apply_transposed<kBlockM, kBlockN>(mask, n_begin, block * kBlockM,
+                                       own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
   }
 
   // dQ = dS K of a step, added to the accumulator in the workspace.

@@ -87,7 +87,8 @@ struct BackwardConsumerWarpgroup {
   CUTE_DEVICE void mask_scores(KvTile const& tile, int n_begin, int block, Coords const& cS,
                                Scores& acc_s) const {
     if constexpr (Traits::kRanges) {
-      apply_transposed<kBlockM>(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM, cS, acc_s);
+      apply_transposed<kBlockM, Traits::kBlockN>(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM,
+                                                 cS, acc_s);
     } else {
       apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, n_begin,
                           block * kBlockM, cS, acc_s);
