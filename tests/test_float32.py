@@ -25,7 +25,6 @@ from tolerance import (
     assert_gradients,
     assert_ragged,
     assert_ragged_gradients,
-    assert_within_rule,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,11 +42,10 @@ SHAPES = {
 MASK_NAMES = "full", "causal", "window_symmetric", "window_causal"
 
 
-@pytest.fixture
-def kernel(kernel):
-    if kernel.family == "sm90":
+@pytest.fixture(autouse=True)
+def family_of_float32(request):
+    if "kernel" in request.fixturenames and request.getfixturevalue("kernel").family == "sm90":
         pytest.skip("float32 has kernels of the family sm80 alone")
-    return kernel
 
 
 @contextmanager
@@ -141,7 +139,7 @@ def test_tf32(kernel, shape, head_dim, mask):
     with RoundedProducts():
         yardstick = reference.forward(q, k, v, dtype=torch.float32, **mask.options)
     for name, *compared in zip(("out", "lse"), result, yardstick, oracle, strict=True):
-        assert_within_rule(name, *compared)
+        assert_as_exact(name, *compared)  # of few products the largest error of cut numbers is chance
 
 
 def test_rows_and_their_sums(kernel):
@@ -265,7 +263,7 @@ def test_gradients_by_tf32(kernel, shape, head_dim, mask, deterministic):
     with RoundedProducts():
         yardstick = reference.backward(q, k, v, *given, dtype=torch.float32, **mask.options)
     for name, *compared in zip(("dq", "dk", "dv"), found, yardstick, oracle, strict=True):
-        assert_within_rule(name, *compared)
+        assert_as_exact(name, *compared)
 
 
 @pytest.mark.gpu
