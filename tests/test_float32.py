@@ -380,12 +380,23 @@ def test_the_newer_names_of_torch_set_it_too(device):
 
 
 def test_compiled_calls_follow_the_setting(device):
+    """Which graph runs; a dispatch mode around it is nothing that newer compilers take."""
+    ran = []
+
+    def backend(graph, _):
+        def run(*inputs):
+            ran.append(any(node.kwargs.get("tf32", False) for node in graph.graph.nodes))
+            return graph(*inputs)
+
+        return run
+
     q, k, v = make_inputs(Shape(1, 2, 2, 10, 10, 64), torch.float32, device)
-    compiled = torch.compile(flash_cute.attention, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(flash_cute.attention, backend=backend, fullgraph=True)
     for setting, expected in (("highest", False), ("high", True), ("highest", False)):
-        with matmul_precision(setting), Calls() as calls:
+        with matmul_precision(setting):
             compiled(q, k, v)
-        assert calls.tf32[-1:] == [expected]
+        assert ran[-1] == expected
+    assert len(ran) == 3
 
 
 @pytest.mark.parametrize(
