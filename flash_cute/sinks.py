@@ -1,8 +1,8 @@
 """Sinks: for each head the logit of a key that every query sees and that has no value.
 
 A sink adds exp(sink) to the sum of a row, so that results without it are all that is needed: its keys keep
-exp(lse) / (exp(lse) + exp(sink)) of the weight. This is what merge and the CPU compute; kernels begin a row's
-softmax with its sink, or count it so behind the sum where keys may be cut into parts.
+exp(lse) / (exp(lse) + exp(sink)) of the weight. This is what merge, the CPU and the kernels that may cut keys
+into parts compute; other kernels add the sink to the row's sum before they divide by it.
 """
 
 from __future__ import annotations
