@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from itertools import product
 
@@ -12,7 +13,9 @@ from cases import (
     LAYOUTS,
     MASKS,
     PACKED,
+    SEEDS,
     Mask,
+    Ranged,
     Shape,
     make_gradients,
     make_inputs,
@@ -20,11 +23,14 @@ from cases import (
     make_ragged_gradients,
     matrix,
 )
+from test_ranges import KINDS, RAGGED, make_ranges, ordered, ranges_of_sequences
 from tolerance import (
+    NORMS,
     assert_attention,
     assert_gradients,
     assert_ragged,
     assert_ragged_gradients,
+    assert_within_rule,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,6 +97,11 @@ def yardstick_of(precision: str):
     return RoundedProducts() if precision == "high" else nullcontext()
 
 
+def norms_of(precision: str) -> Iterable[str]:
+    """Which errors count: of few products of numbers that are cut to TF32 the largest one is chance."""
+    return ["RMS"] if precision == "high" else NORMS
+
+
 def rms(error: torch.Tensor) -> float:
     return error.double().square().mean().sqrt().item()
 
@@ -139,7 +150,7 @@ def test_tf32(kernel, shape, head_dim, mask):
     with RoundedProducts():
         yardstick = reference.forward(q, k, v, dtype=torch.float32, **mask.options)
     for name, *compared in zip(("out", "lse"), result, yardstick, oracle, strict=True):
-        assert_as_exact(name, *compared)  # of few products the largest error of cut numbers is chance
+        assert_as_exact(name, *compared)
 
 
 def test_rows_and_their_sums(kernel):
@@ -163,7 +174,7 @@ def test_unequal_lengths(kernel, name, head_dim, packed, mask, precision):
     batch = make_ragged(BATCHES[name], (4, 2), head_dim, torch.float32, kernel.device, packed)
     result = kernel.forward(batch.q, batch.k, batch.v, **batch.lengths, **mask.options, precision=precision)
     with yardstick_of(precision):
-        assert_ragged(result, batch, mask)
+        assert_ragged(result, batch, mask, norms=norms_of(precision))
 
 
 @matrix(packed=PACKED, mask={name: MASKS[name] for name in ("full", "causal")}, precision=["highest", "high"])
@@ -174,7 +185,7 @@ def test_sinks(kernel, packed, mask, precision):
         batch.q, batch.k, batch.v, **batch.lengths, **mask.options, sinks=sinks, precision=precision
     )
     with yardstick_of(precision):
-        assert_ragged(result, batch, mask, sinks=sinks)
+        assert_ragged(result, batch, mask, sinks=sinks, norms=norms_of(precision))
 
 
 @pytest.mark.parametrize("head_dim", [64, 50])
@@ -292,6 +303,50 @@ def test_gradients_of_unequal_lengths(kernel, name, head_dim, packed, mask, dete
     options = {"precision": "highest", "deterministic": deterministic, **batch.lengths, **mask.options}
     found = kernel.backward(batch.q, batch.k, batch.v, *given, **options)
     assert_ragged_gradients(found, batch, *given, mask)
+
+
+@matrix(
+    kind=KINDS,
+    head_dim=[64, 100, 128, 256],
+    mask={name: MASKS[name] for name in ("full", "window_causal")},
+    precision=["highest", "high"],
+)
+def test_ranges(kernel, kind, head_dim, mask, precision):
+    shape = Shape(2, 4, 2, 197, 331, head_dim)
+    q, k, v = make_inputs(shape, torch.float32, kernel.device)
+    given = make_gradients(q)
+    mask = Ranged.of(mask, make_ranges(shape, kind, SEEDS.randint(1, 4), False, kernel.device))
+    options = {"precision": precision, "deterministic": SEEDS.random() < 0.5, **mask.options}
+    found = *kernel.forward(q, k, v, **options), *kernel.backward(q, k, v, *given, **options)
+    oracle = *reference.forward(q, k, v, **mask.options), *reference.backward(q, k, v, *given, **mask.options)
+    options = {"dtype": torch.float32, **mask.options}
+    with yardstick_of(precision):
+        yardstick = *reference.forward(q, k, v, **options), *reference.backward(q, k, v, *given, **options)
+    for name, *compared in zip(("out", "lse", "dq", "dk", "dv"), found, yardstick, oracle, strict=True):
+        assert_within_rule(name, *compared, norms_of(precision))
+        assert_as_exact(name, *compared)
+
+
+@matrix(sequences=RAGGED, packed=PACKED, kind=KINDS, head_dim=[64, 128, 256])
+def test_ranges_of_unequal_lengths(kernel, sequences, packed, kind, head_dim):
+    count, mask = SEEDS.randint(1, 4), MASKS[SEEDS.choice(MASK_NAMES)]
+    batch = make_ragged(sequences, (4, 2), head_dim, torch.float32, kernel.device, packed)
+    ranges, masks = ranges_of_sequences(batch, sequences, kind, count, mask)
+    options = {**batch.lengths, **mask.options, "ranges": ranges.to(kernel.device), "precision": "highest"}
+    assert_ragged(kernel.forward(batch.q, batch.k, batch.v, **options), batch, masks)
+    given = make_ragged_gradients(batch)
+    options["deterministic"] = SEEDS.random() < 0.5
+    found = kernel.backward(batch.q, batch.k, batch.v, *given, **options)
+    assert_ragged_gradients(found, batch, *given, masks)
+
+
+@matrix(shape={"one query": (1, 5000), "a chunk": (200, 9000)}, head_dim=[64, 128, 256])
+def test_few_queries_of_many_keys_by_ranges(kernel, shape, head_dim):
+    """No part of the keys has a kernel of its own."""
+    shape = Shape(2, 8, 2, *shape, head_dim)
+    mask = Ranged.of(MASKS["full"], make_ranges(shape, ordered, 3, True, kernel.device))
+    q, k, v = make_inputs(shape, torch.float32, kernel.device)
+    assert_attention(kernel.forward(q, k, v, precision="highest", **mask.options), q, k, v, mask)
 
 
 @pytest.mark.gpu

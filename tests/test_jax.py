@@ -227,8 +227,9 @@ def some_ranges(entries, seqlen_q, seqlen_k, count, seed=11):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranges(shape, mask):
-    q, k, v = inputs(shape)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "fp32"])
+def test_ranges(dtype, shape, mask):
+    q, k, v = inputs(shape, dtype)
     for entries, count in ((1, 1), (len(q), 3)):
         assert_attention(q, k, v, ranges=some_ranges(entries, q.shape[1], k.shape[1], count), **mask)
 

@@ -45,10 +45,12 @@ auto backward_of(Variant variant, bool deterministic = false) {
 Variant variant_of(AttentionProblem const& problem) {
   return problem.ranges > 0 ? Variant::ranges : Variant::plain;
 }
-// The kernel that cuts keys into parts.
+// The kernel that cuts keys into parts, if there is one.
 ForwardKernel split_kernel(AttentionProblem const& problem, Family family) {
   Variant const variant = problem.ranges > 0 ? Variant::ranges : Variant::split;
-  return forward_kernel(family, problem.element, problem.shape.head_dim, variant);
+  auto const kernel = forward_kernel(family, problem.element, problem.shape.head_dim, variant);
+  auto const tiles = forward_tiles(family, kernel.head_dim, element_bytes(problem.element));
+  return tiles.few.warps > 0 ? kernel : ForwardKernel{};
 }
 // The kernels of ranges ask a sequence for its lengths, whether they were given or not.
 bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.ranges > 0; }

@@ -108,12 +108,16 @@ TOLERATED = [
         ("backward_kernel_sm80", "ranges", 192, 72),
         ("backward_kernel_sm90", "ranges", 192, 72),
         ("backward_kernel_sm80", "64", 8, 8),
-        ("backward_preprocess_sm80", "fp32_256", 96, 32),
-        ("backward_preprocess_sm80", "tf32_256", 96, 32),
         *(
-            (kernel, f"{element}_{head_dim}", spill_bytes, stack_bytes)
+            ("backward_preprocess_sm80", f"{element}_256{variant}", 96, 32)
+            for element in ("fp32", "tf32")
+            for variant in ("", "_ranges")
+        ),
+        *(
+            (kernel, f"{element}_{head_dim}{variant}", spill_bytes, stack_bytes)
             for element in ("fp32", "tf32")
             for head_dim in (64, 128, 256)
+            for variant in ("", "_ranges")
             for kernel, spill_bytes, stack_bytes in (
                 ("forward_kernel_sm80", 640, 128),
                 ("backward_kernel_sm80", 640, 160),

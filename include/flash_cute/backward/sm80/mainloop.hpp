@@ -48,13 +48,40 @@ struct RangesOfKeys : RangeQueryBlocks {
   CUTE_DEVICE bool empty() const { return count() == 0; }
 };
 
+template <class Traits>
+using QueriesOfKeys = std::conditional_t<Traits::kRanges, RangesOfKeys<Traits>, WindowOfKeys<Traits>>;
+
+// Applies the mask to S^T of an M block. With kSparesRegisters coordinates and limits are computed here, not
+// before the main loop.
+template <class Traits, class Mma, class Coords, class Scores>
+CUTE_DEVICE void mask_scores(int n_begin, TransposedMask const& transposed_mask, int block, Mma const& mma,
+                             Coords const& cS, Scores& acc_s) {
+  int const m_begin = block * Traits::kBlockM;
+  if constexpr (Traits::kSparesRegisters) {
+    TransposedMask const from_block{transposed_mask.transposed.from_key(m_begin)};
+    auto const own_mma = mma.get_slice(read_thread_index());
+    apply_mask<ComparedKeys>(from_block, PlainRows{}, n_begin, 0,
+                             own_mma.partition_C(make_identity_tensor(typename Traits::TileS{})), acc_s);
+  } else {
+    apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, n_begin, m_begin, cS, acc_s);
+  }
+}
+template <class Traits, class Mma, class Coords, class Scores>
+CUTE_DEVICE void mask_scores(int n_begin, RangesMask const& mask, int block, Mma const& mma, Coords const&,
+                             Scores& acc_s) {
+  auto const own_mma = mma.get_slice(read_thread_index());
+  apply_transposed<Traits::kBlockM, Traits::kBlockN>(
+      mask, n_begin, block * Traits::kBlockM,
+      own_mma.partition_C(make_identity_tensor(typename Traits::TileS{})), acc_s);
+}
+
 template <class Traits, DqSums dq_sums>
 struct BackwardMainloopSm80 {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
-  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using TileS = typename Traits::TileS;
 
   // The accumulators of S and dP have keys as rows, so P and dS are left operands of dV += P dO and dK += dS
   // Q as they lie in registers. dS goes through shared memory to dQ = dS K, whose rows are queries. A step
@@ -66,7 +93,7 @@ struct BackwardMainloopSm80 {
     if constexpr (Traits::kSparesRegisters) {  // with this, addresses take fewer registers
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
-    std::conditional_t<Traits::kRanges, RangesOfKeys<Traits>, WindowOfKeys<Traits>> const seen(params, tile);
+    QueriesOfKeys<Traits> const seen(params, tile);
     if (seen.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv, steps = heads * seen.count();
     bool const accumulates_dq =
@@ -131,7 +158,9 @@ struct BackwardMainloopSm80 {
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
-      if (!seen.unmasked.contains(block)) mask_scores(tile.n_begin, seen.mask, block, mma, cS, acc_s);
+      if (!seen.unmasked.contains(block)) {
+        mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
+      }
       // (3) P = exp2(S c - LSE)
       compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),
                                     of_query<QueryAxis::columns>(shared.lse + stage * kBlockM, cS));
@@ -172,29 +201,6 @@ struct BackwardMainloopSm80 {
   }
 
  private:
-  // Applies the mask to S of an M block. With kSparesRegisters coordinates and limits are computed here, not
-  // before the main loop.
-  template <class Mma, class Coords, class Scores>
-  CUTE_DEVICE static void mask_scores(int n_begin, TransposedMask const& transposed_mask, int block,
-                                      Mma const& mma, Coords const& cS, Scores& acc_s) {
-    if constexpr (Traits::kSparesRegisters) {
-      TransposedMask const from_block{transposed_mask.transposed.from_key(block * kBlockM)};
-      auto const own_mma = mma.get_slice(read_thread_index());
-      apply_mask<ComparedKeys>(from_block, PlainRows{}, n_begin, 0,
-                               own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
-    } else {
-      apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, n_begin, block * kBlockM, cS, acc_s);
-    }
-  }
-
-  template <class Mma, class Coords, class Scores>
-  CUTE_DEVICE static void mask_scores(int n_begin, RangesMask const& mask, int block, Mma const& mma,
-                                      Coords const&, Scores& acc_s) {
-    auto const own_mma = mma.get_slice(read_thread_index());
-    apply_transposed<kBlockM, kBlockN>(mask, n_begin, block * kBlockM,
-                                       own_mma.partition_C(make_identity_tensor(TileS{})), acc_s);
-  }
-
   // dQ = dS K of a step, added to the accumulator in the workspace.
   CUTE_DEVICE static void accumulate_dq(float* dq_accum, SharedStorage& shared, int thread) {
     Tensor sdSt = make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutSt{})(_, _, 0);  // (M, N)

@@ -16,13 +16,13 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
   static constexpr bool kAddsDq = dq_sums == DqSums::all;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kWarpsKeys = Traits::kTile.warps_keys, kWarpsAcross = Traits::kTile.warps_across;
-  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using TileS = typename Traits::TileS;
   static_assert(Traits::kStages == 1 && Traits::kDqParts == 1 && dq_sums != DqSums::asked);
 
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KvTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
-    WindowOfKeys<Traits> const seen(params, tile);
+    QueriesOfKeys<Traits> const seen(params, tile);
     if (seen.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
     typename Traits::MmaDkv const mma;
@@ -47,7 +47,7 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       multiply_rows<kExact, kHeadDim, false>(Tf32Tile<kBlockN>{shared.k}, keys, queries, across, acc_s);
       if (!seen.unmasked.contains(block)) {
-        apply_mask<ComparedKeys>(seen.mask, PlainRows{}, tile.n_begin, block * kBlockM, cS, acc_s);
+        mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
       compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),

@@ -24,7 +24,7 @@ struct BackwardSplitMainloopSm80 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kThreads = Traits::kThreads, kHalf = Traits::kKeyThreads;
   static_assert(Traits::kStages == 2 && dq_sums != DqSums::asked);
-  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
+  using TileS = typename Traits::TileS;
 
   // acc: dV in the half that has P, dK in the half that has dS, (MMA, MMA_N, MMA_D).
   template <class Gradient>

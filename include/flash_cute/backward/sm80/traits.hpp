@@ -32,6 +32,7 @@ struct BackwardTraitsSm80 {
   static constexpr bool kSplitsWork = kTile.splits_work();
   static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;  // of S^T
   using Tile = std::conditional_t<kSplitsWork, SplitKvTile, KvTile>;
 
   // The accumulators of S and dP have keys as rows. A warp that has all columns of its rows takes P and dS as

@@ -20,12 +20,14 @@ auto visit_kernel_sm80(ForwardPlan const& plan, Visitor&& visitor) {
     return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, Split{});
   } else if constexpr (Instance::variant == Variant::ranges) {
     using SplitRanges = std::type_identity<SplitRangesProblem<WindowMask>>;
-    if (!plan.splits()) {
-      return visitor(ForwardTraitsSm80<Instance, kTiles.main>{},
-                     std::type_identity<RangesProblem<WindowMask>>{});
+    if constexpr (kTiles.few.warps > 0) {
+      if (plan.splits()) {
+        if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, SplitRanges{});
+        return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, SplitRanges{});
+      }
     }
-    if (plan.tile == kTiles.few) return visitor(ForwardTraitsSm80<Instance, kTiles.few>{}, SplitRanges{});
-    return visitor(ForwardTraitsSm80<Instance, kTiles.many>{}, SplitRanges{});
+    return visitor(ForwardTraitsSm80<Instance, kTiles.main>{},
+                   std::type_identity<RangesProblem<WindowMask>>{});
   } else {
     ForwardTraitsSm80<Instance, kTiles.main> const traits;
     return plan.varlen ? visitor(traits, std::type_identity<VarlenProblem<WindowMask>>{})
@@ -80,7 +82,7 @@ std::vector<CompiledTile> ForwardLaunch<Instance>::tiles() {
   } else {
     add.template operator()<kTiles.main>();
   }
-  if constexpr (Instance::variant == Variant::ranges) {
+  if constexpr (Instance::variant == Variant::ranges && kTiles.few.warps > 0) {
     if (kTiles.few != kTiles.main) add.template operator()<kTiles.few>();
     if (kTiles.many != kTiles.few) add.template operator()<kTiles.many>();
   }

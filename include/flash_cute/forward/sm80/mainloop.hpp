@@ -66,7 +66,9 @@ CUTE_DEVICE auto const& unmasked_blocks(Problem const&, MaskedTile<Tile, Mask> c
   return tile.unmasked;
 }
 
-// The blocks of keys that a tile visits, of which the walk over them is made.
+// The walk over the blocks of keys that a tile visits, and what it is made of.
+template <class Problem>
+using KvWalk = std::conditional_t<Problem::kRanges, RangeKvBlocks, KvBlocks>;
 template <class Traits, class Problem, class Tile, class Mask>
 CUTE_DEVICE auto visited_of(Problem const& problem, Tile const& tile, Mask const& mask) {
   if constexpr (Problem::kRanges) {
@@ -92,7 +94,7 @@ struct ForwardMainloopSm80 {
     auto const& mask = mask_of(problem, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
     auto const visited = visited_of<Traits>(problem, tile, mask);
-    using Walk = std::conditional_t<Problem::kRanges, RangeKvBlocks, KvBlocks>;
+    using Walk = KvWalk<Problem>;
     decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
     if constexpr (!Problem::kRanges) {  // with key ranges a tile visits at least one
       if (visited.empty()) return;

@@ -21,9 +21,11 @@ struct ForwardMainloopSm80<Traits> {
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
     auto const& mask = mask_of(problem, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
-    BlockRange const visited = visited_of<Traits>(problem, tile, mask);
+    auto const visited = visited_of<Traits>(problem, tile, mask);
     decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
-    if (visited.empty()) return;
+    if constexpr (!Problem::kRanges) {  // with key ranges a tile visits at least one
+      if (visited.empty()) return;
+    }
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});            // (M, D)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);  // (N, D)
@@ -32,7 +34,7 @@ struct ForwardMainloopSm80<Traits> {
     typename Traits::TiledMma const mma;
     Tensor cS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
 
-    KvBlocks blocks(visited);
+    KvWalk<Problem> blocks(visited);
     loads.load_q(sQ);
     loads.load_k(blocks.block, sK);
     cp_async_fence();
