@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic as memory
 
 import flash_cute
+from flash_cute.precision import is_tf32
 
 from . import newer_flash
 from .problem import ALL_DTYPES, CannotRun, Problem
@@ -28,6 +29,11 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 MATH_SCORES_LIMIT = 2**31
 
 
+def operators_precision(q) -> dict[str, bool]:
+    """torch.get_float32_matmul_precision(), as our operators take it; their faces see to it themselves."""
+    return {"tf32": is_tf32(None, q.dtype)}
+
+
 def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
     """Of float32 as torch.get_float32_matmul_precision() says."""
     if problem.dtype == "fp32" and family == "sm90":
@@ -38,6 +44,7 @@ def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
 def ours_backward(problem: Problem, q, k, v, dout, saved, *, family: str | None, deterministic: bool) -> Run:
     left, right = problem.window or (None, None)
     options = {"window_left": left, "window_right": right, "family": family, "deterministic": deterministic}
+    options |= operators_precision(q)
     backward = torch.ops.flash_cute._backward
     return partial(backward, dout, None, q, k, v, *saved, problem.causal, **options)
 

@@ -13,7 +13,18 @@ import torch
 import flash_cute
 
 from . import newer_flash
-from .contenders import CPU, CannotRun, Run, agrees, aten, attempt, comparable, in_direction, prepare
+from .contenders import (
+    CPU,
+    CannotRun,
+    Run,
+    agrees,
+    aten,
+    attempt,
+    comparable,
+    in_direction,
+    operators_precision,
+    prepare,
+)
 from .problem import Problem
 
 SEED = 0
@@ -185,7 +196,9 @@ def packed(problem: Ragged, q, k, v, *dout, offsets, family: str | None) -> Run:
 
     def backward(saved):
         arguments = *dout, None, q, k, v, *saved, offsets, None, problem.causal
-        return partial(torch.ops.flash_cute._backward_varlen, *arguments, family=family)
+        return partial(
+            torch.ops.flash_cute._backward_varlen, *arguments, family=family, **operators_precision(q)
+        )
 
     return in_direction(problem, forward, backward)
 
@@ -208,7 +221,7 @@ def padded(problem: Ragged, inputs, family: str | None) -> tuple[Run, torch.Tens
 
     def backward(saved):
         arguments = *dout, None, q, k, v, *saved, problem.causal
-        return partial(torch.ops.flash_cute._backward, *arguments, **options)
+        return partial(torch.ops.flash_cute._backward, *arguments, **options, **operators_precision(q))
 
     forward = partial(flash_cute.forward, q, k, v, problem.causal, **options)
     return in_direction(problem, forward, backward), rows

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import MASKS
+from test_float32 import Calls, matmul_precision
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
@@ -159,6 +160,21 @@ NEWER_MASKS = {  # the problem's causal and window -> what the newer ones are as
     "causal window": ((True, (9, None)), (False, 9, 0)),
     "right": ((False, (None, 0)), (False, None, 0)),
 }
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("lengths_differ", [False, True])
+def test_float32_is_measured_as_torch_is_set(lengths_differ, precision):
+    """The forward and the backward."""
+    with matmul_precision(precision), Calls() as calls:
+        if lengths_differ:
+            problem = lengths.Ragged("x", (5, 9), 2, 16, False, "fp32", "backward")
+            lengths.prepare_all(["cpu packed", "cpu padded"], problem, torch.device("cpu"))
+        else:
+            problem = Problem(1, 2, 2, 16, 16, 64, False, dtype="fp32", direction="backward")
+            contenders.prepare("cpu", problem, *problem.inputs("cpu"))
+    assert len(calls.tf32) >= (4 if lengths_differ else 2)
+    assert set(calls.tf32) == {precision == "high"}
 
 
 @pytest.mark.parametrize(("mask", "expected"), NEWER_MASKS.values(), ids=NEWER_MASKS)
