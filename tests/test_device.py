@@ -128,12 +128,17 @@ def test_graph_without_keys(kernel):
 def test_memory_is_torchs_and_comes_back(kernel, head_dim, layout):
     inputs = make_inputs(Shape(2, 4, 4, 500, 500, head_dim), torch.bfloat16, kernel.device, layout)
     kernel.forward(*inputs)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    for _ in range(20):
-        kernel.forward(*inputs)
-    torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]) == before
+
+    def taken() -> tuple[int, int]:
+        """By 20 calls: of PyTorch's memory, and of the GPU's, which other processes may use meanwhile."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+        for _ in range(20):
+            kernel.forward(*inputs)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before[0], before[1] - torch.cuda.mem_get_info()[0]
+
+    assert (0, 0) in [taken() for _ in range(10)]
 
 
 def test_a_cold_host_thread(kernel):
