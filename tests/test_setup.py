@@ -103,6 +103,21 @@ def test_switches(build, value, expected, monkeypatch):
     assert build["is_set"]("FLASH_CUTE_CPU_ONLY") is expected
 
 
+@pytest.mark.parametrize(
+    ("version", "lines", "expected"),
+    [
+        ((12, 8), "", "--compress-mode"),
+        ((12, 6), "1", "-lineinfo"),
+        ((13, 0), "1", "--compress-mode -lineinfo"),
+    ],
+)
+def test_flags_of_kernels(build, version, lines, expected, monkeypatch):
+    monkeypatch.setenv("FLASH_CUTE_LINEINFO", lines)
+    flags = build["nvcc_flags"](version)
+    for flag in ("--compress-mode", "-lineinfo"):
+        assert (flag in flags) == (flag in expected)
+
+
 def test_depfiles_keep_the_headers_of_the_project(build, tmp_path):
     """For those of torch, the toolkit and the system stand stamps; of a checkout of CUTLASS they are kept."""
     depfile = tmp_path / "x.d"
