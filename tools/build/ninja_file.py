@@ -110,7 +110,7 @@ class Rule:
         return f"build {target}: {self.name} {source} | {' '.join(self.stamps)}"
 
 
-def nvcc_flags(version: tuple[int, int]) -> str:
+def nvcc_flags(version: tuple[int, ...]) -> str:
     """For kernels. Line numbers change no instruction; they take a fifth of the time, half of the library."""
     compression = " --compress-mode=size" if version >= (12, 8) else ""
     lines = " -lineinfo" if is_set("FLASH_CUTE_LINEINFO") else ""
