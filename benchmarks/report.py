@@ -275,7 +275,7 @@ def section(results: dict, known: dict[tuple, float]) -> list[str]:
                 f"{pick(r['matmul_flops'] for r in rates) / 1e12:.0f}" for pick in (min, max)
             )
             copy = " to ".join(f"{pick(r['copy_bytes'] for r in rates) / 1e9:.0f}" for pick in (min, max))
-            caption += f"; beside it matmul {matmul} TFLOP/s, copy {copy} GB/s"
+            caption += f"; beside it bf16 matmul {matmul} TFLOP/s, copy {copy} GB/s"
             header += [*(f"{n} of matmul" for n in ours), *(f"{n} of floor" for n in ours)]
         lines += ["", f"{caption}:", "", *table(["", *header], cell_rows(results, cells, columns, unit))]
         if "power" in cells[0]:
@@ -357,7 +357,7 @@ def draw(axis, cells: list[dict], names: list[str], ours: list[str], unit: str) 
         bars = axis.bar(at, shown.values(), width * 0.92, color=colour(name), hatch=hatch, label=label)
         axis.bar_label(bars, [digits(value) for value in shown.values()], **numbers)
     ceiling, label = (
-        (matmul_tflops, "matmul 8192³") if unit == RATE else (floor_us, "floor: its bytes, copied")
+        (matmul_tflops, "bf16 matmul 8192³") if unit == RATE else (floor_us, "floor: its bytes, copied")
     )
     line = [
         (x + side, ceiling(cell)) for x, cell in enumerate(cells) if cell["rates"] for side in (-0.5, 0.5)
