@@ -1,6 +1,6 @@
 """Builds what is native of flash_cute with the C++ compiler and nvcc, into the package.
 
-libflash_cute.so has the kernels, one generated .cu each, and knows no torch (csrc/kernels). _C.abi3.so has
+libflash_cute.so has the kernels, from generated .cu files, and knows no torch (csrc/kernels). _C.abi3.so has
 PyTorch's operators (csrc/*.cpp), _jax.so JAX's (csrc/jax). Without CUDA there is _C.abi3.so alone.
 
 docs/building.md lists the FLASH_CUTE_* environment variables that are read here.
@@ -21,13 +21,14 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools" / "build"))  # pip does not run this with the checkout on the path
 
-from instances import OTHER_INSTANCES, TOLERATED, selected_instances  # noqa: E402
+from instances import OTHER_INSTANCES, TOLERATED, built_for, selected_instances, source_of, units_of  # noqa: E402
 from ninja_file import BUILD, JAX_LIBRARY, KERNELS, LIBRARY, ninja_file, run_ninja, write  # noqa: E402
 from toolchain import cuda_toolkit, missing_for_cuda  # noqa: E402
 
 COMPILED = "generated/flash_cute/compiled.def"
 REPORT = "build_report.json"
-collect_report = runpy.run_path(str(ROOT / "flash_cute" / "build_report.py"))["collect"]
+of_report = runpy.run_path(str(ROOT / "flash_cute" / "build_report.py"))
+BUILT_FOR = of_report["BUILT_FOR"]
 
 
 class BuildNative(cpp_extension.BuildExtension):
@@ -41,17 +42,23 @@ class BuildNative(cpp_extension.BuildExtension):
             print(f"flash_cute: the CPU package, without kernels for NVIDIA GPUs: {missing}", flush=True)
         else:
             print(f"flash_cute: {len(instances)} kernel instances with {toolkit}/bin/nvcc", flush=True)
+        capabilities = [] if missing else [f"{capability / 10:.1f}" for capability in built_for()]
+        if capabilities:
+            print(f"flash_cute: {BUILT_FOR.format(', '.join(capabilities))}", flush=True)
         write(BUILD / COMPILED, "".join(instance.definition for instance in instances))
-        for instance in instances:
-            write(BUILD / "generated" / f"{instance.name}.cu", instance.source)
-        write(BUILD / "build.ninja", ninja_file(extension.sources, instances, toolkit))
+        units = units_of(instances)
+        for name, unit in units.items():
+            write(BUILD / "generated" / f"{name}.cu", source_of(unit))
+        write(BUILD / "build.ninja", ninja_file(extension.sources, units, toolkit))
         run_ninja()
-        logs = {i.name: (BUILD / "objects" / f"{i.name}.o.log").read_text() for i in instances}
+        logs = {name: (BUILD / "objects" / f"{name}.o.log").read_text() for name in units}
+        patterns = {instance.name: (instance.unit, instance.mangled) for instance in instances}
         report = {
             "torch": torch.__version__,
             "missing": missing,
+            "built_for": capabilities,
             "tolerated": TOLERATED,
-            **collect_report(logs),
+            **of_report["collect"](logs, patterns),
         }
         write(BUILD / REPORT, json.dumps(report, indent=1) + "\n")
         self.deliver(Path(self.get_ext_fullpath(extension.name)))

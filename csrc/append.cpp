@@ -1,10 +1,13 @@
-// The operators of append_kv: schemas and checks. The CPU's kernel is in flash_cute/appending.py.
+// The operators of append_kv: schemas and checks. The CPU's kernel is in flash_cute/_cpu/append_kv.py.
 #include "append.hpp"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
+
+#include "overlap.hpp"
 
 namespace flash_cute {
 namespace {
@@ -167,6 +170,8 @@ AppendProblem validate_append(AppendOperands const& operands) {
       ShapeOf{k_cache.sizes});
 
   int64_t const entries = packed ? 1 : batch, rows_k = k.sizes[rows], rows_q = q ? q->sizes[rows] : 0;
+  require(packed || rows_k <= width * page_size, "k must have at most as many rows as ",
+          table ? "a sequence's pages" : "k_cache", ", which is ", width * page_size, ", got ", rows_k);
   require(entries * larger(rows_q, rows_k) <= kMaxLength, "k and q must have at most ", kMaxLength,
           " rows over the batch, got ", entries * larger(rows_q, rows_k));
   require((heads * 2 + (q ? q->sizes[1] : 0)) * head_dim <= kMaxLength,
@@ -215,14 +220,24 @@ AppendProblem validate(AppendArguments const& arguments) {
   for (size_t i = 0; i < operands.size(); ++i) {
     if (operands[i]) require_stored(*operands[i], *tensors[i]);
   }
-  for (Part const part : {Part::k_cache, Part::v_cache}) {
-    Operand const& cache = *operands[size_t(part)];
-    Tensor const& tensor = *tensors[size_t(part)];
-    require_readable_cache(cache, tensor.strides(), tensor.const_data_ptr());
-    require_no_overlap(cache, tensor.strides());
+  auto named = [&](Part part) {
+    size_t const i = size_t(part);
+    return operands[i] ? NamedTensor{&*operands[i], &*tensors[i]} : NamedTensor{};
+  };
+  NamedTensor const caches[] = {named(Part::k_cache), named(Part::v_cache)};
+  for (NamedTensor const& cache : caches) {
+    require_readable_cache(*cache.operand, cache.tensor->strides(), cache.tensor->const_data_ptr());
+    require_memory_of_its_own(cache, {named(Part::k), named(Part::v), named(Part::q)});
   }
-  require_different_memory(*operands[size_t(Part::v_cache)], v_cache, *operands[size_t(Part::k_cache)],
-                           k_cache);
+  // Where a table or slots say which pages are used, those of V may lie between those of K: transformers'
+  // caches are views of one buffer that are shifted by a page. A page of V is compared with that of K alone.
+  bool const in_pages = block_table || slots;
+  std::array<int64_t, 4> sizes;
+  std::ranges::copy(k_cache.sizes(), sizes.begin());
+  if (in_pages) sizes[0] = 1;
+  Operand of_k = *caches[0].operand, of_v = *caches[1].operand;
+  of_k.sizes = of_v.sizes = {sizes.data(), sizes.size()};
+  require_memory_of_its_own({&of_v, &v_cache}, {{&of_k, &k_cache}});
   return problem;
 }
 

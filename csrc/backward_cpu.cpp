@@ -1,4 +1,4 @@
-// What explain tells of the backward on the CPU, which flash_cute/cpu.py computes.
+// What explain tells of the backward on the CPU, which flash_cute/_cpu/backward.py computes.
 #include "backward.hpp"
 #include "json.hpp"
 

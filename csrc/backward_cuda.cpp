@@ -93,12 +93,7 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     }
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
-    std::optional<Tensor> ranges_workspace;
-    if (int64_t const bytes = call.launch.ranges_bytes(params); bytes > 0) {
-      params.ranges = range_params(ranges);
-      ranges_workspace = allocate("the workspace of ranges", q_whole, aoti_torch_dtype_uint8(), 1, {bytes});
-      params.ranges.workspace = ranges_workspace->mutable_data_ptr();
-    }
+    if (ranges) params.ranges = range_params(ranges);
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
@@ -121,7 +116,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
   BackwardCall const call = plan_call(problem, arguments);
   torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
   KernelAttributes const attributes = call.kernel.attributes(call.launch);
-  BackwardTile const& tile = call.launch.tile;
+  BackwardTile const& tile = call.launch.kernel.tile;
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))
@@ -131,15 +126,14 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("block_n", tile.block_n)
       .add("stages", tile.stages)
       .add("packed_heads", 1)
-      .add("gqa_splits", call.launch.gqa.splits)
+      .add("gqa_splits", call.launch.gqa.parts)
       .add_raw("lse_delta_mma", tile.lse_delta_mma ? "true" : "false")
       .add("threads", attributes.threads)
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)
       .add("smem_bytes", attributes.smem_bytes)
       .add("grid", call.launches ? call.launch.blocks : 0)
-      .add("workspace_bytes",
-           call.launches ? call.launch.workspace.bytes + call.launch.ranges_bytes(call.params) : 0)
+      .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
   return add_problem(plan, call.problem).text();

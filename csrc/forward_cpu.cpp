@@ -1,5 +1,5 @@
 // The forward on the CPU, by PyTorch's own CPU flash attention: here in the inputs' 16-bit type, where that
-// is as exact as promised. Else flash_cute/cpu.py, which calls this, computes in float32.
+// is as exact as promised. Else flash_cute/_cpu/forward.py, which calls this, computes in float32.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>

@@ -34,7 +34,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ForwardParams& params = call.params;
   ProblemShape const& shape = params.shape;
-  bool const varlen = call.launch.varlen, packed = call.problem.packed;
+  bool const varlen = call.launch.kernel.seqlens == Seqlens::varlen, packed = call.problem.packed;
 
   Tensor out = given_out ? *given_out : allocate_like("out", q_whole);
   int32_t const float32 = aoti_torch_dtype_float32();
@@ -64,18 +64,12 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   std::optional<Tensor> sinks;
   if (given_sinks) params.sinks = sink_params(sinks.emplace(as_contiguous("a copy of sinks", *given_sinks)));
 
+  if (ranges) params.ranges = range_params(ranges);
+
   std::optional<Tensor> workspace;
-  if (call.launch.workspace_bytes > 0) {
-    workspace = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {call.launch.workspace_bytes});
-    params.lengths.workspace = workspace->mutable_data_ptr();
-  }
-  std::optional<Tensor> ranges_workspace;
-  if (int64_t const bytes = call.launch.ranges_bytes(params); bytes > 0) {
-    params.ranges = range_params(ranges);
-    ranges_workspace = allocate("the workspace of ranges", out, aoti_torch_dtype_uint8(), 1, {bytes});
-    params.ranges.workspace = ranges_workspace->mutable_data_ptr();
-  }
-  call.run(current_stream(device_index));
+  if (int64_t const bytes = call.launch.workspace.bytes; bytes > 0)
+    workspace = allocate("the workspace", out, aoti_torch_dtype_uint8(), 1, {bytes});
+  call.run(workspace ? workspace->mutable_data_ptr() : nullptr, current_stream(device_index));
   target.finish();
   return {out, lse};
 }
@@ -89,12 +83,12 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   JsonObject plan;
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
-      .add("copies", reasons_to_copy(arguments, launch.varlen))
+      .add("copies", reasons_to_copy(arguments, launch.kernel.seqlens == Seqlens::varlen))
       .add("bucket", kernel.head_dim)
-      .add("block_m", launch.tile.block_m)
-      .add("block_n", launch.tile.block_n)
-      .add("stages", launch.tile.stages)
-      .add("packed_heads", int(launch.rows.packed.value))
+      .add("block_m", launch.kernel.tile.block_m)
+      .add("block_n", launch.kernel.tile.block_n)
+      .add("stages", launch.kernel.tile.stages)
+      .add("packed_heads", int(launch.rows.heads.value))
       .add("threads", attributes.threads)
       .add("registers", attributes.registers)
       .add("local_bytes", attributes.local_bytes)
@@ -102,7 +96,7 @@ std::string plan_cuda(AttentionArguments const& arguments) {
       .add("grid", launches ? launch.blocks : 0)
       .add("splits", launch.splits())
       .add("partial_results", launches ? launch.split.slots : 0)
-      .add("workspace_bytes", launches ? launch.workspace_bytes + launch.ranges_bytes(params) : 0)
+      .add("workspace_bytes", launches ? launch.workspace.bytes : 0)
       .add("seqlen_k_used", params.shape.seqlen_k);
   return add_problem(plan, problem).text();
 }

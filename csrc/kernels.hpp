@@ -23,24 +23,24 @@ struct Gpu {
 // Asked of the runtime once; throws where it can't tell.
 FLASH_CUTE_API Gpu const& gpu_at(int index);
 
-// The compiled kernel that serves a head dim; `run` is null where there is none. head_dim is the largest that
-// the kernel serves.
-struct ForwardKernel {
+// Where the kernels of an instance are launched that serves a head dim; `run` is null where there is none.
+// head_dim is the largest that it serves.
+struct ForwardEntry {
   Family family;
   int head_dim;
   decltype(&ForwardLaunch<void>::run) run;
   decltype(&ForwardLaunch<void>::attributes) attributes;
 };
-struct BackwardKernel {
+struct BackwardEntry {
   Family family;
   int head_dim;
   decltype(&BackwardLaunch<void>::run) run;
   decltype(&BackwardLaunch<void>::attributes) attributes;
 };
-FLASH_CUTE_API ForwardKernel forward_kernel(Family family, ElementType element, int head_dim,
-                                            Variant variant = Variant::plain);
-FLASH_CUTE_API BackwardKernel backward_kernel(Family family, ElementType element, int head_dim,
-                                              Variant variant = Variant::plain);
+FLASH_CUTE_API ForwardEntry forward_kernel(Family family, ElementType element, int head_dim,
+                                           Variant variant = Variant::plain);
+FLASH_CUTE_API BackwardEntry backward_kernel(Family family, ElementType element, int head_dim,
+                                             Variant variant = Variant::plain);
 
 struct SoftmaxKernels {
   decltype(&RowSoftmaxLaunch<ElementType::fp32>::plan) plan;

@@ -1,116 +1,138 @@
 // The operators: one schema each, and which function serves it on which device.
 #include <torch/csrc/stable/library.h>
 
+#include <exception>
+#include <utility>
+
 #include "backward.hpp"
 #include "forward.hpp"
 
 namespace flash_cute {
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
+using Sizes = std::vector<int64_t>;
+using MaybeSizes = std::optional<Sizes>;
 
-// These give a function of AttentionArguments the signature of a schema.
-template <auto function>
-auto padded(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
-            std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor seqused_q,
-            MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
-            bool batch_invariant, MaybeTensor ranges, std::optional<std::string> family, bool tf32) {
-  return function({q,
-                   k,
-                   v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
-                   {{}, {}, seqused_q, seqused_k, leftpad_k, block_table},
-                   ranges,
-                   {},
-                   sinks});
+// In place of a tensor that is not read yet: what a move leaves behind, as Tensor() allocates.
+Tensor const kUnread = [] {
+  Tensor tensor, moved(std::move(tensor));
+  return tensor;
+}();
+
+// All that an operator may be called with.
+struct Call : BackwardArguments {
+  bool backward = false;  // the pass of which a plan is asked for
+
+  Call() : BackwardArguments{{kUnread, kUnread, kUnread, {}}, kUnread, kUnread, {}, {}, true, true, false} {}
+  operator AttentionArguments const&() const { return attention; }
+};
+
+// A call that is traced: sizes in place of tensors. dtypes and devices are those of the tensors that are
+// given, in the order of check_traced, steps the strides of those of lengths.
+struct TracedCall {
+  struct {
+    Sizes q, k, v;
+    AttentionOptions options;
+    std::array<MaybeSizes, std::tuple_size_v<LengthOperands>> lengths;  // kLengthNames
+    MaybeSizes ranges, sinks;
+  } attention = {};
+  std::vector<ScalarType> dtypes;
+  std::vector<Device> devices;
+  Sizes steps;
+  std::array<MaybeSizes, std::tuple_size_v<BackwardOperands>> results;  // kBackwardNames
+};
+
+// Kinds of operators, and the offsets that each takes: none, those of q at least, or what is given.
+enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kPlan, kTraced };
+enum Offsets { kPadded, kPacked, kEither };
+
+template <Kind kind>
+using CallOf = std::conditional_t<kind == kTraced, TracedCall, Call>;
+
+// The arguments of every operator, in the order of its schema: next(their text there, where they go...).
+template <Kind kind, Offsets offsets>
+void visit_arguments(auto& next, CallOf<kind>& call) {
+  auto& of = call.attention;
+  auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table] = of.lengths;
+  AttentionOptions& options = of.options;
+  if constexpr (kind == kBackward) next("Tensor? dout, Tensor? dlse, ", call.dout, call.dlse);
+  next("Tensor q, Tensor k, Tensor v, ", of.q, of.k, of.v);
+  if constexpr (kind == kBackward) next("Tensor out, Tensor lse, ", call.out, call.lse);
+  if constexpr (kind == kForwardInto) next("Tensor(a!) out, ", of.out.emplace(kUnread));
+  if constexpr (kind == kCheckInto) next("Tensor out, ", of.out.emplace(kUnread));
+  if constexpr (kind == kTraced) {
+    next("ScalarType[] dtypes, Device[] devices, int[] steps, ", call.dtypes, call.devices, call.steps);
+  }
+  if constexpr (offsets == kPacked) {
+    next("Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, ", cu_seqlens_q.emplace(kUnread), cu_seqlens_k);
+  }
+  next("bool causal=False, *, float? softmax_scale=None, ", options.causal, options.softmax_scale);
+  next("SymInt? window_left=None, SymInt? window_right=None, ", options.window_left, options.window_right);
+  if constexpr (offsets == kEither) {
+    next("Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, ", cu_seqlens_q, cu_seqlens_k);
+  }
+  next("Tensor? seqused_q=None, Tensor? seqused_k=None, ", seqused_q, seqused_k);
+  next("Tensor? leftpad_k=None, Tensor? sinks=None, ", leftpad_k, of.sinks);
+  if constexpr (kind == kBackward) {
+    next("bool needs_dq=True, bool needs_dkv=True, ", call.needs_dq, call.needs_dkv);
+  } else {
+    next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
+  }
+  next("Tensor? ranges=None, ", of.ranges);
+  if constexpr (kind == kPlan) next("bool backward=False, ", call.backward);
+  if constexpr (kind == kPublicForward || kind == kBackward || kind == kPlan) {
+    next("bool deterministic=False, ", call.deterministic);
+  }
+  if constexpr (kind == kTraced) {
+    auto& [out, lse, dout, dlse] = call.results;
+    next("Tensor? out=None, Tensor? lse=None, Tensor? dout=None, Tensor? dlse=None, ", out, lse, dout, dlse);
+  }
+  next("str? family=None, bool tf32=False", options.family, options.tf32);
 }
 
-template <auto function>
-auto packed(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
-            std::optional<double> softmax_scale, std::optional<int64_t> window_left,
-            std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-            MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant,
-            MaybeTensor ranges, std::optional<std::string> family, bool tf32) {
-  return function({q,
-                   k,
-                   v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
-                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
-                   ranges,
-                   {},
-                   sinks});
+template <Kind kind, Offsets offsets>
+void define(torch::stable::detail::StableLibrary& library, char const* name, char const* results) {
+  std::string schema = name + std::string("(");
+  CallOf<kind> call;
+  auto write = [&](char const* text, auto&...) { schema += text; };
+  visit_arguments<kind, offsets>(write, call);
+  // The list has tensors where a traced call has their sizes.
+  for (size_t at; kind == kTraced && (at = schema.find("Tensor")) != schema.npos;) {
+    schema.replace(at, 6, "int[]");
+  }
+  library.def((schema + ") -> " + results).c_str());
 }
 
-// Of padded and packed calls, with a tensor to write out into.
-template <auto function>
-auto into(Tensor q, Tensor k, Tensor v, Tensor out, bool causal, std::optional<double> softmax_scale,
-          std::optional<int64_t> window_left, std::optional<int64_t> window_right, MaybeTensor cu_seqlens_q,
-          MaybeTensor cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, MaybeTensor leftpad_k,
-          MaybeTensor sinks, MaybeTensor block_table, bool batch_invariant, MaybeTensor ranges,
-          std::optional<std::string> family, bool tf32) {
-  return function({q,
-                   k,
-                   v,
-                   {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
-                   {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
-                   ranges,
-                   out,
-                   sinks});
-}
-
-template <auto function>
-auto backward_padded(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                     bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
-                     std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
-                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family, bool tf32) {
-  AttentionArguments const attention{q,
-                                     k,
-                                     v,
-                                     {causal, softmax_scale, window_left, window_right, family, false, tf32},
-                                     {{}, {}, seqused_q, seqused_k, leftpad_k},
-                                     ranges,
-                                     {},
-                                     sinks};
-  return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
-}
-
-template <auto function>
-auto backward_packed(MaybeTensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                     Tensor cu_seqlens_q, MaybeTensor cu_seqlens_k, bool causal,
-                     std::optional<double> softmax_scale, std::optional<int64_t> window_left,
-                     std::optional<int64_t> window_right, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                     MaybeTensor leftpad_k, MaybeTensor sinks, bool needs_dq, bool needs_dkv,
-                     MaybeTensor ranges, bool deterministic, std::optional<std::string> family, bool tf32) {
-  AttentionArguments const attention{q,
-                                     k,
-                                     v,
-                                     {causal, softmax_scale, window_left, window_right, family, false, tf32},
-                                     {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k},
-                                     ranges,
-                                     {},
-                                     sinks};
-  return function({attention, out, lse, dout, dlse, needs_dq, needs_dkv, deterministic});
+// What TORCH_BOX does, for a function of a call. Exceptions pass to the dispatcher, as from there.
+template <Kind kind, Offsets offsets, auto function>
+void boxed(StableIValue* stack, uint64_t count, uint64_t) {
+  CallOf<kind> call;
+  StableIValue const *next = stack, *const end = stack + count;
+  std::exception_ptr error;
+  auto take = [&](auto& value) {
+    try {
+      STD_TORCH_CHECK(next != end, "the schema has fewer arguments");
+      value = torch::stable::detail::to<std::remove_reference_t<decltype(value)>>(*next++);
+    } catch (...) {  // thrown once the others are taken, as each owns its memory
+      error = std::current_exception();
+    }
+  };
+  auto read = [&](char const*, auto&... values) { (take(values), ...); };
+  visit_arguments<kind, offsets>(read, call);
+  if (error) std::rethrow_exception(error);
+  STD_TORCH_CHECK(next == end, "the schema has more arguments");
+  if constexpr (std::is_void_v<decltype(function(call))>) {
+    function(call);
+  } else {
+    // A tuple of results stays one.
+    std::apply([&](auto const&... results) { ((*stack++ = torch::stable::detail::from(results)), ...); },
+               std::tuple(function(call)));
+  }
 }
 
 template <auto forward_plan, auto backward_plan>
-std::string plan(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> softmax_scale,
-                 std::optional<int64_t> window_left, std::optional<int64_t> window_right,
-                 MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, MaybeTensor seqused_q,
-                 MaybeTensor seqused_k, MaybeTensor leftpad_k, MaybeTensor sinks, MaybeTensor block_table,
-                 bool batch_invariant, MaybeTensor ranges, bool backward, bool deterministic,
-                 std::optional<std::string> family, bool tf32) {
-  AttentionArguments const attention{
-      q,
-      k,
-      v,
-      {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32},
-      {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table},
-      ranges,
-      {},
-      sinks};
-  if (!backward) return forward_plan(attention);
-  return backward_plan({attention, {}, {}, {}, {}, true, true, deterministic});
+std::string plan(Call const& call) {
+  return call.backward ? backward_plan(call) : forward_plan(call);
 }
 
 // Returns lse alone, as no result may be an argument.
@@ -120,134 +142,84 @@ Tensor lse_of_forward(AttentionArguments const& arguments) { return std::get<1>(
 void check_forward(AttentionArguments const& arguments) { validate(arguments); }
 void check_backward(BackwardArguments const& arguments) { validate(arguments); }
 
-using MaybeSizes = std::optional<std::vector<int64_t>>;
-
-// The checks of a call, of the backward if it has an lse, for tensors of which only this is known; dtypes and
-// devices are those of the tensors that are given, in this order, steps the strides of those of lengths.
-void check_traced(std::vector<int64_t> q, std::vector<int64_t> k, std::vector<int64_t> v,
-                  std::vector<ScalarType> dtypes, std::vector<Device> devices, std::vector<int64_t> steps,
-                  bool causal, std::optional<double> softmax_scale, std::optional<int64_t> window_left,
-                  std::optional<int64_t> window_right, MaybeSizes cu_seqlens_q, MaybeSizes cu_seqlens_k,
-                  MaybeSizes seqused_q, MaybeSizes seqused_k, MaybeSizes leftpad_k, MaybeSizes sinks,
-                  MaybeSizes block_table, bool batch_invariant, MaybeSizes ranges, MaybeSizes out,
-                  MaybeSizes lse, MaybeSizes dout, MaybeSizes dlse, std::optional<std::string> family,
-                  bool tf32) {
-  size_t next = 0;
-  auto operand = [&](char const* name, std::vector<int64_t> const& sizes) {
-    Operand const found{name, sizes, dtypes.at(next), devices.at(next)};
+// The checks of a call, of the backward if it has an lse.
+void check_traced(TracedCall const& call) {
+  auto const& [q_sizes, k_sizes, v_sizes, options, lengths_sizes, ranges_sizes, sinks] = call.attention;
+  size_t next = 0, next_step = 0;
+  auto operand = [&](char const* name, Sizes const& sizes) {
+    Operand const found{name, sizes, call.dtypes.at(next), call.devices.at(next)};
     ++next;
     return found;
   };
-  Operand const operand_q = operand("q", q), operand_k = operand("k", k), operand_v = operand("v", v);
+  auto length = [&](char const* name, MaybeSizes const& sizes) {
+    std::optional<Operand> found;
+    if (sizes) found.emplace(operand(name, *sizes)).step = call.steps.at(next_step++);
+    return found;
+  };
+  Operand const q = operand("q", q_sizes), k = operand("k", k_sizes), v = operand("v", v_sizes);
   LengthOperands lengths;
-  size_t index = 0, given = 0;
-  for (MaybeSizes const* sizes :
-       {&cu_seqlens_q, &cu_seqlens_k, &seqused_q, &seqused_k, &leftpad_k, &block_table}) {
-    if (sizes->has_value()) {
-      lengths[index].emplace(operand(kLengthNames[index], **sizes)).step = steps.at(given++);
-    }
-    ++index;
+  for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = length(kLengthNames[i], lengths_sizes[i]);
+  auto const ranges = length("ranges", ranges_sizes);
+  AttentionProblem const problem = validate(q, k, v, options, lengths, ranges);
+  if (sinks) validate_sinks(q, operand("sinks", *sinks));
+  BackwardOperands results;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (call.results[i]) results[i].emplace(operand(kBackwardNames[i], *call.results[i]));
   }
-  std::optional<Operand> operand_ranges;
-  if (ranges) operand_ranges.emplace(operand("ranges", *ranges)).step = steps.at(given);
-  AttentionProblem const problem =
-      validate(operand_q, operand_k, operand_v,
-               {causal, softmax_scale, window_left, window_right, family, batch_invariant, tf32}, lengths,
-               operand_ranges);
-  if (sinks) validate_sinks(operand_q, operand("sinks", *sinks));
+  auto const& [out, lse, dout, dlse] = results;
   if (!out) return;
-  if (!lse) return validate_out(operand_q, operand("out", *out));
+  if (!lse) return validate_out(q, *out);
   validate_keys_of_backward(problem);
-  BackwardOperands operands;
-  index = 0;
-  for (MaybeSizes const* sizes : {&out, &lse, &dout, &dlse}) {
-    if (sizes->has_value()) operands[index].emplace(operand(kBackwardNames[index], **sizes));
-    ++index;
-  }
-  validate_backward(operand_q, problem.packed, operands);
+  validate_backward(q, problem.packed, results);
 }
 
 }  // namespace
-}  // namespace flash_cute
 
-#define FLASH_CUTE_TENSORS "Tensor q, Tensor k, Tensor v, "
-#define FLASH_CUTE_GRADIENTS "Tensor? dout, Tensor? dlse, " FLASH_CUTE_TENSORS "Tensor out, Tensor lse, "
-#define FLASH_CUTE_OFFSETS "Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, "
-#define FLASH_CUTE_OPTIONS                                                              \
-  "bool causal=False, *, float? softmax_scale=None, SymInt? window_left=None, SymInt? " \
-  "window_right=None, "
-#define FLASH_CUTE_LENGTHS(type) \
-  type "? seqused_q=None, " type "? seqused_k=None, " type "? leftpad_k=None, " type "? sinks=None, "
-#define FLASH_CUTE_RANGES(type) type "? ranges=None, "
-// What only a forward has.
-#define FLASH_CUTE_CACHE(type) type "? block_table=None, bool batch_invariant=False, " FLASH_CUTE_RANGES(type)
-#define FLASH_CUTE_MAYBE_OFFSETS(type) type "? cu_seqlens_q=None, " type "? cu_seqlens_k=None, "
-#define FLASH_CUTE_MAYBE_RESULTS(type) \
-  type "? out=None, " type "? lse=None, " type "? dout=None, " type "? dlse=None, "
-#define FLASH_CUTE_DETERMINISTIC "bool deterministic=False, "
-#define FLASH_CUTE_FAMILY "str? family=None, bool tf32=False) "
-#define FLASH_CUTE_RESULTS FLASH_CUTE_FAMILY "-> (Tensor out, Tensor lse)"
-#define FLASH_CUTE_PADDED \
-  FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_CACHE("Tensor")
-#define FLASH_CUTE_PACKED                                                               \
-  FLASH_CUTE_TENSORS FLASH_CUTE_OFFSETS FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS("Tensor") \
-      FLASH_CUTE_CACHE("Tensor")
-#define FLASH_CUTE_INTO(out)                                                                                \
-  FLASH_CUTE_TENSORS out FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor") FLASH_CUTE_LENGTHS("Tensor") \
-      FLASH_CUTE_CACHE("Tensor") FLASH_CUTE_FAMILY
-#define FLASH_CUTE_BACKWARD                                                             \
-  FLASH_CUTE_OPTIONS FLASH_CUTE_LENGTHS(                                                \
-      "Tensor") "bool needs_dq=True, bool needs_dkv=True, " FLASH_CUTE_RANGES("Tensor") \
-      FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY
-#define FLASH_CUTE_INPUT_GRADIENTS "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-
-// forward and forward_varlen are what Python calls and differentiates (flash_cute/ops.py); those with an
-// underscore are what they run, and what is left of them in compiled and exported graphs.
+// forward and forward_varlen are what Python calls and differentiates (flash_cute/_torch/ops.py); those with
+// an underscore are what they run, and what is left of them in compiled and exported graphs.
 STABLE_TORCH_LIBRARY(flash_cute, library) {
-  library.def("forward(" FLASH_CUTE_PADDED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
-  library.def("_forward(" FLASH_CUTE_PADDED FLASH_CUTE_RESULTS);
-  library.def("_forward_out(" FLASH_CUTE_INTO("Tensor(a!) out, ") "-> Tensor");
-  library.def("_backward(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD FLASH_CUTE_INPUT_GRADIENTS);
-  library.def("forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_DETERMINISTIC FLASH_CUTE_RESULTS);
-  library.def("_forward_varlen(" FLASH_CUTE_PACKED FLASH_CUTE_RESULTS);
-  library.def("_backward_varlen(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD
-                  FLASH_CUTE_INPUT_GRADIENTS);
-  library.def("plan(" FLASH_CUTE_TENSORS FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("Tensor")
-                  FLASH_CUTE_LENGTHS("Tensor") FLASH_CUTE_CACHE(
-                      "Tensor") "bool backward=False, " FLASH_CUTE_DETERMINISTIC FLASH_CUTE_FAMILY "-> str");
+  char const* const results = "(Tensor out, Tensor lse)";
+  char const* const gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
+  define<kPublicForward, kPadded>(library, "forward", results);
+  define<kForward, kPadded>(library, "_forward", results);
+  define<kForwardInto, kEither>(library, "_forward_out", "Tensor");
+  define<kBackward, kPadded>(library, "_backward", gradients);
+  define<kPublicForward, kPacked>(library, "forward_varlen", results);
+  define<kForward, kPacked>(library, "_forward_varlen", results);
+  define<kBackward, kPacked>(library, "_backward_varlen", gradients);
+  define<kPlan, kEither>(library, "plan", "str");
   library.def("compiled() -> str");
-  library.def(
-      "_check(int[] q, int[] k, int[] v, ScalarType[] dtypes, Device[] devices, int[] "
-      "steps, " FLASH_CUTE_OPTIONS FLASH_CUTE_MAYBE_OFFSETS("int[]") FLASH_CUTE_LENGTHS("int[]")
-          FLASH_CUTE_CACHE("int[]") FLASH_CUTE_MAYBE_RESULTS("int[]") FLASH_CUTE_FAMILY "-> ()");
-  library.def("_forward_cpu(" FLASH_CUTE_PADDED FLASH_CUTE_FAMILY "-> Tensor[]");
-  library.def("_forward_varlen_cpu(" FLASH_CUTE_PACKED FLASH_CUTE_FAMILY "-> ()");
-  library.def("_forward_out_cpu(" FLASH_CUTE_INTO("Tensor out, ") "-> ()");
-  library.def("_backward_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_BACKWARD "-> ()");
-  library.def("_backward_varlen_cpu(" FLASH_CUTE_GRADIENTS FLASH_CUTE_OFFSETS FLASH_CUTE_BACKWARD "-> ()");
+  define<kTraced, kEither>(library, "_check", "()");
+  define<kForward, kPadded>(library, "_forward_cpu", "Tensor[]");
+  define<kForward, kPacked>(library, "_forward_varlen_cpu", "()");
+  define<kCheckInto, kEither>(library, "_forward_out_cpu", "()");
+  define<kBackward, kPadded>(library, "_backward_cpu", "()");
+  define<kBackward, kPacked>(library, "_backward_varlen_cpu", "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
-  library.impl("_forward", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cuda>));
-  library.impl("_forward_varlen", TORCH_BOX(&flash_cute::packed<flash_cute::forward_cuda>));
-  library.impl("_forward_out", TORCH_BOX(&flash_cute::into<flash_cute::lse_of_forward>));
-  library.impl("_backward", TORCH_BOX(&flash_cute::backward_padded<flash_cute::backward_cuda>));
-  library.impl("_backward_varlen", TORCH_BOX(&flash_cute::backward_packed<flash_cute::backward_cuda>));
-  library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cuda, flash_cute::backward_plan_cuda>)));
+  library.impl("_forward", boxed<kForward, kPadded, forward_cuda>);
+  library.impl("_forward_varlen", boxed<kForward, kPacked, forward_cuda>);
+  library.impl("_forward_out", boxed<kForwardInto, kEither, lse_of_forward>);
+  library.impl("_backward", boxed<kBackward, kPadded, backward_cuda>);
+  library.impl("_backward_varlen", boxed<kBackward, kPacked, backward_cuda>);
+  library.impl("plan", boxed<kPlan, kEither, plan<plan_cuda, backward_plan_cuda>>);
 }
 
-// Those of _forward and the others are Python's (flash_cute/cpu.py), which calls these: what is raised in
+// Those of _forward and the others are Python's (flash_cute/_cpu), which calls these: what is raised in
 // Python, a KeyboardInterrupt too, would not pass through C++ behind the stable ABI.
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
-  library.impl("_forward_cpu", TORCH_BOX(&flash_cute::padded<flash_cute::forward_cpu>));
-  library.impl("_forward_varlen_cpu", TORCH_BOX(&flash_cute::packed<flash_cute::check_forward>));
-  library.impl("_forward_out_cpu", TORCH_BOX(&flash_cute::into<flash_cute::check_forward>));
-  library.impl("_backward_cpu", TORCH_BOX(&flash_cute::backward_padded<flash_cute::check_backward>));
-  library.impl("_backward_varlen_cpu", TORCH_BOX(&flash_cute::backward_packed<flash_cute::check_backward>));
-  library.impl("plan", TORCH_BOX((&flash_cute::plan<flash_cute::plan_cpu, flash_cute::backward_plan_cpu>)));
+  library.impl("_forward_cpu", boxed<kForward, kPadded, forward_cpu>);
+  library.impl("_forward_varlen_cpu", boxed<kForward, kPacked, check_forward>);
+  library.impl("_forward_out_cpu", boxed<kCheckInto, kEither, check_forward>);
+  library.impl("_backward_cpu", boxed<kBackward, kPadded, check_backward>);
+  library.impl("_backward_varlen_cpu", boxed<kBackward, kPacked, check_backward>);
+  library.impl("plan", boxed<kPlan, kEither, plan<plan_cpu, backward_plan_cpu>>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, library) {
-  library.impl("compiled", TORCH_BOX(&flash_cute::compiled_kernels));
-  library.impl("_check", TORCH_BOX(&flash_cute::check_traced));
+  library.impl("compiled", TORCH_BOX(&compiled_kernels));
+  library.impl("_check", boxed<kTraced, kEither, check_traced>);
 }
+
+}  // namespace flash_cute

@@ -11,20 +11,22 @@ namespace flash_cute {
 // there for a kernel.
 struct ForwardCall {
   AttentionProblem problem;
-  ForwardKernel kernel;
+  ForwardEntry kernel;
   ForwardParams params;
   WindowMask mask;
   bool launches;       // else there is no query or nothing to attend to
   ForwardPlan launch;  // of the smallest problem where nothing is launched
 
   int unreachable() const { return problem.shape.seqlen_k - params.shape.seqlen_k; }
-  // With operands, and params.lengths.workspace of launch.workspace_bytes.
-  void run(cudaStream_t stream) const { kernel.run(params, mask, launch, stream); }
+  // With operands. workspace: of launch.workspace.bytes.
+  void run(void* workspace, cudaStream_t stream) const {
+    kernel.run(params, mask, launch, workspace, stream);
+  }
 };
 
 struct BackwardCall {
   AttentionProblem problem;
-  BackwardKernel kernel;
+  BackwardEntry kernel;
   BackwardParams params;
   WindowMask mask;
   bool launches;  // else all gradients are 0
@@ -47,14 +49,8 @@ FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, 
                                                Gpu const& gpu, bool needs_dq, bool needs_dkv,
                                                bool deterministic);
 
-// Where RangeParams::workspace begins in memory that holds it behind a workspace of so many bytes.
-constexpr int64_t begin_of_ranges(int64_t workspace_bytes) {
-  constexpr int64_t kAlignment = 256;
-  return ceil_div(workspace_bytes, kAlignment) * kAlignment;
-}
-
-// Bytes that hold the workspace of a call on any GPU, that of ranges behind it, for a face that allocates
-// before it knows the GPU; n times as many hold that of n times the batch.
+// Bytes that hold the workspace of a call on any GPU, for a face that allocates before it knows the GPU; n
+// times as many hold that of n times the batch.
 FLASH_CUTE_API int64_t forward_workspace(AttentionProblem const& problem);
 FLASH_CUTE_API int64_t backward_workspace(AttentionProblem const& problem, bool deterministic);
 

@@ -6,7 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/attention/mask/window.hpp"
 #include "flash_cute/params.hpp"
 

@@ -1,4 +1,4 @@
-// The operators of softmax: schemas and checks. The CPU's kernels are in flash_cute/softmax_op.py.
+// The operators of softmax: schemas and checks. The CPU's kernels are in flash_cute/_cpu/softmax.py.
 #include "softmax.hpp"
 
 #include <torch/csrc/stable/library.h>

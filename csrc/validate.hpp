@@ -1,22 +1,13 @@
 // The one place where the arguments of both passes are checked and their defaults filled in.
 #pragma once
 
-#include <torch/csrc/stable/device.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <optional>
-#include <ostream>
 #include <string>
 
-#include "problem.hpp"
+#include "operand.hpp"
 
 namespace flash_cute {
-
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Device;
-using torch::stable::Tensor;
 
 // The arguments of a call beside its tensors, as they came; nullopt means "the default".
 struct AttentionOptions {
@@ -27,18 +18,6 @@ struct AttentionOptions {
   bool batch_invariant = false;
   bool tf32 = false;  // for float32: products of TF32, not exact ones
 };
-
-// Written as Python does.
-struct DtypeOf {
-  ScalarType type;
-};
-std::ostream& operator<<(std::ostream& text, DtypeOf const& dtype);
-
-// Likewise, and costs nothing until an error is written.
-struct ShapeOf {
-  IntHeaderOnlyArrayRef sizes;
-};
-std::ostream& operator<<(std::ostream& text, ShapeOf const& shape);
 
 // Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for
 // all. A sequence's rows are offsets[b] .. offsets[b + 1] - 1 of a packed tensor, all of entry b of a padded
@@ -63,34 +42,6 @@ struct AttentionArguments {
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
-
-// The element type of operands, which validate has seen.
-inline ElementType element_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half: return ElementType::fp16;
-    case ScalarType::BFloat16: return ElementType::bf16;
-    default: return ElementType::fp32;
-  }
-}
-
-// Of the types that are accepted, lengths and places among them.
-inline int element_bytes(ScalarType type) {
-  switch (type) {
-    case ScalarType::Int: return sizeof(int);
-    case ScalarType::Long: return sizeof(int64_t);
-    default: return element_bytes(element_of(type));
-  }
-}
-
-// What is checked of a tensor; one that is only traced has it, too.
-struct Operand {
-  char const* name;
-  IntHeaderOnlyArrayRef sizes;
-  ScalarType type;
-  Device device;
-  int64_t step = 1;  // stride of the last dimension
-};
-Operand operand(char const* name, Tensor const& tensor);
 
 constexpr int64_t kMaxHeadDim = 256;
 
@@ -122,26 +73,5 @@ void validate_keys_of_backward(AttentionProblem const& problem);
 
 // Throws if these do not belong to q, packed or not.
 void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
-
-// What the checks of attention and softmax share. Each throws if it does not hold.
-void require_type(Operand const& operand, ScalarType type);
-void require_same_device(Operand const& operand, Operand const& like);
-void require_entries(Operand const& length, int64_t entries, int64_t batch);  // (entries,), contiguous
-void require_scale(char const* name, double scale);                           // for kernels, in float
-
-// Throws if kernels can't read a cache where it lies: name, sizes and strides of a tensor of four dimensions.
-void require_readable_cache(Operand const& operand, IntHeaderOnlyArrayRef strides, void const* data);
-
-// Throws if what is written has several elements in one place.
-void require_no_overlap(Operand const& operand, IntHeaderOnlyArrayRef strides);
-
-// Throws if both begin at one address.
-void require_different_memory(Operand const& written, Tensor const& tensor, Operand const& other,
-                              Tensor const& other_tensor);
-
-// Throws if a tensor reaches behind the end of its storage, as one does whose memory was given back.
-void require_stored(Operand const& operand, Tensor const& tensor);  // of it
-
-std::string name_of(Device const& device);
 
 }  // namespace flash_cute

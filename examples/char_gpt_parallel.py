@@ -104,7 +104,9 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N")
     parser.set_defaults(**dict(zip(NAMES, SIZES[parser.parse_args().device], strict=False)))
     options = parser.parse_args()
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node 2 examples/char_gpt_parallel.py")
+    world = int(os.environ["WORLD_SIZE"])
     shared = {"data": ("batch",), "fsdp": ("batch",), "tensor": ("heads", "kv_heads")}
     for name in (name for parallel in options.parallel for name in shared[parallel]):
         if getattr(options, name) % world:

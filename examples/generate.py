@@ -146,8 +146,8 @@ def serve(title: str, server: Server, requests: list[Request]) -> None:
 
 def show(line: str) -> None:
     """Where there is a terminal, over the line before; what is printed next goes over it."""
-    if sys.stdout.isatty():
-        print(f"{line:<110}\r", end="", flush=True)
+    if sys.stderr.isatty():
+        print(f"{line:<110}\r", end="", flush=True, file=sys.stderr)
 
 
 def static_batching(model: GPT, options: argparse.Namespace, requests: list[Request]) -> None:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from char_gpt import count
+from char_gpt import count, tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flash_cute
@@ -116,7 +116,8 @@ def train(attention: str, data: list[dict[str, torch.Tensor]], options) -> tuple
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     known = [told(options.mask, attention, batch) for batch in data]
     losses, timed, start = [], 0, 0.0
-    for step, (batch, also) in enumerate(zip(data, known, strict=True)):
+    steps = tqdm(list(zip(data, known, strict=True)), desc=attention, leave=False)
+    for step, (batch, also) in enumerate(steps):
         if step == min(WARM_UP, len(data) - 1):
             synchronize()
             timed, start = 0, time.perf_counter()

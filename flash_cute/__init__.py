@@ -24,15 +24,9 @@ __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:
     from flash_cute import masks, reference
-    from flash_cute.appending import append_kv
-    from flash_cute.interface import (
-        attention,
-        attention_varlen,
-        explain,
-        forward,
-        forward_varlen,
-        supported,
-    )
+    from flash_cute.dot_product_attention import attention, attention_varlen, forward, forward_varlen
+    from flash_cute.explanation import explain, supported
+    from flash_cute.kv_cache import append_kv
     from flash_cute.merging import merge
     from flash_cute.softmax_op import softmax
 
@@ -54,10 +48,11 @@ __all__ = [
 
 def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
-    modules = {"append_kv": "appending", "merge": "merging", "softmax": "softmax_op"}
-    modules |= {"masks": None, "reference": None}
+    # A module with the name of a function would take its place when it is imported.
+    modules = {"append_kv": "kv_cache", "merge": "merging", "softmax": "softmax_op"}
+    modules |= {"explain": "explanation", "supported": "explanation", "masks": None, "reference": None}
     for name in __all__:
-        module = modules.get(name, "interface")
+        module = modules.get(name, "dot_product_attention")
         found = import_module(f"flash_cute.{module or name}")
         globals()[name] = getattr(found, name) if module else found
 

@@ -7,6 +7,7 @@ PyTorch's operators in the same type, plus 1e-5; where it is more, the exit stat
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 import warnings
@@ -21,7 +22,7 @@ import torch  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import flash_cute  # noqa: E402
-from flash_cute import program, reference  # noqa: E402
+from flash_cute import build_report, program, reference  # noqa: E402
 
 DTYPE = torch.bfloat16
 FACTOR, SLACK = 2.0, 1e-5
@@ -201,6 +202,9 @@ def main() -> int:
     if options.device == "cuda" and not use_gpu:
         parser.error("--device must be cpu where there is no GPU, or no kernel for it, got cuda")
     device = torch.device(options.device or ("cuda" if use_gpu else "cpu"))
+    report = build_report.installed()
+    if report.exists() and (line := build_report.what_was_built(json.loads(report.read_text()))):
+        print(f"{line}\n")
     size = (QUICK_SIZES if options.quick else SIZES)[device.type]
 
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""What the compiler said about every kernel: registers, spills, stack, shared memory, seconds, peak memory.
+"""What the compiler said about every kernel: registers, spills, stack, shared memory.
+
+And what its translation unit, which several kernels share, took: processor seconds, peak memory.
 
 setup.py collects this from the compilers' logs into build_report.json, beside the native library. As a
 program,
@@ -18,6 +20,10 @@ ENTRY = re.compile(r"Compiling entry function '(?P<symbol>\w+)' for '(?P<archite
 SERIALISED = re.compile(r"^.*(?:\(C75\d\d\)|wgmma.* serialized).*$", re.MULTILINE)
 MEASURE = re.compile(r"flash_cute measure: ([\d.]+) seconds, (\d+) MB")  # written by tools/measure.py
 TILE = re.compile(r"ForwardTileELi(\d+)ELi(\d+)")  # in the mangled name of a kernel: queries, keys
+BUILT_FOR = (
+    "kernels that GPUs of compute capability {} take, which the build found here; "
+    "FLASH_CUTE_FAMILIES=all pip install . builds all"
+)
 PTXAS = {  # key in a kernel's record: what ptxas -v prints
     "registers": r"Used (\d+) registers",
     "spill_bytes": r"(\d+) bytes spill (?:stores|loads)",
@@ -35,13 +41,18 @@ def short_name(symbol: str) -> str:
     return name
 
 
-def kernels(instance: str, log: str) -> list[dict]:
-    """One record for each kernel and architecture in the log of one compile."""
+def kernels(unit: str, log: str, instances: dict[str, str]) -> list[dict]:
+    """One record for each kernel and architecture in the log of one translation unit.
+
+    instances: patterns of mangled names by which its kernels are told apart. A kernel that none fits serves
+    several, and goes by the unit's name.
+    """
     entries = list(ENTRY.finditer(log))
     ends = [entry.start() for entry in entries[1:]] + [len(log)]
     records = []
     for entry, end in zip(entries, ends, strict=True):
         tile = TILE.search(entry["symbol"])
+        fits = (name for name, pattern in instances.items() if re.search(pattern, entry["symbol"]))
         names = {
             "kernel": short_name(entry["symbol"]),
             "tile": "x".join(tile.groups()) if tile else "",
@@ -49,17 +60,24 @@ def kernels(instance: str, log: str) -> list[dict]:
         }
         said = log[entry.end() : end]
         numbers = {key: sum(map(int, re.findall(pattern, said))) for key, pattern in PTXAS.items()}
-        records.append({"instance": instance, **names, **numbers})
+        records.append({"instance": next(fits, unit), **names, **numbers, "unit": unit})
     return records
 
 
-def collect(logs: dict[str, str]) -> dict:
-    """The report of a build, from the compiler's log of each kernel instance."""
-    measured = {instance: MEASURE.search(log) for instance, log in logs.items()}
+def collect(logs: dict[str, str], instances: dict[str, tuple[str, str]]) -> dict:
+    """The report of a build, from the compiler's log of each translation unit.
+
+    instances: of each by name its unit, and a pattern of its kernels' mangled names.
+    """
+    measured = {unit: MEASURE.search(log) for unit, log in logs.items()}
+    patterns = {
+        unit: {name: pattern for name, (where, pattern) in instances.items() if where == unit}
+        for unit in logs
+    }
     return {
         # Not of what ninja compiled by hand, without the measure.
-        "instances": {i: {"seconds": float(m[1]), "peak_mb": int(m[2])} for i, m in measured.items() if m},
-        "kernels": [record for instance, log in logs.items() for record in kernels(instance, log)],
+        "units": {unit: {"seconds": float(m[1]), "peak_mb": int(m[2])} for unit, m in measured.items() if m},
+        "kernels": [record for unit, log in logs.items() for record in kernels(unit, log, patterns[unit])],
         "serialised": [line for log in logs.values() for line in SERIALISED.findall(log)],
     }
 
@@ -88,7 +106,7 @@ def table(report: dict, dynamic_smem: dict[tuple[str, str], int]) -> str:
     records = [
         record
         | {"dynamic_smem_bytes": dynamic_smem.get((record["instance"], record["tile"]), "")}
-        | report["instances"].get(record["instance"], {"seconds": "", "peak_mb": ""})
+        | report["units"].get(record["unit"], {"seconds": "", "peak_mb": ""})
         for record in report["kernels"]
     ]
     rows = [[str(value) for value in row] for row in (*records[:1], *(record.values() for record in records))]
@@ -96,12 +114,23 @@ def table(report: dict, dynamic_smem: dict[tuple[str, str], int]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+def installed() -> Path:
+    """The report of the build that is imported."""
+    from flash_cute import _C
+
+    return Path(_C.__file__).with_name("build_report.json")
+
+
+def what_was_built(report: dict) -> str | None:
+    """A line for a build that has not all kernels, as it was for the GPUs that it found."""
+    capabilities = report.get("built_for")
+    return f"This build has the {BUILT_FOR.format(', '.join(capabilities))}." if capabilities else None
+
+
 def main() -> int:
     import torch
 
-    from flash_cute import _C
-
-    beside_library = Path(_C.__file__).with_name("build_report.json")
+    beside_library = installed()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", nargs="?", type=Path, default=beside_library)
     parser.add_argument(
@@ -123,6 +152,8 @@ def main() -> int:
         if kernel["pass"] == "forward"
     }
     print(table(report, dynamic_smem))
+    if line := what_was_built(report):
+        print(line)
     if not arguments.check:
         return 0
     found = faults(report)

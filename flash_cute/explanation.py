@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from flash_cute import cpu, key_ranges
-from flash_cute.windows import Window
+from flash_cute import lengths
+from flash_cute._cpu import key_ranges
+from flash_cute._cpu.sequences import rows_that_count
+from flash_cute._cpu.windows import Window
+from flash_cute._torch import ops
+from flash_cute._torch.autocast import autocast_dtype
+from flash_cute.dot_product_attention import call, offsets_of
+from flash_cute.options import LENGTHS, Options, spelled_out
+from flash_cute.wording import require_bool
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,8 @@ FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 
 SHARES = {"tf32": 1 / 2, "fp32": 1 / 6}
 
 PREFIXES = (
-    (1e18, "E"),
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1, ""),
-    (1e-3, "m"),
-    (1e-6, "µ"),
+    *((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")),
+    *((1, ""), (1e-3, "m"), (1e-6, "µ")),
 )
 
 
@@ -87,20 +89,18 @@ def scaled(value: float, unit: str) -> str:
 
 # Keys of a kernel's plan that tell how it is made and launched, which no argument of a call chooses.
 INTERNALS = {
-    "block_m",
-    "block_n",
-    "stages",
-    "packed_heads",
-    "threads",
-    "registers",
-    "local_bytes",
-    "smem_bytes",
-    "grid",
-    "splits",
-    "seqlen_k_used",
-    "gqa_splits",
-    "lse_delta_mma",
-    "workspace",
+    *(
+        "block_m",
+        "block_n",
+        "stages",
+        "packed_heads",
+        "threads",
+        "registers",
+        "local_bytes",
+        "smem_bytes",
+        "grid",
+    ),
+    *("splits", "seqlen_k_used", "gqa_splits", "lse_delta_mma", "workspace"),
 }
 
 
@@ -127,13 +127,13 @@ def work(
         offsets_k = given.get("cu_seqlens_k", offsets_q) if k.dim() == 3 else None
         batch = len(offsets_q) - 1 if packed else q.shape[0]
         given_k = given.get("seqused_k")
-        queries = cpu.rows_that_count(batch, size_q, offsets_q, given.get("seqused_q"), None)
-        keys = cpu.rows_that_count(batch, size_k, offsets_k, given_k, given.get("leftpad_k"))
+        queries = rows_that_count(batch, size_q, offsets_q, given.get("seqused_q"), None)
+        keys = rows_that_count(batch, size_k, offsets_k, given_k, given.get("leftpad_k"))
         sizes = Counter((r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True))
     else:
         sizes = {(size_q, size_k): q.shape[0]}
     if "ranges" in given:
-        begins = cpu.rows_that_count(batch, size_k, offsets_k, given_k, None)
+        begins = rows_that_count(batch, size_k, offsets_k, given_k, None)
         pairs = sum(
             key_ranges.pairs(
                 Window.of(r.stop - r.start, c.stop - c.start, *window),
@@ -163,10 +163,11 @@ class Explanation(dict):
     """The plan of a call: a dict that prints as a table.
 
     Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim,
-    softmax_scale, window_left and window_right (None is unlimited), copies (inputs that are copied first, and
-    why), flops (for each visible pair and element of head_dim 4, in the backward 10), bytes (each input read
-    and each output written once) and of these written_bytes, roofline (None where the device's rates are
-    unknown, else seconds, bound_by "compute" or "memory", and the rates).
+    softmax_scale, window_left and window_right (None is unlimited), ranges (of keys, how many each query
+    has), sinks (are there any?), copies (inputs that are copied first, and why),
+    flops (for each visible pair and element of head_dim 4, in the backward 10), bytes (each input read and
+    each output written once) and of these written_bytes, roofline (None where the device's rates are unknown,
+    else seconds, bound_by "compute" or "memory", and the rates).
 
     Of a kernel also: element, bucket (the head_dim that it is compiled for), workspace_bytes (for unequal
     lengths, for tiles that blocks take one by one, for partial results, and for every backward),
@@ -200,11 +201,18 @@ class Explanation(dict):
             "device": self["device"],
             **self._kernel_rows(),
             "window": f"{left} keys before each query's own, {right} after it",
+            **self._rows_of_masks(),
             "work": f"{scaled(self['flops'], 'FLOP')}, {scaled(self['bytes'], 'B')}",
             "copies": "; ".join(self["copies"]) or "none",
             "roofline": self._roofline_text(),
         }
         return "\n".join(f"{title:<9} {text}" for title, text in rows.items())
+
+    def _rows_of_masks(self) -> dict[str, str]:
+        count = self.get("ranges", 0)
+        ranges = {"ranges": f"{count} of keys for each query, cut by the window"} if count else {}
+        sinks = {"sinks": "a logit for each query head, in its sum"} if self.get("sinks") else {}
+        return ranges | sinks
 
     def _kernel_rows(self) -> dict[str, str]:
         if self["family"] == "cpu" and self["backward"]:
@@ -250,3 +258,62 @@ class Explanation(dict):
         rates = f"{scaled(flops, 'FLOP/s')}, {scaled(bandwidth, 'B/s')}"
         rates += f" ({scaled(reading, 'B/s')} where it only reads), {source}" if reading else f", {source}"
         return f"{scaled(seconds, 's')}, bound by {bound_by} ({rates})"
+
+
+@spelled_out(Options)
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    backward: bool = False,
+    internals: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
+
+    With backward=True it is what the backward of that call would run, for all three gradients; internals=True
+    adds the kernel's tile and launch. Launches nothing, but reads the lengths from the device to count the
+    work; print() shows it.
+    """
+    require_bool("flash_cute.explain", "backward", backward)
+    require_bool("flash_cute.explain", "internals", internals)
+    offsets = offsets_of(cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is None:
+        del offsets["cu_seqlens_q"]
+    op = ops.plan_backward if backward else ops.plan
+    plan = json.loads(call("explain", op, q, k, v, dict(offsets), causal, softmax_scale, options))
+    given = offsets | {name: options[name] for name in LENGTHS if options.get(name) is not None}
+    if q.is_nested:
+        q, k, v, given = lengths.unwrapped(q, k, v, given)
+    window = plan["window_left"], plan["window_right"]
+    plan |= work(q, k, window, given, backward, autocast_dtype(q).itemsize)
+    plan["ranges"] = given["ranges"].shape[-2] if "ranges" in given else 0
+    plan["sinks"] = options.get("sinks") is not None
+    return Explanation.of(plan | {"backward": backward}, q.device, internals)
+
+
+def supported() -> dict[str, Any]:
+    """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "backward": ..., "kernels": [...]}
+
+    A kernel serves every head_dim up to its own. "families" has the kernels of the forward and "backward",
+    likewise, those of the backward; "kernels" lists those of the forward with their tile and shared memory in
+    bytes, once for each tile that the launch chooses from. All are empty in a build without CUDA. The CPU
+    needs no kernel and is always supported.
+    """
+    kernels = json.loads(ops.compiled())
+    found: dict[str, dict[str, dict[str, list[int]]]] = {"forward": {}, "backward": {}}
+    for kernel in kernels:
+        elements = found[kernel["pass"]].setdefault(kernel["family"], {})
+        head_dims = elements.setdefault(kernel["element"], [])
+        if kernel["head_dim"] not in head_dims:
+            head_dims.append(kernel["head_dim"])
+    return {
+        "families": found["forward"],
+        "backward": found["backward"],
+        "kernels": [kernel for kernel in kernels if kernel["pass"] == "forward"],
+    }

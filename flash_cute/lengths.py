@@ -7,14 +7,15 @@ from itertools import pairwise
 
 import torch
 
-from flash_cute import ops, registration, torch_private
-from flash_cute.storage import require_stored
+from flash_cute._torch import fakes, private
+from flash_cute._torch.autocast import as_cast
+from flash_cute._torch.checks import require_stored
 from flash_cute.wording import OURS
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
 CHECKED = os.environ.get("FLASH_CUTE_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
-Lengths = dict[str, torch.Tensor]  # those of registration.LENGTHS that are given
+Lengths = dict[str, torch.Tensor]  # those of options.LENGTHS that are given
 
 
 def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths):
@@ -27,7 +28,7 @@ def unwrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths)
             raise _error(f"q is nested and {name} is not; they must be alike")
         if tensor.layout != torch.jagged:
             raise _error(f"{name} is nested with layout {tensor.layout}; torch.jagged is accepted")
-        ragged = torch_private.ragged_dimension(tensor)
+        ragged = private.ragged_dimension(tensor)
         if tensor.dim() != 4 or ragged != 2:
             raise _error(
                 f"{name} is nested with {tensor.dim()} dimensions, ragged in dimension {ragged}; "
@@ -83,6 +84,18 @@ def with_a_row(k: torch.Tensor, v: torch.Tensor, given: Lengths):
     return k, v, given | {"seqused_k": none}
 
 
+def laid_out(ranges: torch.Tensor) -> torch.Tensor:
+    """ranges as they are read: an entry of the batch lies without gaps, and one may stand for all."""
+    if ranges.layout != torch.strided:
+        return ranges
+    expected = 1
+    for dim in range(ranges.dim() - 1, 0 if ranges.dim() == 5 else -1, -1):
+        if ranges.shape[dim] > 1 and ranges.stride(dim) != expected:
+            return ranges.contiguous()
+        expected *= ranges.shape[dim]
+    return ranges
+
+
 def wrapped(out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of packed sequences nested like q, lse without its last dimension."""
     return tuple(
@@ -98,7 +111,7 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
     """
     if not are_known(q, *given.values()):
         return
-    registration.check(*ops.as_cast(q, k, v), **given)
+    fakes.check(*map(as_cast, (q, k, v)), **given)
     require_stored("forward", **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
@@ -108,7 +121,7 @@ def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
     """Can values be read? Not while a compiler traces or a CUDA graph is captured, nor of subclasses."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if torch_private.transforms_are_active():
+    if private.transforms_are_active() or private.proxy_mode() is not None:
         return False
     plain = torch.Tensor, torch.nn.Parameter
     if any(type(tensor) not in plain or tensor.is_meta for tensor in given):

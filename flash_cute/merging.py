@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from flash_cute import ops
-from flash_cute.sinks import with_sinks
-from flash_cute.storage import require_stored
+from flash_cute._cpu.forward import with_sinks
+from flash_cute._torch.autocast import autocast_dtype
+from flash_cute._torch.checks import require_stored
+from flash_cute.wording import hinting
 
 
+@hinting("flash_cute")
 def merge(
     outs: Iterable[torch.Tensor], lses: Iterable[torch.Tensor], sinks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +66,7 @@ def merge(
         weights, idle = weights.transpose(1, 2), idle.transpose(1, 2)
     outs = [out.masked_fill(hidden, 0) for out, hidden in zip(outs, idle, strict=True)]
     out = sum(out * weight for out, weight in zip(outs, weights, strict=True))
-    if sinks is not None:
-        out, lse = with_sinks((out, lse), sinks)
+    out, lse = with_sinks((out, lse), sinks)
     return out.to(outs[0].dtype), lse
 
 
@@ -122,7 +123,7 @@ def _check_sinks(sinks: torch.Tensor, out: torch.Tensor) -> None:
     heads = out.shape[1]
     if sinks.shape != (heads,):
         raise ValueError(f"{face} must have shape (heads_q,), here ({heads},), got {tuple(sinks.shape)}")
-    if sinks.dtype not in (torch.float32, out.dtype, ops.autocast_dtype(out)):
+    if sinks.dtype not in (torch.float32, out.dtype, autocast_dtype(out)):
         accepted = f"torch.float32 or that of outs[0], {out.dtype}"
         raise ValueError(f"{face} must have dtype {accepted}, got {sinks.dtype}")
     if sinks.device != out.device:

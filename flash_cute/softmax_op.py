@@ -1,4 +1,4 @@
-"""Softmax over the last dimension: the function that users call, its gradient, and the CPU's kernels.
+"""Softmax over the last dimension: the function that users call, and its gradient.
 
 Schemas, checks and the way to the GPU's kernels are in csrc/softmax.cpp.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute import ops, registration, torch_private
-from flash_cute.windows import visible
-from flash_cute.wording import named, require_bool, shown
+from flash_cute._cpu import softmax as cpu
+from flash_cute._torch import autograd, checks, fakes, library, private, vmap
+from flash_cute.wording import hinting, named, require_bool, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -17,6 +17,7 @@ _check = torch.ops.flash_cute._softmax_check.default
 _GRADIENTS = "dprobabilities", "dlse"
 
 
+@hinting("flash_cute")
 def softmax(
     x: torch.Tensor,
     *,
@@ -56,7 +57,7 @@ def softmax(
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
     _check_dense("x", x)
     require_bool("flash_cute.softmax", "causal", causal)
-    ops.require_number("flash_cute.softmax", "scale", scale, "a number")
+    checks.require_number("flash_cute.softmax", "scale", scale, "a number")
     if not 0 < scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"flash_cute.softmax: scale is {shown(scale)}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():
@@ -69,14 +70,14 @@ def softmax(
     if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
         run = torch.ops.flash_cute.softmax.default
     else:
-        run = _Softmax.apply if ops.needs_gradient(x) else _softmax
+        run = _Softmax.apply if autograd.needs_gradient(x) else _softmax
     try:
         return run(x, float(scale), causal, seqused_k, leftpad_k)
     except RuntimeError as error:
         tensors = {"x": x, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        accepted = ops.accepted_beside_lengths("torch.float32, torch.float16 and torch.bfloat16 are")
-        raise ops.named(error, "flash_cute.softmax", tensors, accepted) from None
+        accepted = checks.accepted_beside_lengths("torch.float32, torch.float16 and torch.bfloat16 are")
+        raise checks.named(error, "flash_cute.softmax", tensors, accepted) from None
 
 
 def _check_dense(name: str, x: torch.Tensor) -> None:
@@ -87,26 +88,26 @@ def _check_dense(name: str, x: torch.Tensor) -> None:
 
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
     """The kernel of the public operator, which autograd sees through."""
-    run = _Softmax.apply_here if ops.needs_gradient(x) else _softmax
+    run = _Softmax.apply_here if autograd.needs_gradient(x) else _softmax
     return run(x, scale, causal, seqused_k, leftpad_k)
 
 
 def _check_shapes(x, scale, causal, seqused_k, leftpad_k, dprobabilities=None, dlse=None):
     """The checks of a call by what is known while it is traced."""
     tensors = [x, seqused_k, leftpad_k, dprobabilities, dlse]
-    sizes = [None if tensor is None else registration.hints(tensor.shape) for tensor in tensors]
+    sizes = [None if tensor is None else fakes.hints(tensor.shape) for tensor in tensors]
     given = [tensor for tensor in tensors if tensor is not None]
-    steps = [torch_private.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
+    steps = [private.hint(tensor.stride(0)) if tensor.dim() == 1 else 1 for tensor in given]
     if any(None in known for known in (*sizes, steps) if known):
         return
-    with torch_private.without_modes():
+    with private.without_modes():
         dtypes, devices = ([getattr(tensor, name) for tensor in given] for name in ("dtype", "device"))
         _check(sizes[0], dtypes, devices, steps, scale, causal, *sizes[1:])
 
 
 def _unmapped(function, info, in_dims, tensors, options):
     """function(*tensors, *options) of mapped tensors; the last two are lengths, which fold the batch."""
-    mapped = [registration.mapped(x, dim, info) for x, dim in zip(tensors, in_dims, strict=True)]
+    mapped = [vmap.mapped(x, dim, info) for x, dim in zip(tensors, in_dims, strict=True)]
     folds = mapped[-1] is not None or mapped[-2] is not None
     if folds:
         batch = next(x for x in mapped if x is not None).shape[:2]
@@ -148,13 +149,13 @@ def _check_mapped(tensors, causal, dims):
             )
 
 
-class _Softmax(ops.Function):
+class _Softmax(autograd.Function):
     """Keeps x for the backward, of which that computes the probabilities again; of float32 these."""
 
     @staticmethod
     def forward(x, *args):
-        if torch_private.transforms_are_active():
-            return ops.for_outer_levels(torch.ops.flash_cute.softmax.default, x, *args)
+        if private.transforms_are_active():
+            return autograd.for_outer_levels(torch.ops.flash_cute.softmax.default, x, *args)
         return _softmax(x, *args)
 
     @staticmethod
@@ -178,10 +179,10 @@ class _Softmax(ops.Function):
         _check_mapped((x, *lengths), causal, dims)
         return _unmapped(_Softmax.apply, info, dims, (x, *lengths), (scale, causal))
 
-    jvp = ops.refuse_forward_mode("flash_cute.softmax")
+    jvp = autograd.refuse_forward_mode("flash_cute.softmax")
 
 
-class _Gradient(ops.differentiated_once("flash_cute.softmax")):
+class _Gradient(autograd.differentiated_once("flash_cute.softmax")):
     """The gradient of x."""
 
     @staticmethod
@@ -198,55 +199,6 @@ class _Gradient(ops.differentiated_once("flash_cute.softmax")):
         return _unmapped(_Gradient.apply, info, dims, tensors, (scale, causal))
 
 
-def hidden_columns(
-    shape: torch.Size,
-    causal: bool,
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """bool, of a shape that broadcasts to x's: where a row does not see a column."""
-    columns = torch.arange(shape[-1], device=device)
-    rows = torch.arange(shape[-2], device=device).unsqueeze(1) if causal else 0
-
-    def bound(length: torch.Tensor | None, default: int) -> torch.Tensor | int:
-        if length is None:
-            return default
-        return length.clamp(0, shape[-1]).view(-1, *(1,) * (len(shape) - 1))
-
-    used, skipped = bound(seqused_k, shape[-1]), bound(leftpad_k, 0)
-    right = 0 if causal else None
-    return ~visible(rows, columns, shape[-2] if causal else 0, used, right=right, skipped=skipped)
-
-
-def _softmax_cpu(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
-    """flash_cute::_softmax on the CPU: Python that calls the checks, see flash_cute/cpu.py."""
-    torch.ops.flash_cute._softmax_cpu.default(x, scale, causal, seqused_k, leftpad_k)
-    hidden = hidden_columns(x.shape, causal, seqused_k, leftpad_k)
-    if x.numel() == 0:
-        return x.new_empty(x.shape), x.new_full(x.shape[:-1], -torch.inf, dtype=torch.float32)
-    scores = (x.float() * scale).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1).masked_fill(hidden, 0).to(x.dtype), scores.logsumexp(-1)
-
-
-def _softmax_backward_cpu(
-    dprobabilities, dlse, kept, scale=1.0, causal=False, seqused_k=None, leftpad_k=None
-):
-    arguments = dprobabilities, dlse, kept, scale, causal, seqused_k, leftpad_k
-    torch.ops.flash_cute._softmax_backward_cpu.default(*arguments)
-    hidden = hidden_columns(kept.shape, causal, seqused_k, leftpad_k)
-    p, shift = kept.float(), 0 if dlse is None else dlse.unsqueeze(-1)
-    if kept.dtype != torch.float32:
-        p = (scale * p).masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0)
-    dp = (
-        torch.zeros((), dtype=torch.float32)
-        if dprobabilities is None
-        else dprobabilities.float().masked_fill(hidden, 0)
-    )
-    gradient = scale * p * (dp - (p * dp).sum(-1, keepdim=True) + shift)
-    return gradient.masked_fill(hidden, 0).to(kept.dtype, memory_format=torch.contiguous_format)
-
-
 def _traced(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):
     _check_shapes(x, scale, causal, seqused_k, leftpad_k)
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -257,12 +209,10 @@ def _traced_backward(dprobabilities, dlse, kept, scale=1.0, causal=False, sequse
     return kept.new_empty(kept.shape)
 
 
-_library = torch.library.Library("flash_cute", "IMPL")
-_library.impl("softmax", _composite, "CompositeImplicitAutograd")
-_library.impl("_softmax", _softmax_cpu, "CPU")
-_library.impl("_softmax_backward", _softmax_backward_cpu, "CPU")
+library.impl("softmax", _composite, "CompositeImplicitAutograd")
+library.impl("_softmax", cpu.softmax, "CPU")
+library.impl("_softmax_backward", cpu.softmax_backward, "CPU")
 for _op in (torch.ops.flash_cute.softmax.default, _softmax, _softmax_backward):
-    _rule = registration.vmapped(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
-    _library.impl(_op.name().split("::")[1], _rule, "FuncTorchBatched", with_keyset=True)
-torch.library.register_fake("flash_cute::_softmax", _traced, lib=_library)
-torch.library.register_fake("flash_cute::_softmax_backward", _traced_backward, lib=_library)
+    vmap.register(_op, _vmap_of_op, (*_GRADIENTS, "x", "kept", "seqused_k", "leftpad_k"))
+fakes.register(_softmax, _traced)
+fakes.register(_softmax_backward, _traced_backward)

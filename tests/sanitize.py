@@ -22,8 +22,10 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from appends import LAYOUTS, PLACES, ROTARIES, assert_appended, make_append
-from cases import (
+from support.appends import LAYOUTS, PLACES, ROTARIES, assert_appended, make_append
+from support.caches import in_pages
+from support.cases import (
+    ALL_DTYPES,
     BATCHES,
     DTYPES,
     MASKS,
@@ -35,14 +37,12 @@ from cases import (
     make_ragged_gradients,
     with_head_dim,
 )
-from test_cache import in_pages
-from test_ranges import KINDS, make_ranges, ranges_of_sequences
-from tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
+from support.kernels import families
+from support.ranges import KINDS, make_ranges, ranges_of_sequences
+from support.tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
 
 import flash_cute
-from benchmarks.contenders import families
-from benchmarks.problem import ALL_DTYPES
-from flash_cute.softmax_op import hidden_columns
+from flash_cute._cpu.softmax import hidden_columns
 
 SOFTMAX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = ("seqused_k", "leftpad_k")

@@ -2,7 +2,7 @@
 
     python tools/api_page.py
 
-tests/test_docs.py checks that the committed page is what this makes.
+tests/project/test_docs.py checks that the committed page is what this makes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import flash_cute  # noqa: E402
-from flash_cute import interface, masks, reference  # noqa: E402
+from flash_cute import masks, options, reference  # noqa: E402
 from flash_cute.explanation import Explanation  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
@@ -118,8 +118,8 @@ def markdown(docstring: str) -> str:
 
 
 def window_type() -> str:
-    """What an argument of type Window may be, as interface.py spells it."""
-    match = re.search(r"^Window = (.+)$", inspect.getsource(interface), re.MULTILINE)
+    """What an argument of type Window may be, as options.py spells it."""
+    match = re.search(r"^Window = (.+)$", inspect.getsource(options), re.MULTILINE)
     return f"`Window` is `{match[1]}`.\n" if match else ""
 
 

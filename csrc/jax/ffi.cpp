@@ -14,6 +14,8 @@ namespace flash_cute {
 namespace {
 
 namespace ffi = xla::ffi;
+using Buffer = ffi::AnyBuffer;
+using Result = ffi::Result<Buffer>;
 
 int at_most(int64_t most, int64_t size, char const* what) {
   require(size <= most, "with what vmap adds there are ", size, " ", what, "; at most ", most,
@@ -25,7 +27,7 @@ int at_most(int64_t most, int64_t size, char const* what) {
 struct Sizes {
   int batch, seqlen, heads, head_dim;
 
-  explicit Sizes(ffi::AnyBuffer const& buffer) {
+  explicit Sizes(Buffer const& buffer) {
     auto const sizes = buffer.dimensions();
     size_t const dims = sizes.size();
     int64_t entries = 1;  // no overflow: no dimension is 0, and the buffer lies in memory
@@ -42,9 +44,9 @@ struct Sizes {
   }
 };
 
-TensorView view(ffi::AnyBuffer const& buffer) { return Sizes(buffer).view(buffer.untyped_data()); }
+TensorView view(Buffer const& buffer) { return Sizes(buffer).view(buffer.untyped_data()); }
 
-ElementType element_of(ffi::AnyBuffer const& buffer) {
+ElementType element_of(Buffer const& buffer) {
   switch (buffer.element_type()) {
     case ffi::DataType::F16: return ElementType::fp16;
     case ffi::DataType::BF16: return ElementType::bf16;
@@ -52,12 +54,12 @@ ElementType element_of(ffi::AnyBuffer const& buffer) {
   }
 }
 
-int const* lengths(ffi::AnyBuffer const& buffer) {  // empty: they were not given
+int const* lengths(Buffer const& buffer) {  // empty: they were not given
   return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
 }
 
 // (..., seqlen_q, count, 2), of each entry of the batch; empty: they were not given.
-RangeParams ranges_of(ffi::AnyBuffer const& buffer) {
+RangeParams ranges_of(Buffer const& buffer) {
   if (buffer.element_count() == 0) return {};
   auto const sizes = buffer.dimensions();
   size_t const dims = sizes.size();
@@ -69,8 +71,8 @@ RangeParams ranges_of(ffi::AnyBuffer const& buffer) {
 
 std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
 
-AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bool has_lengths, int ranges,
-                            float scale, int64_t left, int64_t right, bool tf32) {
+AttentionProblem problem_of(Buffer const& q, Buffer const& k, bool has_lengths, int ranges, float scale,
+                            int64_t left, int64_t right, bool tf32) {
   Sizes const of_q(q), of_k(k);
   ElementType const element = element_of(q);
   return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
@@ -84,8 +86,7 @@ AttentionProblem problem_of(ffi::AnyBuffer const& q, ffi::AnyBuffer const& k, bo
           .ranges = ranges};
 }
 
-LengthParams lengths_of(ffi::AnyBuffer const& seqused_q, ffi::AnyBuffer const& seqused_k,
-                        ffi::AnyBuffer const& leftpad_k) {
+LengthParams lengths_of(Buffer const& seqused_q, Buffer const& seqused_k, Buffer const& leftpad_k) {
   return {.seqused_q = lengths(seqused_q), .seqused_k = lengths(seqused_k), .leftpad_k = lengths(leftpad_k)};
 }
 
@@ -110,23 +111,10 @@ ffi::Error guarded(char const* name, Function&& function) {
 }
 
 // The workspace is a result that is not read: XLA knows of its memory, also while a CUDA graph has the call.
-// That of ranges lies behind the rest.
-void* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, int64_t bytes) {
+void* workspace_of(Result& buffer, int64_t bytes) {
   require(int64_t(buffer->size_bytes()) >= bytes, "the workspace has ", buffer->size_bytes(), " bytes, but ",
           bytes, " are needed; it was made for another GPU or another build");
   return buffer->untyped_data();
-}
-
-template <class Call>
-char* workspace_of(ffi::Result<ffi::AnyBuffer>& buffer, Call& call, RangeParams const& ranges,
-                   int64_t bytes) {
-  if (ranges.count == 0) return static_cast<char*>(workspace_of(buffer, bytes));
-  int64_t const begin = begin_of_ranges(bytes);
-  auto* const memory =
-      static_cast<char*>(workspace_of(buffer, begin + call.launch.ranges_bytes(call.params)));
-  call.params.ranges = ranges;
-  call.params.ranges.workspace = memory + begin;
-  return bytes > 0 ? memory : nullptr;  // a kernel that asks for no bytes takes null for none
 }
 
 constexpr char kAttention[] = "flash_cute.jax.attention";
@@ -138,11 +126,9 @@ void require_whole(Call const& call) {
   require(call.launches && call.unreachable() == 0, "some keys are seen by no query");
 }
 
-ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                   ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k, ffi::AnyBuffer leftpad_k,
-                   ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace, float scale,
-                   int64_t left, int64_t right, bool tf32) {
+ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v, Buffer seqused_q,
+                   Buffer seqused_k, Buffer leftpad_k, Buffer ranges_buffer, Result out, Result lse,
+                   Result workspace, float scale, int64_t left, int64_t right, bool tf32) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
@@ -155,18 +141,15 @@ ffi::Error forward(cudaStream_t stream, int device, ffi::AnyBuffer q, ffi::AnyBu
     params.v = view(v);
     params.out = view(*out);
     params.lse = static_cast<float*>(lse->untyped_data());
-    params.lengths.workspace = workspace_of(workspace, call, ranges, call.launch.workspace_bytes);
-    call.run(stream);
+    params.ranges = ranges;
+    call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
 
-ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::AnyBuffer dlse,
-                    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer out,
-                    ffi::AnyBuffer lse, ffi::AnyBuffer seqused_q, ffi::AnyBuffer seqused_k,
-                    ffi::AnyBuffer leftpad_k, ffi::AnyBuffer ranges_buffer, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::AnyBuffer> workspace, float scale, int64_t left, int64_t right,
-                    bool tf32, bool deterministic) {
+ffi::Error backward(cudaStream_t stream, int device, Buffer dout, Buffer dlse, Buffer q, Buffer k, Buffer v,
+                    Buffer out, Buffer lse, Buffer seqused_q, Buffer seqused_k, Buffer leftpad_k,
+                    Buffer ranges_buffer, Result dq, Result dk, Result dv, Result workspace, float scale,
+                    int64_t left, int64_t right, bool tf32, bool deterministic) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
@@ -185,7 +168,8 @@ ffi::Error backward(cudaStream_t stream, int device, ffi::AnyBuffer dout, ffi::A
     params.dv = view(*dv);
     params.lse = static_cast<float const*>(lse.untyped_data());
     params.dlse = dlse.element_count() > 0 ? static_cast<float const*>(dlse.untyped_data()) : nullptr;
-    call.run(workspace_of(workspace, call, ranges, call.launch.workspace.bytes), stream);
+    params.ranges = ranges;
+    call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
 
@@ -199,8 +183,8 @@ struct SoftmaxCall {
   RowSoftmaxParams params{};
   SoftmaxKernels kernels;
 
-  SoftmaxCall(int device, ffi::AnyBuffer const& x, ffi::AnyBuffer const& seqused_k,
-              ffi::AnyBuffer const& leftpad_k, float scale, bool causal)
+  SoftmaxCall(int device, Buffer const& x, Buffer const& seqused_k, Buffer const& leftpad_k, float scale,
+              bool causal)
       : kernels(softmax_kernels(element_of(x))) {
     auto const sizes = x.dimensions();
     size_t const dims = sizes.size(), counted = larger(seqused_k.element_count(), leftpad_k.element_count());
@@ -214,21 +198,19 @@ struct SoftmaxCall {
     params.input = view(x);
   }
 
-  TensorView view(ffi::AnyBuffer const& buffer) const {
+  TensorView view(Buffer const& buffer) const {
     int64_t const columns = params.shape.columns, rows = params.shape.rows;
     return {buffer.untyped_data(), params.shape.heads * rows * columns, rows * columns, columns};
   }
-  void run(cudaStream_t stream, ffi::Result<ffi::AnyBuffer>& workspace, bool backward) {
+  void run(cudaStream_t stream, Result& workspace, bool backward) {
     RowSoftmaxPlan const plan = kernels.plan(params, backward);
     params.workspace = workspace_of(workspace, plan.workspace_bytes);
     (backward ? kernels.backward : kernels.forward)(params, plan, stream);
   }
 };
 
-ffi::Error softmax(cudaStream_t stream, int device, ffi::AnyBuffer x, ffi::AnyBuffer seqused_k,
-                   ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> probabilities,
-                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> workspace, float scale,
-                   bool causal) {
+ffi::Error softmax(cudaStream_t stream, int device, Buffer x, Buffer seqused_k, Buffer leftpad_k,
+                   Result probabilities, Result lse, Result workspace, float scale, bool causal) {
   return guarded(kSoftmax, [&] {
     SoftmaxCall call(device, x, seqused_k, leftpad_k, scale, causal);
     call.params.output = call.view(*probabilities);
@@ -237,10 +219,9 @@ ffi::Error softmax(cudaStream_t stream, int device, ffi::AnyBuffer x, ffi::AnyBu
   });
 }
 
-ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dprobabilities,
-                            ffi::AnyBuffer dlse, ffi::AnyBuffer kept, ffi::AnyBuffer seqused_k,
-                            ffi::AnyBuffer leftpad_k, ffi::Result<ffi::AnyBuffer> dx,
-                            ffi::Result<ffi::AnyBuffer> workspace, float scale, bool causal) {
+ffi::Error softmax_backward(cudaStream_t stream, int device, Buffer dprobabilities, Buffer dlse, Buffer kept,
+                            Buffer seqused_k, Buffer leftpad_k, Result dx, Result workspace, float scale,
+                            bool causal) {
   return guarded(kSoftmax, [&] {
     SoftmaxCall call(device, kept, seqused_k, leftpad_k, scale, causal);
     call.params.gradient = call.view(dprobabilities);
@@ -251,13 +232,11 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, ffi::AnyBuffer dpro
 }
 
 }  // namespace
-}  // namespace flash_cute
 
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
 extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batch, int heads_q, int heads_kv,
                                             int seqlen_q, int seqlen_k, int head_dim, int64_t left,
                                             int64_t right, bool has_lengths, bool deterministic, int ranges) {
-  using namespace flash_cute;
   AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
                                  .element = ElementType(element),
                                  .softmax_scale = 1.f,
@@ -276,7 +255,6 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batc
 
 extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows, int64_t columns,
                                                     int element_bytes) {
-  using namespace flash_cute;
   try {
     return row_softmax_workspace(score_shape(1, 1, rows, columns), element_bytes, backward);
   } catch (std::exception const&) {
@@ -284,49 +262,47 @@ extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows,
   }
 }
 
-namespace ffi = xla::ffi;
-
 // A CUDA graph may have any of the calls: all that they do is launch.
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, flash_cute::forward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, forward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()  // q
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // seqused_q
-                                  .Arg<ffi::AnyBuffer>()  // seqused_k
-                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
-                                  .Arg<ffi::AnyBuffer>()  // ranges
-                                  .Ret<ffi::AnyBuffer>()  // out
-                                  .Ret<ffi::AnyBuffer>()  // lse
-                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Arg<Buffer>()  // q
+                                  .Arg<Buffer>()  // k
+                                  .Arg<Buffer>()  // v
+                                  .Arg<Buffer>()  // seqused_q
+                                  .Arg<Buffer>()  // seqused_k
+                                  .Arg<Buffer>()  // leftpad_k
+                                  .Arg<Buffer>()  // ranges
+                                  .Ret<Buffer>()  // out
+                                  .Ret<Buffer>()  // lse
+                                  .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
                                   .Attr<bool>("tf32"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()  // dout
-                                  .Arg<ffi::AnyBuffer>()  // dlse
-                                  .Arg<ffi::AnyBuffer>()  // q
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // out
-                                  .Arg<ffi::AnyBuffer>()  // lse
-                                  .Arg<ffi::AnyBuffer>()  // seqused_q
-                                  .Arg<ffi::AnyBuffer>()  // seqused_k
-                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
-                                  .Arg<ffi::AnyBuffer>()  // ranges
-                                  .Ret<ffi::AnyBuffer>()  // dq
-                                  .Ret<ffi::AnyBuffer>()  // dk
-                                  .Ret<ffi::AnyBuffer>()  // dv
-                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Arg<Buffer>()  // dout
+                                  .Arg<Buffer>()  // dlse
+                                  .Arg<Buffer>()  // q
+                                  .Arg<Buffer>()  // k
+                                  .Arg<Buffer>()  // v
+                                  .Arg<Buffer>()  // out
+                                  .Arg<Buffer>()  // lse
+                                  .Arg<Buffer>()  // seqused_q
+                                  .Arg<Buffer>()  // seqused_k
+                                  .Arg<Buffer>()  // leftpad_k
+                                  .Arg<Buffer>()  // ranges
+                                  .Ret<Buffer>()  // dq
+                                  .Ret<Buffer>()  // dk
+                                  .Ret<Buffer>()  // dv
+                                  .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
@@ -334,31 +310,33 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, flash_cute::backward,
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax, flash_cute::softmax,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax, softmax,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // seqused_k
-                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
-                                  .Ret<ffi::AnyBuffer>()  // probabilities
-                                  .Ret<ffi::AnyBuffer>()  // lse
-                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Arg<Buffer>()  // x
+                                  .Arg<Buffer>()  // seqused_k
+                                  .Arg<Buffer>()  // leftpad_k
+                                  .Ret<Buffer>()  // probabilities
+                                  .Ret<Buffer>()  // lse
+                                  .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<bool>("causal"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax_backward, flash_cute::softmax_backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax_backward, softmax_backward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()  // dprobabilities
-                                  .Arg<ffi::AnyBuffer>()  // dlse
-                                  .Arg<ffi::AnyBuffer>()  // kept: x or probabilities, see keeps_scores
-                                  .Arg<ffi::AnyBuffer>()  // seqused_k
-                                  .Arg<ffi::AnyBuffer>()  // leftpad_k
-                                  .Ret<ffi::AnyBuffer>()  // dx
-                                  .Ret<ffi::AnyBuffer>()  // workspace
+                                  .Arg<Buffer>()  // dprobabilities
+                                  .Arg<Buffer>()  // dlse
+                                  .Arg<Buffer>()  // kept: x or probabilities, see keeps_scores
+                                  .Arg<Buffer>()  // seqused_k
+                                  .Arg<Buffer>()  // leftpad_k
+                                  .Ret<Buffer>()  // dx
+                                  .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<bool>("causal"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace flash_cute

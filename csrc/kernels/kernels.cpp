@@ -27,16 +27,16 @@ Gpu const& gpu_at(int index) {
   return devices[index];
 }
 
-ForwardKernel forward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
-  ForwardKernel kernel{};
+ForwardEntry forward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
+  ForwardEntry kernel{};
   visit_instance<Pass::forward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::attributes};
   });
   return kernel;
 }
 
-BackwardKernel backward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
-  BackwardKernel kernel{};
+BackwardEntry backward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
+  BackwardEntry kernel{};
   visit_instance<Pass::backward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
     kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
               BackwardLaunch<Instance>::attributes};

@@ -2,10 +2,13 @@
 
 #include <cmath>
 
-#include "flash_cute/forward/problem.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 namespace {
+
+constexpr char kBuildAll[] =
+    "; flash_cute.supported() lists what it has, FLASH_CUTE_FAMILIES=all pip install . builds what there is";
 
 // What a GPU of Ampere or newer lets a thread block have of shared memory: 8.6 and 8.9, 8.0, 9.0.
 constexpr int kSharedMemories[] = {99 << 10, 163 << 10, 227 << 10};
@@ -46,11 +49,11 @@ Variant variant_of(AttentionProblem const& problem) {
   return problem.ranges > 0 ? Variant::ranges : Variant::plain;
 }
 // The kernel that cuts keys into parts, if there is one.
-ForwardKernel split_kernel(AttentionProblem const& problem, Family family) {
+ForwardEntry split_entry(AttentionProblem const& problem, Family family) {
   Variant const variant = problem.ranges > 0 ? Variant::ranges : Variant::split;
   auto const kernel = forward_kernel(family, problem.element, problem.shape.head_dim, variant);
   auto const tiles = forward_tiles(family, kernel.head_dim, element_bytes(problem.element));
-  return tiles.few.warps > 0 ? kernel : ForwardKernel{};
+  return tiles.decode.warps > 0 ? kernel : ForwardEntry{};
 }
 // The kernels of ranges ask a sequence for its lengths, whether they were given or not.
 bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.ranges > 0; }
@@ -61,7 +64,7 @@ auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find
   auto const kernel = find(family, problem.element, problem.shape.head_dim);
   require(kernel.run, "this build has no ", name_of(family), ' ', name_of(pass), " kernel for ",
           problem.ranges > 0 ? "ranges with " : "", name_of(problem.element), " and head_dim ",
-          problem.shape.head_dim, "; flash_cute.supported() lists what it has");
+          problem.shape.head_dim, kBuildAll);
   return kernel;
 }
 
@@ -105,7 +108,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
       // Each number that a GPU may have: with more, groups are split into more parts, or into fewer.
-      int const largest_gpu = family == Family::sm90 ? 144 : 192;
+      int const largest_gpu = traits_of(family).most_multiprocessors;
       for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
@@ -115,11 +118,6 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
     }
   }
   return most;
-}
-
-// Bytes of a workspace and of a table of ranges behind it, if there is one.
-int64_t with_ranges(int64_t workspace_bytes, int64_t table_bytes) {
-  return table_bytes > 0 ? begin_of_ranges(workspace_bytes) + table_bytes : workspace_bytes;
 }
 
 }  // namespace
@@ -148,13 +146,11 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     mask = WindowMask::make(1, 1, 0, 0);
     planned.lengths = {};
     planned.cache = {};
-    planned.ranges = {};
   }
-  ForwardKernel const split = split_kernel(problem, call.kernel.family);
+  ForwardEntry const split = split_entry(problem, call.kernel.family);
   require(split.run || !(problem.cached || problem.batch_invariant), "this build has no ",
           name_of(call.kernel.family), " kernel for caches and batch_invariant with ",
-          name_of(problem.element), " and head_dim ", problem.shape.head_dim,
-          "; flash_cute.supported() lists what it has");
+          name_of(problem.element), " and head_dim ", problem.shape.head_dim, kBuildAll);
   call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, split.head_dim, planned, mask);
   if (call.launch.splits()) call.kernel = split;
   return call;
@@ -162,6 +158,8 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
 
 BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                                 bool needs_dq, bool needs_dkv, bool deterministic) {
+  require(!deterministic || problem.ranges == 0 || problem.family != Family::sm90,
+          "family must be 'sm80' or None where gradients with ranges are deterministic, got 'sm90'");
   BackwardCall call{problem,
                     kernel_for(Pass::backward, problem, gpu, backward_of(variant_of(problem), deterministic)),
                     make_params<BackwardParams>(problem, lengths, gpu.info),
@@ -172,11 +170,11 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   call.launches = !is_empty(call.params.shape);
   call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, call.mask, needs_dq,
                               needs_dkv, deterministic);
-  int const smem_bytes = call.launch.tile.smem_bytes(call.kernel.head_dim, call.params.element_bytes);
+  int const smem_bytes = call.launch.kernel.tile.smem_bytes(call.kernel.head_dim, call.params.element_bytes);
   require(call.kernel.family != Family::sm80 || smem_bytes <= gpu.info.smem_bytes, "the backward of ",
           name_of(problem.element), " with head_dim ", problem.shape.head_dim, " needs ", smem_bytes,
           " bytes of shared memory for a thread block, but the GPU has ", gpu.info.smem_bytes);
-  call.launch.split_groups(call.params);
+  call.launch.part_groups(call.params);
   return call;
 }
 
@@ -185,33 +183,24 @@ int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(
       problem, forward_of(variant_of(problem)),
       [&](Family family, int bucket, auto const& params, auto const& mask) {
-        plan::UniformBatch const mean = plan::of_equal_lengths(params, mask, 1);
-        ForwardTiles const tiles = forward_tiles(family, bucket, params.element_bytes);
-        auto list_bytes = [&](int64_t m_blocks) {
-          return int64_t(sizeof(VarlenListHeader)) + m_blocks * int64_t(sizeof(SequenceRecord));
+        auto bytes = [&](ForwardTiles const& tiles) {
+          ForwardPlan plan = plan::plan_whole(family, tiles, params, mask);
+          bool const may_be_prepared = plan.kernel.seqlens == Seqlens::varlen;  // of more sequences
+          if (may_be_prepared && !plan.prepared_by_kernel)
+            plan::add_list<SequenceRecord>(plan, m_block_capacity(params, plan.rows));
+          return plan.workspace.bytes;
         };
-        int const split_bucket = split_kernel(problem, family).head_dim;
-        ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
-        int64_t split = 0;
-        if (plan::splits(family, split_tiles, params, mask)) {
-          ForwardPlan const plan = plan::plan_split(family, split_tiles, params, mask);
-          split = with_ranges(plan.workspace_bytes, plan.ranges_bytes(params));
-        }
-        if (problem.ranges > 0) {
-          ForwardTile const tile = tiles.ranges();
-          PackedRows const rows = plan::whole_rows_of(family, tile, mean.shape);
-          int64_t const table =
-              RangeTable::bytes(params, rows.tile_queries(), tile.block_n, /*transposes=*/false);
-          return larger(split, with_ranges(list_bytes(m_block_capacity(params, rows)), table));
-        }
-        if (!problem.varlen) return larger<int64_t>(sizeof(int), split);
-        int64_t m_blocks = 0;
+        ForwardTiles const tiles = forward_tiles(family, bucket, params.element_bytes);
+        int64_t most = sizeof(int);
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
-          if (tile.warps == 0) continue;
-          m_blocks =
-              larger(m_blocks, m_block_capacity(params, plan::whole_rows_of(family, tile, mean.shape)));
+          if (tile.warps > 0) most = larger(most, bytes({.main = tile}));
         }
-        return larger(split, list_bytes(m_blocks));
+        int const split_bucket = split_entry(problem, family).head_dim;
+        ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
+        if (plan::splits(family, split_tiles, params, mask)) {
+          most = larger(most, plan::plan_split(family, split_tiles, params, mask).workspace.bytes);
+        }
+        return most;
       });
 }
 
@@ -219,8 +208,7 @@ int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) 
   auto const find = backward_of(variant_of(problem), deterministic);
   return largest<BackwardParams>(
       problem, find, [&](Family family, int bucket, auto const& params, auto const& mask) {
-        BackwardPlan const plan = plan_backward(family, bucket, params, mask, true, true, deterministic);
-        return with_ranges(plan.workspace.bytes, plan.ranges_bytes(params));
+        return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
       });
 }
 

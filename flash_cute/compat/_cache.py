@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 import flash_cute
-from flash_cute.appending import places_of
+from flash_cute._cpu.append_kv import places_of
+from flash_cute._torch.autocast import autocast_dtype
+from flash_cute._torch.checks import require_stored
 from flash_cute.compat._translate import (
     NAMES,
     check_tensor,
@@ -16,8 +18,6 @@ from flash_cute.compat._translate import (
     require_device,
     require_int32,
 )
-from flash_cute.ops import autocast_dtype
-from flash_cute.storage import require_stored
 from flash_cute.wording import shown
 
 _NAMES = NAMES | {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
@@ -27,27 +27,15 @@ _check_lengths = renaming(flash_cute.lengths.check, _NAMES)
 _append_kv = renaming(flash_cute.append_kv, {"cu_seqlens": "cu_seqlens_k_new"})
 
 
+@torch.no_grad()
 def with_cache(
-    q,
-    cache,
-    new,
-    rotary,
-    softmax_scale,
-    causal,
-    window_size,
-    num_splits,
-    *,
-    cache_seqlens,
-    cache_batch_idx,
-    cache_leftpad,
-    block_table,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    rotary_seqlens=None,
-    sinks=None,
+    q, cache, new, rotary, softmax_scale, causal, window_size, num_splits, *, cache_seqlens, cache_batch_idx,
+    cache_leftpad, block_table, cu_seqlens_q=None, cu_seqlens_k_new=None, rotary_seqlens=None, sinks=None,
     **refused,
-):
+):  # fmt: skip
     """(out, lse) as of dense or, with cu_seqlens_q, of packed, after what is new is written into the cache.
+
+    There are no gradients, as of flash_attn's functions, whatever the inputs require.
 
     cache, new: (k, v). rotary: (cos, sin, interleaved). refused: as of dense. The others: as flash_attn's
     functions document them.
@@ -61,22 +49,28 @@ def with_cache(
     else:
         tensors = heads_first(q=q, k_cache=cache[0], v_cache=cache[1])
     batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    # Those that are read here, before the operators' own checks.
+    places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
+    places |= {"cache_leftpad": cache_leftpad, "rotary_seqlens": rotary_seqlens}
+    require_stored("compat", **places, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
     table = _table(q, batch, cache_batch_idx, block_table)
     capacity = cache[0].shape[1] * (table.shape[1] if table is not None else 1)
-    require_stored("compat", cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
 
     rows, count = _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_k_new)
     room = capacity - count
     used = _rows_of_cache(cache_seqlens, q, batch, capacity if cu_seqlens_k_new is not None else room)
     if rows is not None:
         # Meta tensors, which say the rest, would not tell it.
-        require_device(q, k=new[0], v=new[1], cache_leftpad=cache_leftpad, block_table=table)
+        require_device(q, k=new[0], v=new[1], cache_leftpad=cache_leftpad, block_table=table, s_aux=sinks)
         _check_rows(q, used, room)
         # Those for which the cache has no room are cut to those for which it has.
         used = used.clamp(0, room) if cu_seqlens_k_new is None else torch.minimum(used.clamp(min=0), room)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "leftpad_k": cache_leftpad, "block_table": table}
     lengths["seqused_k"] = used if rows is None else used + count
     lengths = {name: x for name, x in lengths.items() if x is not None}
+    if cache_batch_idx is not None:
+        entries = cache[0].shape[0] if block_table is None else block_table.shape[0]
+        _check_entries(q, cache_batch_idx, entries, lengths.get("seqused_k"))
 
     forward = _forward_varlen if packed else _forward
     if q.is_cuda and isinstance(num_splits, int) and num_splits == 1:
@@ -108,10 +102,13 @@ def _table(q, batch, cache_batch_idx, block_table):
     if block_table is None:
         return cache_batch_idx[:, None]
     require_device(q, block_table=block_table)
-    if block_table.shape[0] == 0:
+    entries = block_table.shape[0]
+    if entries == 0:
         raise ValueError("flash_cute.compat: block_table must have a row for cache_batch_idx, got none")
-    # As a number of a page that makes no sense, an index is cut to what there is.
-    return block_table.index_select(0, cache_batch_idx.clamp(0, block_table.shape[0] - 1))
+    # An index that makes no sense is that of a sequence without pages.
+    missing = (cache_batch_idx < 0) | (cache_batch_idx >= entries)
+    rows = block_table.index_select(0, cache_batch_idx.clamp(0, entries - 1))
+    return rows.masked_fill(missing[:, None], -1)
 
 
 def _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_k_new):
@@ -164,7 +161,14 @@ def _check_on_meta(forward, tensors, lengths, options):
     stays = "cu_seqlens_q" in lengths or "block_table" in lengths  # under autocast
     operands = [q.to("meta", autocast_dtype(q))]
     operands += [x.to("meta", x.dtype if stays else autocast_dtype(x)) for x in cache]
-    forward(*operands, **{name: x.to("meta") for name, x in lengths.items()}, **options)
+    options = {name: _on_meta(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    forward(*operands, **{name: _on_meta(x) for name, x in lengths.items()}, **options)
+
+
+def _on_meta(x):
+    if x.is_nested or x.layout != torch.strided:  # which forward refuses
+        return x.to("meta")
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _rows_of_cache(cache_seqlens, q, batch, most):
@@ -198,6 +202,19 @@ def _check_rows(q, used, room):
             )
 
 
+def _check_entries(q, cache_batch_idx, entries, used):
+    """Likewise: has each sequence with keys one of the entries? used: int32 (batch,), None for all rows."""
+    if not (flash_cute.lengths.CHECKED and flash_cute.lengths.are_known(q, cache_batch_idx)):
+        return
+    rows = [1] * len(cache_batch_idx) if used is None else used.tolist()
+    for sequence, (entry, count) in enumerate(zip(cache_batch_idx.tolist(), rows, strict=True)):
+        if count > 0 and not 0 <= entry < entries:
+            raise ValueError(
+                f"flash_cute.compat: sequence {sequence} has cache_batch_idx {entry}; 0 to {entries - 1} are "
+                "accepted"
+            )
+
+
 def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows):
     """Writes rows, (k, v), into the cache, and gives q back, rotated where rotary asks for it.
 
@@ -209,20 +226,19 @@ def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows):
     (cu_seqlens_q, cu_seqlens_k), (used, first) = offsets, begins
     places = {"cache_seqlens": used, "block_table": table, "cu_seqlens": cu_seqlens_k}
     turning = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
-    with torch.no_grad():
-        if cos is None:
-            _append_kv(*rows, k_cache, v_cache, **places)
-            return q
-        if first is None and follows and cu_seqlens_q is cu_seqlens_k:
-            return _append_kv(*rows, k_cache, v_cache, **places, **turning, q=q)
-        if first is not None:
-            require_int32(q, used.shape[0], rotary_seqlens=first)
-            positions = places_of(rows[0], first, cu_seqlens_k)[1]
-            padded = rows[0].shape[:3:2]  # batch and rows
-            places["positions"] = positions if cu_seqlens_k is not None else positions.view(padded)
-        q = _turned(q, used if first is None else first, cu_seqlens_q, follows, k_cache, v_cache, turning)
-        _append_kv(*rows, k_cache, v_cache, **places, **turning)
+    if cos is None:
+        _append_kv(*rows, k_cache, v_cache, **places)
         return q
+    if first is None and follows and cu_seqlens_q is cu_seqlens_k:
+        return _append_kv(*rows, k_cache, v_cache, **places, **turning, q=q)
+    if first is not None:
+        require_int32(q, used.shape[0], rotary_seqlens=first)
+        positions = places_of(rows[0], first, cu_seqlens_k)[1]
+        padded = rows[0].shape[:3:2]  # batch and rows
+        places["positions"] = positions if cu_seqlens_k is not None else positions.view(padded)
+    q = _turned(q, used if first is None else first, cu_seqlens_q, follows, k_cache, v_cache, turning)
+    _append_kv(*rows, k_cache, v_cache, **places, **turning)
+    return q
 
 
 def _turned(q, begin, cu_seqlens_q, follows, k_cache, v_cache, turning):

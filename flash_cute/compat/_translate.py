@@ -9,7 +9,7 @@ from operator import index
 import torch
 
 import flash_cute
-from flash_cute.storage import require_stored
+from flash_cute._torch.checks import require_stored
 from flash_cute.wording import named, shown
 
 # The values that ask for nothing that flash_cute has not.
@@ -71,6 +71,7 @@ def packed(
     heads, head_dim), and of cu_seqlens_k the differences count. The others: as of dense.
     """
     options = common_options(softmax_scale, causal, window_size, deterministic, refused, sinks)
+    require_stored("compat", **lengths)  # some are read here, before the operators' own checks
     if (size := _size_of_chunks(chunk)) > 0:
         offsets = [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]]
         require_int32(q, cu_seqlens_q=offsets[0])
@@ -198,7 +199,11 @@ def common_options(softmax_scale, causal, window_size, deterministic, refused, s
         "window": _limits(window_size),
         "deterministic": deterministic,
     }
-    return options if sinks is None else options | {"sinks": sinks}
+    if sinks is None:
+        return options
+    # As FlashAttention-3 any 16-bit type is taken, whichever q has.
+    is_short = isinstance(sinks, torch.Tensor) and sinks.dtype in (torch.float16, torch.bfloat16)
+    return options | {"sinks": sinks.float() if is_short else sinks}
 
 
 def _limits(window_size):
@@ -210,4 +215,10 @@ def _limits(window_size):
     limits = [-1 if limit is None else integer(limit) for limit in window_size] if is_pair else [None]
     if None in limits:
         raise TypeError(f"flash_cute.compat: window_size must be (left, right), got {shown(window_size)}")
+    for side, limit in zip(("left", "right"), limits, strict=True):
+        if limit < -1:
+            raise ValueError(
+                f"flash_cute.compat: window_size's {side} limit is {shown(limit)}; -1, which is unlimited, "
+                "or more is accepted"
+            )
     return tuple(None if limit == -1 else limit for limit in limits)

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 from flash_cute.compat._cache import with_cache
 from flash_cute.compat._translate import dense, packed, renaming, unstacked
@@ -31,18 +33,9 @@ _KV, _QKV = dict.fromkeys("kv", "kv"), dict.fromkeys("qkv", "qkv")
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), with k and v, (batch, seqlen_k, heads_kv, ...).
 
     Args:
@@ -61,17 +54,9 @@ def flash_attn_func(
 
 @partial(renaming, names=_KV)
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """flash_attn_func of kv, (batch, seqlen_k, 2, heads_kv, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     k, v = unstacked("kv", kv, "batch", "seqlen", 2, "heads", "head_dim")
@@ -80,16 +65,9 @@ def flash_attn_kvpacked_func(
 
 @partial(renaming, names=_QKV)
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     q, k, v = unstacked("qkv", qkv, "batch", "seqlen", 3, "heads", "head_dim")
@@ -97,23 +75,10 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None,
+):  # fmt: skip
     """Attention of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim).
 
     Args:
@@ -135,21 +100,10 @@ def flash_attn_varlen_func(
 
 @partial(renaming, names=_KV)
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False,
-):
+):  # fmt: skip
     """flash_attn_varlen_func of kv, (total_k, 2, heads_kv, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -159,18 +113,9 @@ def flash_attn_varlen_kvpacked_func(
 
 @partial(renaming, names=_QKV | {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"})
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
     """flash_attn_varlen_func of qkv, (total, 3, heads, head_dim)."""
     mask = softmax_scale, causal, window_size, softcap, alibi_slopes
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
@@ -179,26 +124,11 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
     return_softmax_lse=False,
-):
+):  # fmt: skip
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
     Args:
@@ -235,22 +165,30 @@ def install() -> None:
     """Makes `import flash_attn` find this module, and `import flash_attn_interface` that of FlashAttention-3.
 
     For the whole process, also where the real ones are installed. Raises ImportError if one of them has been
-    imported. Other submodules, such as flash_attn.bert_padding, are not offered: importlib.util.find_spec
-    gives None for them, and importing one says so.
+    imported. flash_attn.bert_padding and flash_attn.layers.rotary are found as well. Other submodules, such
+    as flash_attn.cute, are not offered: importlib.util.find_spec gives None for them, and importing one says
+    so.
     """
-    from flash_cute.compat import flash_attn_interface
+    from flash_cute.compat import bert_padding, flash_attn_interface, rotary
 
     ours = sys.modules[__name__]
-    ours.flash_attn_interface = ours
+    layers = sys.modules.get("flash_attn.layers")
+    if getattr(layers, "rotary", None) is not rotary:
+        layers = module_from_spec(ModuleSpec("flash_attn.layers", None, is_package=True))
+        layers.rotary = rotary
     modules = {
         "flash_attn": ours,
         "flash_attn.flash_attn_interface": ours,
+        "flash_attn.bert_padding": bert_padding,
+        "flash_attn.layers": layers,
+        "flash_attn.layers.rotary": rotary,
         "flash_attn_interface": flash_attn_interface,
     }
     for name, module in modules.items():
         if sys.modules.get(name, module) is not module:
             raise ImportError(f"flash_cute.compat: {name} has been imported before; call install() first")
     sys.modules.update(modules)
+    ours.flash_attn_interface, ours.bert_padding, ours.layers = ours, bert_padding, layers
     ours.__path__ = []  # importing a submodule asks the finders
     if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Refusal())
@@ -268,8 +206,8 @@ class _Refusal:
             if name.startswith(prefix) and _is_imported():
                 name = "flash_attn." + name.removeprefix(prefix)
                 raise ModuleNotFoundError(
-                    f"flash_cute.compat: {name} is imported; flash_attn, flash_attn.flash_attn_interface and "
-                    "flash_attn_interface are offered",
+                    f"flash_cute.compat: there is no {name}; flash_attn, its flash_attn_interface, "
+                    "bert_padding and layers.rotary, and flash_attn_interface are offered",
                     name=name,
                 )
 

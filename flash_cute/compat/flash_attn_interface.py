@@ -27,26 +27,10 @@ from flash_cute.wording import shown
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-    *,
-    s_aux=None,
-):
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    sm_margin=0, return_attn_probs=False, *, s_aux=None,
+):  # fmt: skip
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), with k and v, (batch, seqlen_k, heads_kv, ...).
 
     Args:
@@ -69,22 +53,10 @@ def flash_attn_func(
 
 @partial(renaming, names=dict.fromkeys("qkv", "qkv"))
 def flash_attn_qkvpacked_func(
-    qkv,
-    softmax_scale=None,
-    causal=False,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    deterministic=False,
-    num_heads_q=None,
-    sm_margin=0,
-    return_attn_probs=False,
-    *,
-    s_aux=None,
-):
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1,
+    -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0,
+    return_attn_probs=False, *, s_aux=None,
+):  # fmt: skip
     """flash_attn_func of qkv, (batch, seqlen, 3, heads, head_dim).
 
     With num_heads_q also (batch, seqlen, num_heads_q + 2 * heads_kv, head_dim).
@@ -109,32 +81,11 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q=None,
-    seqused_k=None,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-    *,
-    s_aux=None,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    sm_margin=0, return_attn_probs=False, *, s_aux=None,
+):  # fmt: skip
     """Attention of packed sequences: q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim).
 
     Args:
@@ -155,39 +106,13 @@ def flash_attn_varlen_func(
 
 @partial(renaming, names={"block_table": "page_table"})
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    qv=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-    return_softmax_lse=False,
-    *,
-    s_aux=None,
-):
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None,
+    softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+    rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    return_softmax_lse=False, *, s_aux=None,
+):  # fmt: skip
     """Attention of q, (batch, seqlen_q, heads_q, head_dim), to a cache, (batch, seqlen_cache, heads_kv, ...).
 
     Args:

@@ -5,18 +5,18 @@ Source: masking_utils.py of transformers 5.23 and 5.24.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
-from flash_cute import lengths, masks
-from flash_cute.integrations._transformers_ranges import made_by, ranges_of
+from flash_cute import lengths
+from flash_cute.integrations._transformers_kinds import assumed_kind, conditions_of, kind_of, refused
+from flash_cute.integrations._transformers_later import say_later, say_what_is_known
+from flash_cute.integrations._transformers_ranges import packed_ids, ranges_of
 from flash_cute.masks.parts import MOST
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -35,8 +35,8 @@ class CuteMask:
 
     extent: (batch, q_length, kv_length) that it is for. options: causal or window. lengths: those of forward.
     offsets: int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor:
-    float32 (batch, 1, 1, 1), NaN where the padding has holes that the mask leaves out, else 1. ranges: those
-    of forward.
+    float32 (batch or 1, q_length or 1, 1, 1), NaN for queries whose keys are not all said, where padding has
+    holes or four ranges do not suffice, else 1. ranges: those of forward. given: made by ranges_mask.
     """
 
     extent: tuple[int, int, int]
@@ -45,6 +45,7 @@ class CuteMask:
     offsets: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     ranges: torch.Tensor | None = None
+    given: bool = False
 
     # generate() makes the masks of a static cache before it calls the model, and some models make the mask of
     # the model inside them. That model takes it for padding of two dimensions, handles it so, and asks
@@ -56,11 +57,24 @@ class CuteMask:
         return self.extent[0], self.extent[2]
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(str(_of_the_model(f".{name} of it")))
+        raise AttributeError(str(self._left_to_attention(f".{name} of it")))
 
     @classmethod
     def __torch_function__(cls, function: Callable, *_: Any) -> NoReturn:
-        raise _of_the_model(f"a call of {function.__name__} with it")
+        raise cls._left_to_attention(cls, f"a call of {function.__name__} with it")
+
+    def _left_to_attention(self, found: str) -> NotImplementedError:
+        if self.given:
+            return NotImplementedError(
+                "flash_cute.transformers: ranges_mask is accepted by the forward of a model that leaves its "
+                f'mask to attn_implementation="{NAME}", got {found} by generate(), another implementation or '
+                "the model"
+            )
+        return NotImplementedError(
+            f"flash_cute.transformers: the mask must be left to attention, got {found} by the model; load "
+            f'it without attn_implementation and call model.set_attn_implementation("{NAME}"), which leaves '
+            'such models as they are, or take "eager"'
+        )
 
     def contiguous(self) -> CuteMask:
         return self
@@ -93,14 +107,18 @@ class CuteMask:
             or start > 0
             or (start and self.offsets is not None)
         ):
-            raise _of_the_model(f"{index} of it")
+            raise self._left_to_attention("a part of it" if self.given else f"{index} of it")
         batch, q_length, kv_length = self.extent
         dropped = max(q_length + start, 0) if start else 0
         given = dict(self.lengths)
         if "seqused_q" in given:
             given["seqused_q"] = (given["seqused_q"] - dropped).clamp(min=0)
         ranges = None if self.ranges is None else self.ranges[:, :, dropped:]
-        return replace(self, extent=(batch, q_length - dropped, kv_length), lengths=given, ranges=ranges)
+        factor = self.factor
+        if factor is not None and factor.shape[1] > 1:
+            factor = factor[:, dropped:]
+        extent = batch, q_length - dropped, kv_length
+        return replace(self, extent=extent, lengths=given, ranges=ranges, factor=factor)
 
     def view(self, *size: int) -> CuteMask:
         return self
@@ -113,20 +131,26 @@ def ranges_mask(ranges: torch.Tensor, kv_length: int | None = None) -> CuteMask:
         ranges: int32 (batch or 1, 1, q_length, R, 2), of the whole mask: causal, too.
         kv_length: how many keys there are, as many as queries by default.
     """
+    if not isinstance(ranges, torch.Tensor):
+        kind = type(ranges).__name__
+        raise TypeError(f"flash_cute.transformers: ranges is of type {kind}; a torch.Tensor is accepted")
     if ranges.ndim != 5:
         raise ValueError(
             "flash_cute.transformers: ranges must have shape (batch or 1, 1, q_length, R, 2), got "
             f"{tuple(ranges.shape)}"
         )
     batch, _, q_length = ranges.shape[:3]
-    return CuteMask((batch, q_length, q_length if kv_length is None else kv_length), {}, ranges=ranges)
+    return CuteMask(
+        (batch, q_length, q_length if kv_length is None else kv_length), {}, ranges=ranges, given=True
+    )
 
 
 def expect_holes(expected: bool = True) -> None:
     """Whether padding on a GPU may have holes, keys that don't count between others that do; False at first.
 
     Nothing waits to look for them. Where they are expected, padding becomes up to four ranges of keys, else
-    lengths, for which the kernels are faster, and what it has of holes gives NaN. On the CPU it is looked at.
+    lengths, for which the kernels are faster, and what it has of holes gives NaN, and an error in a later
+    call. On the CPU it is looked at.
     """
     global _holes_are_expected
     _holes_are_expected = expected
@@ -157,10 +181,12 @@ def cute_mask(
 
     Raises:
         NotImplementedError: for masks that are not made of transformers' own, under torch.compile for other
-            than causal, bidirectional, sliding-window and packed ones.
+            than causal, bidirectional, sliding-window and packed ones; for queries with more than four ranges
+            of keys; on a GPU, where these and holes give NaN, for what an earlier call has found of them.
         ValueError: for padding that ends before the new tokens (not looked at with a static cache), or on a
             GPU with holes, where FLASH_CUTE_CHECK=1 looks for them.
     """
+    say_what_is_known()
     if isinstance(attention_mask, CuteMask):
         return attention_mask
     if torch.compiler.is_dynamo_compiling():
@@ -169,18 +195,22 @@ def cute_mask(
         packed = not (allow_is_causal_skip or bidirectional) and attention_mask is None
         packed = packed and isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
         if use_vmap:
-            raise _refused("and_mask_function or or_mask_function under torch.compile")
-        kind = _assumed_kind(mask_function, local_size, bidirectional, packed, device)
+            raise refused("and_mask_function or or_mask_function under torch.compile")
+        kind = assumed_kind(mask_function, local_size, bidirectional, packed, device)
     else:
-        kind = _kind(mask_function, local_size)
+        kind = kind_of(mask_function, local_size)
     if attention_mask is not None:
         _check_padding(attention_mask, batch_size)
         attention_mask = attention_mask.expand(batch_size, -1)
-    ahead = kind is None or not kind[0]  # may queries that stand behind the padding's end see keys?
+    ahead = kind is None or not kind[0]  # may queries that stand after the padding's end see keys?
     if ahead and attention_mask is not None and isinstance(q_offset, int):
         _check_end(attention_mask, q_offset + q_length)
     extent = batch_size, q_length, kv_length
     holes = _may_have_holes(attention_mask, kv_length, kv_offset)
+    if kind is not None and kind[2] and not torch.compiler.is_dynamo_compiling():
+        whole = isinstance(q_offset, int) and q_offset == kv_offset == 0 and attention_mask is None
+        if not (whole and q_length == kv_length and _are_runs(mask_function, kv_length, use_vmap)):
+            kind = None
     if kind is None or holes:
         own = (torch.arange(q_length, device=device) + q_offset)[None]
         return _ranged(extent, mask_function, own, kv_offset, attention_mask, holes)
@@ -218,8 +248,8 @@ def cute_mask(
 def _check_padding(attention_mask: torch.Tensor, batch_size: int) -> None:
     if attention_mask.ndim != 2 or attention_mask.shape[0] not in (1, batch_size):
         raise NotImplementedError(
-            f"flash_cute.transformers: attention_mask must have shape ({batch_size} or 1, positions), got "
-            f"{tuple(attention_mask.shape)}"
+            f"flash_cute.transformers: attention_mask must have shape ({batch_size} or 1, positions), or be "
+            f"made by ranges_mask, got shape {tuple(attention_mask.shape)}"
         )
 
 
@@ -240,28 +270,28 @@ def _ranged(
     holes: bool,
 ) -> CuteMask:
     """The mask of a mask function as ranges, and the padding as lengths, or with holes as more ranges."""
-    ranges = ranges_of(mask_function, own, kv_offset + extent[2], kv_offset)
-    if ranges is None:
-        raise _refused(" and ".join(_conditions(mask_function)))
-    if attention_mask is None:
-        return CuteMask(extent, {}, ranges=ranges.contiguous())
-    if not holes:
-        first, end, factor = _padding(attention_mask, extent[2], kv_offset)
+    present = _present(attention_mask, extent[2], kv_offset) if holes else None
+    found = ranges_of(mask_function, own, kv_offset + extent[2], kv_offset, present)
+    if found is None:
+        raise refused(" and ".join(conditions_of(mask_function)))
+    ranges, count = found
+    factor, given = None, {}
+    if count is not None and _is_looked_at(count):
+        if (count > MOST).any():
+            place = [int(index) for index in (count > MOST).nonzero()[0]]
+            raise NotImplementedError(f"{_TOO_MANY}; sequence {place[0]} has more for query {place[1]}")
+        ranges = ranges[..., : max(1, int(count.max()) if count.numel() else 0), :]
+    elif count is not None:
+        say_later(count > MOST, f"{_TOO_MANY}; an earlier call had more, so NaN")
+        factor = torch.where(count > MOST, torch.nan, 1.0)[..., None, None]
+    if attention_mask is not None and not holes:
+        first, end, of_padding = _padding(attention_mask, extent[2], kv_offset)
+        factor = of_padding if factor is None else factor * of_padding
         given = {"leftpad_k": first.to(torch.int32), "seqused_k": end.to(torch.int32)}
-        return CuteMask(extent, {}, given, factor=factor, ranges=ranges.contiguous())
-    present = _present(attention_mask, extent[2], kv_offset)
-    count, runs, factor = _runs(present), MOST // ranges.shape[3], None
-    if _is_looked_at(attention_mask):
-        if count.max() > runs:
-            raise NotImplementedError(
-                f"flash_cute.transformers: the mask must have at most {MOST} ranges of keys for each "
-                f"query, got {ranges.shape[3]}, each cut by padding into {int(count.max())}"
-            )
-        runs = max(1, int(count.max()))
-    else:
-        factor = torch.where(count > runs, torch.nan, 1.0)[:, None, None, None]
-    present = masks.padding(present, extent[1], runs=runs)
-    return CuteMask(extent, {}, factor=factor, ranges=masks.intersection(ranges, present))
+    return CuteMask(extent, {}, given, factor=factor, ranges=ranges.contiguous())
+
+
+_TOO_MANY = f"flash_cute.transformers: the mask must have at most {MOST} ranges of keys for each query"
 
 
 def _may_have_holes(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> bool:
@@ -286,88 +316,18 @@ def _runs(present: torch.Tensor) -> torch.Tensor:
     return (present & ~torch.nn.functional.pad(present, (1, 0))[:, :-1]).sum(1)
 
 
-# The conditions whose intersection each accepted mask is, and whether it is bidirectional, a window, packed.
-_CAUSAL, _PACKED, _WINDOW = "causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay"
-_KINDS = {
-    (_CAUSAL,): (False, False, False),
-    (_CAUSAL, _WINDOW): (False, True, False),
-    # On places in the row, up to some version before transformers 5.23, or in the packed sequence.
-    (_CAUSAL, _PACKED): (False, False, True),
-    (_CAUSAL, _PACKED, _WINDOW): (False, True, True),
-    (f"packed {_CAUSAL}", _PACKED): (False, False, True),
-    (f"packed {_CAUSAL}", f"packed {_WINDOW}", _PACKED): (False, True, True),
-    ("bidirectional_mask_function",): (True, False, False),
-    ("bidirectional_mask_function", "sliding_window_bidirectional_overlay"): (True, True, False),
-}
-_SAID = {
-    "blockwise_overlay": "blocks of block_sequence_ids or token_type_ids",
-    "chunked_overlay": "chunks of attention_chunk_size",
-}
+def _are_runs(mask_function: Callable, length: int, of_the_caller: bool) -> bool:
+    """Is each packed sequence of a mask function in one piece? Those that transformers has found are."""
+    ids = packed_ids(mask_function)
+    if ids.shape[1] != length:
+        return False
+    if not _is_looked_at(ids):
+        made_by_transformers = "packed causal_mask_function" in conditions_of(mask_function)
+        return not of_the_caller and (made_by_transformers or not _PLACES_ARE_REMAPPED)
+    return bool((ids[:, 1:] >= ids[:, :-1]).all())
 
 
-def _kind(mask_function: Callable, local_size: int | None) -> tuple[bool, bool, bool] | None:
-    """Whether a mask function's mask is bidirectional, a window of local_size, packed; None for others."""
-    conditions = _conditions(mask_function)
-    return _KINDS.get(tuple(sorted(name.removesuffix(f"({local_size})") for name in conditions)))
-
-
-def _conditions(mask_function: Callable) -> list[str]:
-    """What a mask function of transformers is the intersection of, by the names of what makes it there.
-
-    Anything else is one condition, with a name that no accepted one has.
-    """
-    name, held = made_by(mask_function)
-    if held is None:
-        return [f"the mask function {name}"]
-    if name == "and_masks" and "mask_functions" in held:
-        return [condition for part in held["mask_functions"] for condition in _conditions(part)]
-    if name == "or_masks" and "mask_functions" in held:
-        return [f"({' or '.join(' and '.join(_conditions(part)) for part in held['mask_functions'])})"]
-    if name == "remap_positions_for_packed_sequence" and "mask_function" in held:
-        return [f"packed {condition}" for condition in _conditions(held["mask_function"])]
-    return [f"{name}({held['sliding_window']})" if "sliding_window" in held else _SAID.get(name, name)]
-
-
-_AND_MASK = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
-
-
-def _assumed_kind(
-    mask_function: Callable, local_size: int | None, bidirectional: bool, packed: bool, device: Any
-) -> tuple[bool, bool, bool]:
-    """_kind under Dynamo, which reads no closure in torch 2.11.
-
-    What and_masks has made is taken for what transformers makes with these arguments, if it only compares.
-    """
-    if mask_function is masking_utils.causal_mask_function:
-        return False, False, False
-    if mask_function is masking_utils.bidirectional_mask_function:
-        return True, False, False
-    windowed = local_size is not None
-    if getattr(mask_function, "__code__", None) is not _AND_MASK or not (windowed or packed):
-        raise _refused(f"the mask function {mask_function.__name__} under torch.compile")
-    nowhere = torch.arange(0, device=device)
-    with _Comparisons():
-        mask_function(nowhere, 0, nowhere, nowhere)
-    return bidirectional, windowed, packed
-
-
-# What the accepted masks call, of either module. or_masks begins with new_zeros, and chunks are a quotient.
-_COMPARISONS = frozenset(
-    getattr(module, form)
-    for name in ("new_ones", "to", "getitem", "sub", "abs", "le", "gt", "ge", "eq", "and")
-    for form in (name, f"__{name}__")
-    for module in (torch.Tensor, operator)
-    if hasattr(module, form)
-)
-
-
-class _Comparisons(TorchFunctionMode):
-    """Refuses a mask function that is more than an intersection of comparisons, when it is called."""
-
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in _COMPARISONS:
-            raise _refused("a mask function that is more than comparisons under torch.compile")
-        return function(*args, **(kwargs or {}))
+_PLACES_ARE_REMAPPED = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> torch.Tensor:
@@ -382,6 +342,9 @@ def _offsets(batch_size: int, length: int, mask_function: Callable, device) -> t
     return places.where(begins, places[-1]).sort().values.to(torch.int32)
 
 
+_ACCEPTED = "padding at the start and at the end is accepted, any after expect_holes()"
+
+
 def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     """The first of the keys that are no padding, (batch,), the end of them, and a CuteMask's factor."""
     present = _present(attention_mask, kv_length, kv_offset)
@@ -391,9 +354,10 @@ def _padding(attention_mask: torch.Tensor, kv_length: int, kv_offset: int):
     holes = end - first != present.sum(1)
     if lengths.CHECKED and lengths.are_known(holes, holes) and holes.any():
         raise ValueError(
-            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; padding "
-            "at the begin and at the end is accepted, any behind expect_holes()"
+            f"flash_cute.transformers: the padding of sequence {int(holes.nonzero()[0])} has holes; "
+            f"{_ACCEPTED}"
         )
+    say_later(holes, f"flash_cute.transformers: padding of an earlier call has holes, so NaN; {_ACCEPTED}")
     factor = torch.where(holes, torch.nan, 1.0)
     return first, end, factor[:, None, None, None]
 
@@ -402,21 +366,6 @@ def _present(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> to
     """bool (batch, kv_length): which keys are no padding; those that a static cache awaits are."""
     present = attention_mask[:, kv_offset : kv_offset + kv_length]
     return torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
-
-
-def _refused(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        "flash_cute.transformers: the mask must be made of transformers' causal, bidirectional, "
-        f"sliding-window, chunked, blockwise and packed ones, got {found}"
-    )
-
-
-def _of_the_model(found: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"flash_cute.transformers: the mask must be left to attention, got {found} by the model; load it "
-        f'without attn_implementation and call model.set_attn_implementation("{NAME}"), which leaves such '
-        'models as they are, or take "eager"'
-    )
 
 
 def error(found: str, accepted: str) -> NotImplementedError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers import modeling_flash_attention_utils
+from transformers import PreTrainedModel, modeling_flash_attention_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 import flash_cute
@@ -98,6 +98,34 @@ def _imports(implementation: str | None, *args: Any, **options: Any) -> tuple:
     return *functions, modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
 
 
+# Model types that list the flash attention they take; transformers replaces any other by the first of these.
+# Theirs needs sinks and windows. That of other types with such a list, minimax_m3_vl so far, may be sparse.
+_OF_A_LIST = {
+    "flint",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "mimo_v2_flash",
+    "openai_privacy_filter",
+}
+_check_implementation = PreTrainedModel._check_and_adjust_attn_implementation
+
+
+def _checked(self: PreTrainedModel, attn_implementation: str | None, *args: Any, **options: Any) -> str:
+    """PreTrainedModel._check_and_adjust_attn_implementation, which keeps our name for these model types."""
+    listed = self._compatible_flash_implementations
+    if attn_implementation == NAME and listed is not None and NAME not in listed:
+        model_type = self.config.model_type
+        if model_type not in _OF_A_LIST:
+            raise NotImplementedError(
+                f"flash_cute.transformers: attn_implementation of {type(self).__name__} must be eager or of "
+                f'its list {listed}, as its attention may be sparse, got "{NAME}"'
+            )
+        listed.append(NAME)
+    return _check_implementation(self, attn_implementation, *args, **options)
+
+
 def install() -> None:
+    PreTrainedModel._check_and_adjust_attn_implementation = _checked
     PagedAttentionCache.update = _update
     modeling_flash_attention_utils._lazy_imports = _imports

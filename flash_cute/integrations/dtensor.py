@@ -25,10 +25,10 @@ from math import prod
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from flash_cute import ops, torch_private
-from flash_cute.registration import LENGTHS
+from flash_cute._torch import ops, private
+from flash_cute.options import LENGTHS
 
-OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = torch_private.parts_of_dtensor()
+OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = private.parts_of_dtensor()
 
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dsinks")}
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
@@ -37,7 +37,7 @@ Placements = dict[str, Placement]  # of each tensor of a call, by its name
 
 def rule(schema) -> OpStrategy:
     """All the ways to share out one call, DTensor's OpSchema, for DTensor to choose from."""
-    names = torch_private.argument_names(schema.op)
+    names = private.argument_names(schema.op)
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = {name: value for name, value in given.items() if isinstance(value, OpStrategy)}
     results = RESULTS["backward" if "out" in tensors else "forward"]

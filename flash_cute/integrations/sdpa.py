@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute import ops
+from flash_cute._torch import ops
 from flash_cute.wording import named
 
 NAME = "flash_cute"

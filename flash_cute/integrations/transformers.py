@@ -4,9 +4,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., dtype="bfloat16", attn_implementation="cute_attention")
 
-The import registers the name with transformers' AttentionInterface and AttentionMaskInterface, and beside it
+The import registers the name with transformers' AttentionInterface and AttentionMaskInterface, and next to it
 "cute_flash_attention_3", which continuous batching accepts (transformers 5.23 and newer). Nothing waits for
-the GPU: on the device, padding becomes lengths, or behind expect_holes() ranges of keys, and packed sequences
+the GPU: on the device, padding becomes lengths, or after expect_holes() ranges of keys, and packed sequences
 become offsets.
 
 Source: masking_utils.py and integrations/sdpa_attention.py of transformers 5.23 and 5.24.
@@ -21,6 +21,7 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
+from flash_cute._torch.checks import require_stored
 from flash_cute.integrations._transformers_masks import (
     NAME,
     VERSION,
@@ -30,7 +31,6 @@ from flash_cute.integrations._transformers_masks import (
     expect_holes,
     ranges_mask,
 )
-from flash_cute.storage import require_stored
 
 __all__ = ["cute_attention", "cute_flash_attention", "cute_mask", "expect_holes", "ranges_mask"]
 
@@ -83,7 +83,8 @@ def cute_attention(
     elif not isinstance(mask, CuteMask):
         shape = tuple(getattr(mask, "shape", ()))
         found = f"attention_mask is a {type(mask).__name__} of shape {shape}"
-        raise error(found, "padding of two dimensions, given to the model,")
+        accepted = "padding of two dimensions, or ranges_mask(flash_cute.masks.from_dense(mask)),"
+        raise error(found, accepted)
     q_length, kv_length = mask.extent[1:]
     if (q_length, kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
@@ -99,7 +100,7 @@ def cute_attention(
     if cu_seq_lens_q is not None:
         if mask.lengths or mask.ranges is not None:
             found = "a static cache" if mask.ranges is None else "a mask of ranges"
-            raise error(f"cu_seq_lens_q is given beside padding or {found}", "one of both")
+            raise error(f"cu_seq_lens_q is given together with padding or {found}", "one of both")
         offsets = cu_seq_lens_q, cu_seq_lens_k
     elif lengths.CHECKED:
         _check_positions(mask, options.get("position_ids"))

@@ -85,6 +85,17 @@ def checked_ranges(x, query):
     return jnp.squeeze(as_int32(), 1)
 
 
+def checked_sinks(sinks, query: jax.Array) -> jax.Array:
+    sinks = array(ATTENTION, "sinks", sinks)
+    heads = query.shape[2]
+    if sinks.shape != (heads,) or sinks.dtype not in (jnp.float32, query.dtype):
+        raise ValueError(
+            f"{ATTENTION}: sinks must be float32[{heads}], or of query's dtype, got "
+            f"{sinks.dtype}{list(sinks.shape)}"
+        )
+    return sinks.astype(jnp.float32)
+
+
 def checked_window(window):
     """(left, right)"""
     limits = tuple(window) if isinstance(window, tuple | list) else (window, window)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from flash_cute._cpu.sinks import with_sinks
 from flash_cute.jax import arguments, kernels, plain, shards
-from flash_cute.jax import sinks as sinks_of
 from flash_cute.jax.arguments import ATTENTION
-from flash_cute.wording import require_bool
+from flash_cute.wording import hinting, require_bool
 
 _ROW_BYTES = 16  # rows of the kernels are multiples of so many bytes
 _ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # ElementType in params.hpp
@@ -22,6 +22,7 @@ _ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # ElementType in params
 Window = int | tuple[int, int] | None
 
 
+@hinting("flash_cute.jax")
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -83,9 +84,10 @@ def attention(
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691.
     """
+    instead = {"bias": "", "mask": "; ranges says which keys a query sees", "implementation": ""}
     for name, x in (("bias", bias), ("mask", mask), ("implementation", implementation)):
         if x is not None:
-            raise ValueError(f"{ATTENTION}: {name} is given; None is accepted")
+            raise ValueError(f"{ATTENTION}: {name} is given; None is accepted{instead[name]}")
     options = {"is_causal": is_causal, "deterministic": deterministic, "return_residual": return_residual}
     for name, x in options.items():
         require_bool(ATTENTION, name, x)
@@ -110,7 +112,7 @@ def attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
     tf32 = arguments.is_tf32(precision) and query.dtype == jnp.float32
     options = _Options(scale, -1, -1, tf32, deterministic, return_residual or sinks is not None)
-    sinks = None if sinks is None else sinks_of.checked(sinks, query)
+    sinks = None if sinks is None else arguments.checked_sinks(sinks, query)
 
     def compute(query, key, value, lengths):
         *of_rows, ranges = lengths
@@ -120,9 +122,14 @@ def attention(
         return _with_lengths(query, key, value, lengths, is_causal, same, options)
 
     out, lse = _in_shards(compute, query, key, value, lengths)
+    lse = jnp.swapaxes(lse, 1, 2)
     if sinks is not None:
-        out, lse = sinks_of.with_sinks(out, lse, sinks, lengths[0])
-    out, lse = (x if has_batch else jnp.squeeze(x, 0) for x in (out, jnp.swapaxes(lse, 1, 2)))
+        valid = True
+        if lengths[0] is not None:
+            valid = (jnp.arange(query.shape[1], dtype=jnp.int32) < lengths[0][:, None])[..., None]
+        shrunk, lse = with_sinks(jnp, jax.lax.stop_gradient, out, lse, sinks[None, None], valid)
+        out = shrunk.astype(out.dtype)
+    out, lse = (x if has_batch else jnp.squeeze(x, 0) for x in (out, lse))
     return (out, lse) if return_residual else out
 
 
@@ -273,8 +280,7 @@ def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
 
     def default(dout, dlse, query, key, value, lengths, out, lse):
-        _, gradients = jax.vjp(lambda *x: plain.attention(*x, lengths, options), query, key, value)
-        return gradients((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return plain.attention_backward(dout, dlse, query, key, value, lengths, options)
 
     operands = dout, dlse, query, key, value, lengths, out, lse
     if kernels.library() is None:

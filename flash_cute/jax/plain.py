@@ -1,11 +1,17 @@
-"""The same in jax.numpy: what computes where there are no kernels."""
+"""The same in jax.numpy: what computes where there are no kernels.
+
+Compiled as a whole, also where a caller compiles nothing: operation by operation, the first call of a shape
+takes several times as long.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from flash_cute import windows
+from flash_cute._cpu import windows
 
 
 def _places(shape, dim):
@@ -27,6 +33,7 @@ def _visible(seqlen_q, seqlen_k, lengths, options):
     return seen & (rows < used_q)
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def attention(query, key, value, lengths, options):
     """(out, lse) in float32, with the whole matrix of scores, of the kernels' masks."""
     batch, seqlen_q, heads_q, head_dim = query.shape
@@ -50,6 +57,13 @@ def attention(query, key, value, lengths, options):
     return out.astype(query.dtype), jnp.where(blind[:, None], -jnp.inf, lse)
 
 
+@functools.partial(jax.jit, static_argnames="options")
+def attention_backward(dout, dlse, query, key, value, lengths, options):
+    """dq, dk and dv; dlse may be None."""
+    (_, lse), gradients = jax.vjp(lambda *x: attention(*x, lengths, options), query, key, value)
+    return gradients((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+
+
 def _hidden_columns(shape, lengths, causal):
     """bool, of a shape that broadcasts to x's: where a row does not see a column."""
     columns = _places(shape, len(shape) - 1)
@@ -61,6 +75,7 @@ def _hidden_columns(shape, lengths, causal):
     return ~windows.visible(rows, columns, seqlen_q, used, right=right, skipped=skipped)
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def softmax(x, lengths, options):
     """(probabilities, lse)"""
     scale, causal = options
@@ -78,6 +93,7 @@ def _scores(x, hidden, scale):
     return jnp.where(hidden, fill, scale * jnp.where(hidden, 0, x.astype(jnp.float32)))
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def softmax_backward(dprobabilities, dlse, kept, lengths, options):
     """dx; kept: the probabilities where they are float32, else x."""
     scale, causal = options

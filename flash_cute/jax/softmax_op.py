@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec
 
 from flash_cute.jax import arguments, kernels, plain, shards
 from flash_cute.jax.arguments import MAX_LENGTH, SOFTMAX
-from flash_cute.wording import require_bool
+from flash_cute.wording import hinting, require_bool
 
 _MAX_ROWS = 2**31 - 2
 
 
+@hinting("flash_cute.jax")
 def softmax(
     x: jax.Array,
     *,

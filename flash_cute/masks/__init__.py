@@ -10,7 +10,7 @@ seqlen, and don't wait for the device where nothing else is said. In the drawing
 key, and # is what it sees.
 
 `queries` says where each query stands among the keys: a number n (0 to n - 1), or integers: (batch or 1,
-seqlen_q), such as torch.arange(n) + used[:, None] behind a cache of `used` keys, or (total_q,) of packed
+seqlen_q), such as torch.arange(n) + used[:, None] after a cache of `used` keys, or (total_q,) of packed
 queries, as positions() gives them. `device`: of the result where queries is a number and no tensor is given.
 """
 
@@ -19,6 +19,7 @@ from flash_cute.masks.drawing import show
 from flash_cute.masks.flex import from_block_mask, from_mask_mod
 from flash_cute.masks.named import (
     block_diffusion,
+    causal,
     chunks,
     documents,
     images,
@@ -30,6 +31,7 @@ from flash_cute.masks.named import (
 
 __all__ = [
     "block_diffusion",
+    "causal",
     "chunks",
     "documents",
     "from_block_mask",

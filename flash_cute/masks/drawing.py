@@ -6,13 +6,24 @@ from os import PathLike
 
 import torch
 
-from flash_cute import key_ranges
-from flash_cute.windows import Window
+from flash_cute._cpu import key_ranges
+from flash_cute._cpu.windows import Window
+from flash_cute.masks.parts import (
+    RANGES,
+    require_flag,
+    require_length,
+    require_number,
+    require_pair,
+    require_tensor,
+    require_values,
+)
+from flash_cute.wording import hinting, shown
 
 _SHADES = " .:#"  # nothing, less than half, more, all
 _ROWS = 2048  # queries at a time: bounds the memory
 
 
+@hinting("flash_cute.masks")
 def show(
     ranges: torch.Tensor,
     seqlen_k: int,
@@ -38,7 +49,7 @@ def show(
         ranges: (batch or 1, 1, seqlen_q, R, 2), or of one sequence (seqlen_q, R, 2).
         seqlen_k: how many keys there are.
         causal, window: of the call, which cuts the ranges.
-        entry: the entry of the batch that is drawn.
+        entry: the entry of the batch that is drawn; one that serves all of them is drawn for any.
         block: (queries, keys) of a block that is visited if one of its pairs is seen.
         width: at most so many rows and columns of letters, of which each stands for several queries and keys
             where there are more. Of its pairs all are seen ("#"), half or more (":"), fewer (".") or none.
@@ -46,13 +57,29 @@ def show(
 
     Returns the lines.
     """
-    ranges = (ranges[min(entry, len(ranges) - 1), 0] if ranges.dim() == 5 else ranges).cpu()
-    left, right = window if isinstance(window, tuple | list) else (window, window)
+    require_tensor("show", "ranges", ranges, *RANGES)
+    require_values("show", ranges)
+    seqlen_k = require_length("show", "seqlen_k", seqlen_k)
+    require_flag("show", "causal", causal)
+    left, right = _limits(window)
+    entries = len(ranges) if ranges.dim() == 5 else 1
+    entry = require_number("show", "entry", entry, 0)
+    if entries != 1 and entry >= entries:
+        raise ValueError(f"flash_cute.masks.show: entry must be below ranges' batch {entries}, got {entry}")
+    block = require_pair("show", "block", block)
+    for length in block:
+        require_number("show", "each of block", length, 1)
+    width = require_number("show", "width", width, 1)
+    if not isinstance(png, str | PathLike | None):
+        accepted = "the name of a file or None"
+        raise TypeError(f"flash_cute.masks.show: png must be {accepted}, got {shown(png)}")
+    ranges = (ranges[min(entry, entries - 1), 0] if ranges.dim() == 5 else ranges).cpu()
     limits = Window.of(len(ranges), seqlen_k, left, 0 if causal else right)
     start, end = key_ranges.disjoint(limits, ranges)
     step = max(1, -(-max(len(ranges), seqlen_k) // width))
     cells, sizes = _seen(start, end, seqlen_k, (step, step))
-    visited, _ = _seen(start, end, seqlen_k, block)
+    most = max(1, len(ranges), seqlen_k)
+    visited, _ = _seen(start, end, seqlen_k, tuple(min(length, most) for length in block))
     pairs, of_pairs = int((end - start).sum()), len(ranges) * seqlen_k
     blocks, of_blocks = int((visited > 0).sum()), visited.numel()
     shares = cells / sizes
@@ -63,6 +90,15 @@ def show(
     if png is not None:
         _write(png, shares, lines[-1], step)
     return "\n".join(lines)
+
+
+def _limits(window: object) -> tuple[int | None, int | None]:
+    limits = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    if len(limits) != 2:
+        raise ValueError(
+            f"flash_cute.masks.show: window must be an int, a pair of them or None, got {shown(window)}"
+        )
+    return tuple(limit if limit is None else require_number("show", "window", limit, 0) for limit in limits)
 
 
 def _seen(start: torch.Tensor, end: torch.Tensor, seqlen_k: int, size: tuple[int, int]):

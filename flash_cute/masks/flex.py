@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flash_cute.masks.parts import MOST, require_number, runs_in, with_least_room
-from flash_cute.wording import shown
+from flash_cute._torch.checks import require_stored
+from flash_cute.masks.parts import (
+    MOST,
+    require_device,
+    require_length,
+    require_values,
+    runs_in,
+    with_least_room,
+)
+from flash_cute.wording import hinting, shown
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -17,6 +25,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 _PAIRS = 2**26  # evaluated at a time: bounds the memory
 
 
+@hinting("flash_cute.masks")
 def from_mask_mod(
     mask_mod: MaskMod,
     batch: int,
@@ -36,8 +45,15 @@ def from_mask_mod(
 
     Raises ValueError where the keys of a query lie in more than four runs, or mask_mod looks at h.
     """
-    for name, value in {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}.items():
-        require_number("from_mask_mod", name, value, 0)
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    batch, seqlen_q, seqlen_k = (require_length("from_mask_mod", *size) for size in sizes.items())
+    require_device("from_mask_mod", device)
+    if not callable(mask_mod):
+        kind = type(mask_mod).__name__
+        raise TypeError(
+            f"flash_cute.masks.from_mask_mod: mask_mod is of type {kind}; a function (b, h, q_idx, kv_idx) "
+            "is accepted"
+        )
     step = max(1, _PAIRS // max(1, batch * seqlen_k))
     found = []
     for first in range(0, seqlen_q, step):
@@ -48,6 +64,7 @@ def from_mask_mod(
     return with_least_room("from_mask_mod", found, (batch, seqlen_q), device)
 
 
+@hinting("flash_cute.masks")
 def from_block_mask(block_mask: BlockMask) -> torch.Tensor:
     """The ranges of FlexAttention's BlockMask. It waits for the device, several times.
 
@@ -70,6 +87,9 @@ def from_block_mask(block_mask: BlockMask) -> torch.Tensor:
             "flash_cute.masks.from_block_mask: kv_num_blocks must have shape (batch, heads, blocks), got "
             f"{tuple(block_mask.kv_num_blocks.shape)}"
         )
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        require_stored("masks.from_block_mask", **{f"block_mask.{name}": getattr(block_mask, name)})
+    require_values("from_block_mask", block_mask.kv_num_blocks)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
@@ -93,7 +113,7 @@ def _listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     columns = indices.shape[-1]
     counted = torch.arange(columns, device=indices.device) < counts.unsqueeze(-1)
     found = counted.new_zeros((*indices.shape[:-1], columns + 1))
-    # What is not counted goes to a column behind the last.
+    # What is not counted goes to a column after the last.
     return found.scatter(-1, indices.long().where(counted, columns), True)[..., :columns]
 
 
@@ -147,14 +167,19 @@ def _values(
     head = torch.zeros((), dtype=torch.int64, device=rows.device).as_subclass(_Head)
 
     def at(entry, _, row, key):
-        return mask_mod(entries[entry], head, rows[row], keys[entry, key])
+        try:
+            seen = mask_mod(entries[entry], head, rows[row], keys[entry, key])
+        except _HeadIsRead:
+            raise ValueError(
+                f"flash_cute.masks.{name}: mask_mod looks at its head; a mask alike for all heads is accepted"
+            ) from None
+        except Exception as error:
+            raise ValueError(f"flash_cute.masks.{name}: mask_mod raised {shown(error)}") from error
+        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool or seen.dim() > 0:
+            got = f"{seen.dtype} {tuple(seen.shape)}" if isinstance(seen, torch.Tensor) else shown(seen)
+            raise ValueError(
+                f"flash_cute.masks.{name}: mask_mod must return torch.bool of no dimensions, got {got}"
+            )
+        return seen
 
-    try:
-        seen = create_mask(at, size[0], 1, *size[1:], device=rows.device)
-    except _HeadIsRead:
-        raise ValueError(
-            f"flash_cute.masks.{name}: mask_mod looks at its head; a mask alike for all heads is accepted"
-        ) from None
-    if seen.dtype != torch.bool:
-        raise ValueError(f"flash_cute.masks.{name}: mask_mod must return torch.bool, got {shown(seen.dtype)}")
-    return seen[:, 0]
+    return create_mask(at, size[0], 1, *size[1:], device=rows.device)[:, 0]

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 
-from flash_cute.wording import shown
+from flash_cute._torch.checks import require_stored
+from flash_cute.wording import require_bool, shown
 
 Queries = int | torch.Tensor
+_FACE = "flash_cute.masks."
 MOST = 4  # ranges of a query
+SEQLEN = 2**28  # the largest, see docs/limits.md
+KEYS = 2**31 - 1  # more than all keys that there may be, and the largest int32
+LARGEST = 2**63 - 1  # of the host's numbers that meet a tensor of int64
+RANGES = "batch or 1, 1, seqlen_q, R, 2", "total_q, R, 2"
+_INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32
+_FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
+_HELD = {"integers": _INTEGERS, "booleans": (torch.bool,), "numbers": (torch.bool, *_INTEGERS, *_FLOATS)}
 
 
-def places(name: str, queries: Queries, device) -> torch.Tensor:
-    """int32 (batch or 1, seqlen_q) or (total_q,): where queries stand."""
+def places(name: str, queries: Queries, device: torch.device | str | None) -> torch.Tensor:
+    """int64 (batch or 1, seqlen_q) or (total_q,): where queries stand, -1 of all before the first key."""
+    require_device(name, device)
     if not isinstance(queries, torch.Tensor):
-        require_number(name, "queries", queries, 0)
-        return torch.arange(queries, device=device, dtype=torch.int32).unsqueeze(0)
-    if queries.dim() not in (1, 2) or queries.is_floating_point() or queries.dtype == torch.bool:
-        raise ValueError(
-            f"flash_cute.masks.{name}: queries is {queries.dtype} {tuple(queries.shape)}; a number, or "
-            "integers (batch or 1, seqlen_q) or (total_q,), are accepted"
-        )
-    return queries.int()
+        queries = require_length(name, "queries", queries, "a tensor of integers or an int")
+        return torch.arange(queries, device=device).unsqueeze(0)
+    require_tensor(name, "queries", queries, "batch or 1, seqlen_q", "total_q,")
+    return queries.long().clamp(min=-1)
+
+
+def after(place: torch.Tensor) -> torch.Tensor:
+    """The key after each, and of what is beyond all keys, one that is, too: place + 1 may not be an int64."""
+    return place.clamp(max=KEYS) + 1
+
+
+def at_most(number: int, most: int) -> int:
+    """The smaller; of a symbol without a comparison, which is a guard: min() has none in torch.compile."""
+    return torch.sym_min(number, most) if isinstance(number, torch.SymInt) else min(number, most)
+
+
+def offsets(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """As int32, beyond all rows what was: with room to add and subtract rows."""
+    return cu_seqlens.long().clamp(-(2**30), 2**30).int()
+
+
+def saturated(bounds: torch.Tensor) -> torch.Tensor:
+    """As int32; what has no room there is beyond all keys."""
+    return bounds if bounds.dtype == torch.int32 else bounds.long().clamp(-KEYS - 1, KEYS).int()
 
 
 def stacked(*bounds: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """(start, end) of each range of all queries, (batch, seqlen_q) or (total_q,), as the calls take them."""
-    ranges = torch.stack([torch.stack(torch.broadcast_tensors(*pair), -1) for pair in bounds], -2).int()
+    ranges = torch.stack([torch.stack(torch.broadcast_tensors(*pair), -1) for pair in bounds], -2)
+    ranges = saturated(ranges)
     return ranges.unsqueeze(1) if ranges.dim() == 4 else ranges
 
 
@@ -68,12 +97,13 @@ def with_least_room(
     size: tuple[int, int],
     device: torch.device | str | None,
 ) -> torch.Tensor:
-    """What runs_in found for parts of the queries, one behind the other, as ranges of size (batch, queries).
+    """What runs_in found for parts of the queries, one after the other, as ranges of size (batch, queries).
 
     Raises ValueError if a query has too many; waits for the device.
     """
     if 0 in size:
         return torch.zeros(size[0], 1, size[1], 1, 2, dtype=torch.int32, device=device)
+    require_values(name, found[0][0])
     start, end, count = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     require_few(name, "query", count, MOST)
     most = max(1, int(count.max()))
@@ -81,27 +111,108 @@ def with_least_room(
 
 
 def require_tensor(
-    name: str, argument: str, tensor: torch.Tensor, dims: int, accepted: str, integers: bool = True
-) -> None:
+    name: str, argument: str, tensor: object, *shapes: str, holds: str = "integers"
+) -> torch.Tensor:
+    """The tensor, of a type that PyTorch compares.
+
+    Raises where it is none of one of these shapes: "batch or 1, 1, seqlen_q" has a 1 in the middle.
+    """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
-        raise TypeError(f"flash_cute.masks.{name}: {argument} is of type {kind}; a torch.Tensor is accepted")
-    if tensor.dim() != dims:
+        raise TypeError(f"{_FACE}{name}: {argument} is of type {kind}; a torch.Tensor is accepted")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        layout = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{_FACE}{name}: {argument} must be a dense tensor, got {layout}")
+    if not any(_fits(tensor.shape, shape.split(", ")) for shape in shapes):
+        accepted = " or ".join(f"({shape})" for shape in shapes)
+        raise ValueError(f"{_FACE}{name}: {argument} must have shape {accepted}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in _HELD[holds]:
+        raise ValueError(f"{_FACE}{name}: {argument} must hold {holds}, got {tensor.dtype}")
+    require_stored(f"masks.{name}", **{argument: tensor})
+    return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32) else tensor
+
+
+def _fits(shape: torch.Size, sizes: list[str]) -> bool:
+    def fits(length: int, size: str) -> bool:
+        return length == int(size) if size.isdigit() else length > 0 or not (size == "R" or "+ 1" in size)
+
+    return len(shape) == len(sizes) and all(fits(*pair) for pair in zip(shape, sizes, strict=True))
+
+
+def require_match(
+    name: str, one: tuple[str, torch.Tensor], other: tuple[str, torch.Tensor], dims: int, batch: bool
+) -> None:
+    """Raises where two arguments differ in shape[:dims], of which a batch may be 1, or in their device."""
+    (first, x), (second, y) = one, other
+    if x.device != y.device:
         raise ValueError(
-            f"flash_cute.masks.{name}: {argument} must have shape {accepted}, got {tuple(tensor.shape)}"
+            f"{_FACE}{name}: {first} and {second} are on {x.device} and {y.device}; they must be on "
+            "one device"
         )
-    if integers and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-        raise ValueError(f"flash_cute.masks.{name}: {argument} must hold integers, got {tensor.dtype}")
+    sizes, others = x.shape[:dims], y.shape[:dims]
+    if batch and 1 in (sizes[0], others[0]):
+        sizes, others = sizes[1:], others[1:]
+    if sizes != others:
+        raise ValueError(
+            f"{_FACE}{name}: {first} and {second} have shapes {tuple(x.shape)} and {tuple(y.shape)}; "
+            "they must be of the same batch and queries"
+        )
 
 
-def require_number(name: str, argument: str, value: int, least: int) -> None:
-    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
-        raise ValueError(f"flash_cute.masks.{name}: {argument} must be an int >= {least}, got {shown(value)}")
+def require_values(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"{_FACE}{name}: tensors on device meta hold no values, which this function reads")
+
+
+def require_number(
+    name: str, argument: str, value: object, least: int, most: int | None = None, kind: str = "an int"
+) -> int:
+    number = _integer(value)
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f">= {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{_FACE}{name}: {argument} must be {kind} {bounds}, got {shown(value)}")
+    return number
+
+
+def require_length(name: str, argument: str, value: object, kind: str = "an int") -> int:
+    """Of a compiler's symbols there is no upper bound, which would be a guard."""
+    return require_number(name, argument, value, 0, None if torch.compiler.is_compiling() else SEQLEN, kind)
+
+
+def require_pair(name: str, argument: str, value: object) -> tuple[int, int]:
+    pair = tuple(map(_integer, value)) if isinstance(value, tuple | list) else ()
+    if len(pair) != 2 or None in pair:
+        raise ValueError(f"{_FACE}{name}: {argument} must be a pair of ints, got {shown(value)}")
+    return pair
+
+
+def _integer(value: object) -> int | None:
+    """Its value, of one of NumPy, too; None of a tensor, whose device would be waited for."""
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    try:
+        return None if isinstance(value, torch.Tensor) else index(value)
+    except TypeError:
+        return None
+
+
+def require_flag(name: str, argument: str, value: object) -> None:
+    require_bool(f"{_FACE}{name}", argument, value)
+
+
+def require_device(name: str, device: object) -> None:
+    if device is None or torch.compiler.is_compiling():
+        return
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # of many types
+        accepted = "a torch.device that is there, its name or None"
+        raise ValueError(f"{_FACE}{name}: device must be {accepted}, got {shown(device)}") from error
 
 
 def require_room(name: str, count: int) -> None:
     if count > MOST:
-        raise ValueError(f"flash_cute.masks.{name}: a query has at most {MOST} ranges, got {count}")
+        raise ValueError(f"{_FACE}{name}: a query has at most {MOST} ranges, got {count}")
 
 
 def require_few(name: str, what: str, count: torch.Tensor, most: int) -> None:
@@ -109,6 +220,6 @@ def require_few(name: str, what: str, count: torch.Tensor, most: int) -> None:
     if count.numel() and int(count.max()) > most:
         place = [int(index) for index in (count > most).nonzero()[0]]
         raise ValueError(
-            f"flash_cute.masks.{name}: {what} {place[-1]} has {int(count[tuple(place)])} ranges; at most "
+            f"{_FACE}{name}: {what} {place[-1]} has {int(count[tuple(place)])} ranges; at most "
             f"{most} are accepted"
         )

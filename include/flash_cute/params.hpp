@@ -9,8 +9,12 @@ namespace flash_cute {
 
 enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
-// split: parts of the keys side by side, and caches in pages; ranges: key ranges of each query.
+// split: splits of the keys side by side, and caches in pages; ranges: key ranges of each query.
 enum class Variant { plain, split, ranges };
+enum class Masking { window, table };  // by a window alone, or by a table of blocks, too
+constexpr Masking masking_of(Variant variant) {
+  return variant == Variant::ranges ? Masking::table : Masking::window;
+}
 // What kernels compute with. tf32: float32 in memory, whose products are computed in TF32 (precision="high").
 // Attention has kernels for those that instances.def lists.
 enum class ElementType { fp16, bf16, fp32, tf32 };
@@ -25,11 +29,14 @@ struct Instance {
   static constexpr Family family = family_;
   static constexpr ElementType element = element_;
   static constexpr int head_dim = head_dim_;
+  static constexpr int head_dim_v = head_dim_;
   static constexpr Variant variant = variant_;
 };
 
 struct ProblemShape {
-  int batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim;
+  int batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim;  // head_dim: of q and k
+
+  FLASH_CUTE_HOST_DEVICE constexpr int head_dim_v() const { return head_dim; }  // of v and out
 };
 
 // A (batch, head, row, column) view with unit column stride; strides count elements.
@@ -51,14 +58,13 @@ struct DeviceInfo {
 };
 
 // What is known of a batch of sequences of unequal lengths on the device only; null where it was not given.
-// Rows of a packed tensor belong to the sequence whose offsets enclose them, and its batch stride is 0; of a
-// padded one, entry b has those of sequence b.
+// Rows of a packed tensor belong to the sequence whose offsets enclose them, and its batch stride is 0;
+// of a padded one, entry b has those of sequence b.
 struct LengthParams {
   int const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // (batch + 1,) offsets of packed rows
   int const *seqused_q = nullptr, *seqused_k = nullptr;        // (batch,) how many rows count, from the first
   int const* leftpad_k = nullptr;                              // (batch,) how many of these keys do not count
-  void* workspace = nullptr;  // ForwardPlan::workspace_bytes, for the list of tiles
-  bool given = false;         // else the batch is uniform, as the shape says
+  bool given = false;                                          // else the batch is uniform, as the shape says
 };
 
 // Keys and values in a cache, whose rows are read where they lie. In pages, k and v of ForwardParams are
@@ -81,7 +87,8 @@ struct RangeParams {
   int const* given = nullptr;  // (batch or 1, seqlen_q, count, 2), packed (seqlen_q, count, 2)
   int64_t entry_stride = 0;    // from one entry of the batch to the next
   int count = 0;               // of a query; 0 where there are none
-  void* workspace = nullptr;   // RangeTable::bytes, for the table that a kernel makes of them
+
+  Masking masking() const { return count > 0 ? Masking::table : Masking::window; }
 };
 
 // For each query head the logit of a key that every query sees and that has no value.
@@ -109,6 +116,8 @@ struct ForwardParams {
   RangeParams ranges;
   bool batch_invariant;  // do a query's results not depend on what is computed beside it?
   SinkParams sinks;
+
+  Masking masking() const { return ranges.masking(); }
 };
 
 }  // namespace flash_cute

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from cases import Mask
+from support.cases import Mask
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import assume, given, settings  # noqa: E402, F401
@@ -75,13 +75,18 @@ def ragged_batches(draw, garbage=False):
     return sizes, window, (*offsets, *used, leftpad)
 
 
-def make_varlen_batch(host, sizes, window, lengths):
-    return host.VarlenBatch(sizes, make_mask(host, *sizes[3:5], *window), lengths)
+def all_lengths(lengths):
+    """In the order of LengthParams; of those that are given, the last ones may be left out."""
+    return [*(lengths or ()), *[None] * 5][:5]
+
+
+def make_varlen_batch(host, sizes, window, lengths=None):
+    return host.VarlenBatch(sizes, make_mask(host, *sizes[3:5], *window), all_lengths(lengths))
 
 
 def rows_of_sequence(sizes, lengths, index):
     """Its rows of q, and of them and of k those that count, as ranges."""
-    ranges = []
+    ranges, lengths = [], all_lengths(lengths)
     for side in range(2):
         size, offsets, used = sizes[3 + side], lengths[side], lengths[2 + side]
         begin, end = 0, size
@@ -106,7 +111,9 @@ def plan_backward(
     window=CAUSAL,
     multiprocessors=HOPPERS,
 ):
-    batch = make_varlen_batch(host, sizes, window, lengths or [None] * 5)
-    return host.plan_backward(
+    batch = make_varlen_batch(host, sizes, window, lengths)
+    plan = host.plan_backward(
         getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, multiprocessors
     )
+    assert plan.is_listed
+    return plan

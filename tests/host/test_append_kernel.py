@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from appends import (
-    DTYPES,
+from support.appends import (
     HEADS,
     LAYOUTS,
     NEW_ROWS,
@@ -15,17 +14,9 @@ from appends import (
     assert_appended,
     make_append,
     pairs,
+    without_pages,
 )
-
-
-@pytest.fixture(scope="session")
-def kernel_on_host(pytestconfig):
-    from conftest import cuda_headers, module
-
-    for folder in cuda_headers():
-        if (folder / "cuda_fp16.h").exists():
-            return module(pytestconfig, "flash_cute_append", folder)
-    pytest.skip("no CUDA headers")
+from support.cases import ALL_DTYPES
 
 
 def run(kernel, call, dtype) -> torch.Tensor | None:
@@ -85,13 +76,13 @@ def run(kernel, call, dtype) -> torch.Tensor | None:
     place=PLACES,
     rotary=ROTARIES,
     layout=LAYOUTS,
-    dtype=list(DTYPES),
+    dtype=list(ALL_DTYPES),
     head_dim=[16, 64, 72, 128, 256],
     heads=HEADS,
     rows=NEW_ROWS,
 )
 def test_rows(kernel_on_host, place, rotary, layout, dtype, head_dim, heads, rows):
-    call = make_append(torch.device("cpu"), place, rotary, layout, DTYPES[dtype], head_dim, heads, rows)
+    call = make_append(torch.device("cpu"), place, rotary, layout, ALL_DTYPES[dtype], head_dim, heads, rows)
     assert_appended(call, run(kernel_on_host, call, dtype))
 
 
@@ -101,14 +92,21 @@ def test_rows(kernel_on_host, place, rotary, layout, dtype, head_dim, heads, row
     page_size=[1, 5, 64],
     wide_table=[False, True],
     positions=[False, True],
-    dtype=list(DTYPES),
+    dtype=list(ALL_DTYPES),
 )
 def test_rotary(kernel_on_host, place, rotary, page_size, wide_table, positions, dtype):
     call = make_append(
         torch.device("cpu"), place, rotary, page_size=page_size, wide_table=wide_table, positions=positions,
-        head_dim=32, dtype=DTYPES[dtype],
+        head_dim=32, dtype=ALL_DTYPES[dtype],
     )  # fmt: skip
     assert_appended(call, run(kernel_on_host, call, dtype))
+
+
+@pytest.mark.parametrize("place", ["padded in pages", "packed in pages"])
+def test_sequences_without_pages(kernel_on_host, place):
+    """Their rows are not written over another's."""
+    call = without_pages(make_append(torch.device("cpu"), place, "halves", rows=40, dtype=torch.float32))
+    assert_appended(call, run(kernel_on_host, call, "fp32"))
 
 
 def test_slots_of_no_token(kernel_on_host):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from problems import CAUSAL, FEW, FULL, plan_backward
+from problems import CAUSAL, FEW, FULL, HOPPERS, plan_backward
 
 # The shared memory of a thread block on GPUs of 9.0, 8.0, and 8.6.
 HOPPER, A100, ADA = 232448, 166912, 101376
@@ -33,8 +33,8 @@ def test_tiles_of_the_backward_fit(host, smem_bytes):
     [
         (2048, CAUSAL, 128),
         (1024, CAUSAL, 64),
-        (1024, (None, None), 128),
-        (512, (None, None), 64),
+        (1024, FULL, 128),
+        (512, FULL, 64),
         (8192, (1024, None), 128),
         (8192, (512, 0), 64),
     ],
@@ -43,7 +43,7 @@ def test_keys_that_few_queries_see_take_a_smaller_tile(host, seqlen, window, blo
     batch = 16384 // seqlen
     offsets = [seqlen * index for index in range(batch + 1)]
     dense, packed = (batch, 2, 2, seqlen, seqlen, 64), (batch, 2, 2, 16384, 16384, 64)
-    for sizes, lengths in ((dense, None), (packed, (offsets, offsets, None, None, None))):
+    for sizes, lengths in ((dense, None), (packed, (offsets, offsets))):
         assert plan_backward(host, 64, sizes, lengths=lengths, window=window).tile.block_m == block_m
 
 
@@ -51,7 +51,7 @@ def test_keys_out_of_reach_do_not_make_the_tile_smaller(host):
     """2048 queries at the end of 16384 keys, a window of 4096: the first 10240 keys are nobody's."""
     queries, keys = [0, 2048, 4096], [0, 16384, 32768]
     dense, packed = (2, 2, 2, 2048, 16384, 64), (2, 2, 2, 4096, 32768, 64)
-    for sizes, lengths in ((dense, None), (packed, (queries, keys, None, None, None))):
+    for sizes, lengths in ((dense, None), (packed, (queries, keys))):
         assert plan_backward(host, 64, sizes, lengths=lengths, window=(4096, 0)).tile.block_m == 128
 
 
@@ -70,9 +70,9 @@ def test_kernels_of_the_backward(host, asked_for, runs):
     assert (plan.runs_kv, plan.runs_dq_alone, plan.accumulates_dq) == runs
     assert (plan.q_blocks, plan.kv_blocks) == (2 * 2, 2 * 5)
     rows = 4 * plan.q_blocks * plan.tile.block_m
-    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.gqa_splits > 1 and plan.runs_kv else 0
+    parts = 2 * plan.tiles * plan.tile.block_n * 128 if plan.gqa_parts > 1 and plan.runs_kv else 0
     if not asked_for[2]:
-        parts //= plan.gqa_splits  # these add to the same sums
+        parts //= plan.gqa_parts  # these add to the same sums
     assert plan.lse_delta_in_dq == plan.accumulates_dq
     assert plan.workspace_bytes == 4 * (parts + rows * (128 if plan.accumulates_dq else 2))
 
@@ -105,7 +105,7 @@ def test_queries_add_terms_where_many_see_a_key(host, lengths, deterministic):
 
     def lse_delta_mma(seqlen, head_dim, window=FULL):
         sizes = (2, 4, 4, seqlen, seqlen, head_dim)
-        cumulated = lengths and [[0, seqlen // 10, seqlen]] * 2 + [None] * 3
+        cumulated = lengths and [[0, seqlen // 10, seqlen]] * 2
         options = {"lengths": cumulated, "window": window, "family": "sm90"}
         return plan_backward(
             host, head_dim, sizes, asked_for=(True, True, deterministic), **options
@@ -153,18 +153,11 @@ def test_some_sums_are_cleared(host, packed):
         sizes, lengths = (2, 4, heads_kv, queries, seqlen, head_dim), None
         if packed:
             sizes = (2, 4, heads_kv, 2 * queries, 2 * seqlen, head_dim)
-            lengths = ([0, queries, 2 * queries], [0, seqlen, 2 * seqlen], None, None, None)
-        options = {} if heads_kv == 4 else {"multiprocessors": FEW}
-        asked_for = (True, True, deterministic)
+            lengths = ([0, queries, 2 * queries], [0, seqlen, 2 * seqlen])
+        options = {"lengths": lengths, "asked_for": (True, True, deterministic), "window": window}
+        multiprocessors = HOPPERS if heads_kv == 4 else FEW
         return plan_backward(
-            host,
-            head_dim,
-            sizes,
-            lengths=lengths,
-            asked_for=asked_for,
-            family="sm90",
-            window=window,
-            **options,
+            host, head_dim, sizes, family="sm90", multiprocessors=multiprocessors, **options
         ).zero_fills_dq
 
     assert not clears(130 * 128)
@@ -202,6 +195,15 @@ def test_empty_problems_have_a_plan(host, empty, packed, family):
     for dimension in ((0,), (1, 2), (3,), (4,), (3, 4))[empty]:
         sizes[dimension] = 0
     ends = [[size * i // 3 for i in range(sizes[0] + 1)] for size in sizes[3:]]
-    lengths = (*ends, None, None, None) if packed else None
-    plan = plan_backward(host, 64, (*sizes, 64), lengths=lengths, family=family)
+    plan = plan_backward(host, 64, (*sizes, 64), lengths=ends if packed else None, family=family)
     assert plan.tiles == plan.kv_blocks * sizes[2]
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_gpu_of_one_multiprocessor(host, family, head_dim):
+    """As a bound over all GPUs asks for; a tile of a cluster has two thread blocks."""
+    plan = plan_backward(
+        host, head_dim, (1, 2, 1, 1, 1, head_dim), family=family, window=FULL, multiprocessors=1
+    )
+    assert plan.blocks >= 1

@@ -5,32 +5,30 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from problems import (
-    CAUSAL,
-    FULL,
-    HOPPERS,
-    assume,
-    given,
-    make_varlen_batch,
-    ragged_batches,
-    shapes,
-    st,
-)
+from problems import CAUSAL, FULL, HOPPERS, assume, given, make_varlen_batch, ragged_batches, shapes, st
 
 L2_BYTES = 60 << 20  # of an H200, as it says itself
 
 
-def plan(host, family, head_dim, sizes, window=(None, None), lengths=None):
-    batch = make_varlen_batch(host, sizes, window, lengths or [None] * 5)
-    return host.plan_forward(getattr(host.Family, family), head_dim, batch, HOPPERS, L2_BYTES)
+def plan(host, family, head_dim, sizes, window=FULL, lengths=None, ranges=0):
+    """Its kernel is compiled, and its regions lie one after the other in the workspace."""
+    batch = make_varlen_batch(host, sizes, window, lengths)
+    chosen = host.plan_forward(getattr(host.Family, family), head_dim, batch, HOPPERS, L2_BYTES, ranges)
+    assert chosen.is_listed
+    end = 0
+    for begin, size in sorted(chosen.regions):
+        assert end <= begin <= end + 255
+        end = begin + size
+    assert chosen.workspace_bytes == end
+    return chosen
 
 
 @pytest.mark.parametrize(
     ("head_dim", "seqlen", "window", "tile"),
     [
-        (64, 8192, (None, None), (192, 128)),
+        (64, 8192, FULL, (192, 128)),
         (64, 512, CAUSAL, (128, 128)),
-        (128, 8192, (None, None), (192, 64)),
+        (128, 8192, FULL, (192, 64)),
         (128, 2048, CAUSAL, (128, 128)),
         (256, 2048, CAUSAL, (128, 64)),
     ],
@@ -52,7 +50,7 @@ def test_the_tile_is_that_of_least_work(host, head_dim, seqlen, window, tile):
 def test_the_tile_of_unequal_lengths(host, lengths, block_m):
     offsets = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     sizes = (len(lengths), 32, 32, offsets[-1], offsets[-1], 64)
-    assert plan(host, "sm90", 64, sizes, CAUSAL, [offsets, offsets, None, None, None]).tile.block_m == block_m
+    assert plan(host, "sm90", 64, sizes, CAUSAL, [offsets, offsets]).tile.block_m == block_m
 
 
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (64, 64), (65, 33), (256, 64)])
@@ -61,6 +59,19 @@ def test_heads_are_packed_where_queries_are_few(host, group, packed):
         assert plan(host, family, 128, (16, group, 1, 1, 8192, 128)).packed_heads == packed
         assert plan(host, family, 128, (16, group, 1, 8192, 8192, 128)).packed_heads == 1
     assert plan(host, "sm80", 128, (16, group, 1, 1, 100, 128)).packed_heads == 1  # of uncut keys
+
+
+@given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 128, 256]), st.integers(1, 4))
+def test_the_table_of_ranges_is_a_region(host, shape, family, head_dim, ranges):
+    """The last one, of as many bytes as each query's ranges take and more."""
+    batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
+    chosen = plan(host, family, head_dim, sizes, CAUSAL, ranges=ranges)
+    begin, size = chosen.regions[-1]
+    assert begin % 256 == 0
+    assert size > 8 * batch * seqlen_q * ranges
+    without = plan(host, family, head_dim, sizes, CAUSAL)
+    assert not chosen.splits or chosen.tile.block_n == without.tile.block_n
 
 
 @given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 96, 128, 192, 256]))
@@ -143,9 +154,9 @@ def test_plans_of_unequal_lengths(host, data, family):
     places = sum(-(-batch.sequence(b)[2] // chosen.tile_queries) for b in range(sizes[0]))
     tiles = places * sizes[2] * -(-(sizes[1] // sizes[2]) // chosen.packed_heads)
     assert chosen.blocks >= (tiles if family == "sm80" else min(tiles, HOPPERS))
-    assert chosen.prepares == (family == "sm80")
+    assert chosen.prepared_by_kernel == (family == "sm80")
     dynamic = 4 if tiles > chosen.blocks else 0  # a counter
-    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepares else dynamic)
+    assert chosen.workspace_bytes >= (16 + 32 * places if chosen.prepared_by_kernel else dynamic)
     if family == "sm90" and lengths[0] and sizes[3] % sizes[0] == 0:
         mean = [max(1, -(-rows // sizes[0])) for rows in sizes[3:5]]
         assert chosen.tile.block_m == plan(host, family, 128, (*sizes[:3], *mean, 128), window).tile.block_m
@@ -155,10 +166,8 @@ def test_plans_of_unequal_lengths(host, data, family):
 def test_many_sequences_are_listed_by_a_kernel_before(host, more):
     batch = host.FEW_SEQUENCES + more
     offsets = list(range(batch + 1))
-    chosen = plan(
-        host, "sm90", 128, (batch, 2, 2, batch, batch, 128), CAUSAL, [offsets, offsets, None, None, None]
-    )
-    assert chosen.prepares == bool(more)
+    chosen = plan(host, "sm90", 128, (batch, 2, 2, batch, batch, 128), CAUSAL, [offsets, offsets])
+    assert chosen.prepared_by_kernel == bool(more)
     assert (chosen.workspace_bytes >= 16 + 32 * batch) == bool(more)
 
 
@@ -166,10 +175,10 @@ def test_many_sequences_are_listed_by_a_kernel_before(host, more):
 def test_many_sequences_that_are_cut(host, more):
     """Blocks that list them keep the tile of each slot, for the kernel that combines parts."""
     batch = host.FEW_CUT_SEQUENCES + more
-    used = [None, None, None, [8192] * batch, None]
+    used = [None, None, None, [8192] * batch]
     chosen = plan(host, "sm90", 128, (batch, 32, 8, 1, 8192, 128), FULL, used)
     assert chosen.splits
-    assert chosen.prepares == bool(more)
+    assert chosen.prepared_by_kernel == bool(more)
     rows = 4 * (128 + 1) * 4  # of a slot: 4 heads, O and the LSE in float32
     assert chosen.workspace_bytes == chosen.partial_offset + chosen.slots * (rows + 64 * (not more))
     assert chosen.slots == 4 * HOPPERS
@@ -220,5 +229,5 @@ def test_parts_on_sm80_have_a_block_each(host, shape, head_dim):
     assert chosen.partial_offset == 0
     rows = min(chosen.tile.block_m // chosen.packed_heads, seqlen_q) * chosen.packed_heads
     assert chosen.workspace_bytes == 4 * chosen.slots * rows * (head_dim + 1)
-    lengths = plan(host, "sm80", head_dim, sizes, lengths=[None, None, None, [1] * batch, None])
-    assert not lengths.splits or lengths.prepares
+    lengths = plan(host, "sm80", head_dim, sizes, lengths=[None, None, None, [1] * batch])
+    assert not lengths.splits or lengths.prepared_by_kernel

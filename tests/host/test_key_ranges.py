@@ -1,4 +1,4 @@
-"""attention/mask/ranges.hpp, in C++ without a GPU, against sets of keys and of blocks."""
+"""attention/mask/ranges.hpp and block_table.hpp, in C++ without a GPU, against sets of keys and of blocks."""
 
 from __future__ import annotations
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from problems import (
-    given,
-    make_varlen_batch,
-    ragged_batches,
-    rows_of_sequence,
-    st,
-    visible_pairs,
-)
+from problems import given, make_varlen_batch, ragged_batches, rows_of_sequence, st, visible_pairs
 
 
 @given(st.one_of(ragged_batches(), ragged_batches(garbage=True)))
@@ -85,9 +78,7 @@ def test_places_of_blocks(host, case, block, of_queries):
     in_order = not offsets or offsets == sorted(offsets)
     taken = set()
     for index in range(sizes[0]):
-        owned = rows_of_sequence(sizes, (lengths[0], lengths[1], None, None, None), index)[
-            0 if of_queries else 2
-        ]
+        owned = rows_of_sequence(sizes, lengths[:2], index)[0 if of_queries else 2]
         if of_queries:  # of the keys, owned are those that count
             assert places.owned(index) == (owned.start, owned.stop)
         blocks = range(places.first(index), places.first(index) + -(-len(owned) // block))

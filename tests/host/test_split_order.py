@@ -70,7 +70,7 @@ def test_parts_of_sequences_that_are_alike(host, batch, blocks_of_keys, shorter,
     heads_kv, block_n, keys = 8, 128, 128 * blocks_of_keys
     used = [keys - shorter * (b % 2) for b in range(batch)]
     sizes = batch, 4 * heads_kv, heads_kv, 1, keys, 128
-    made = make_varlen_batch(host, sizes, FULL, [None, None, None, used if shorter else None, None])
+    made = make_varlen_batch(host, sizes, FULL, [None, None, None, used if shorter else None])
     lengths = block_n, HOPPERS, 2 if shorter else 16, 2, 0, 4
     tiles, _ = host.split_tiles(made, 64, 1, 4, lengths, not shorter)
     taken = time_of([tile[5][1] - tile[5][0] for tile in tiles], HOPPERS)

@@ -5,16 +5,8 @@ from __future__ import annotations
 from itertools import accumulate, pairwise, product
 
 import pytest
-from cases import matrix
-from problems import (
-    CAUSAL,
-    FEW,
-    FULL,
-    HOPPERS,
-    make_mask,
-    make_varlen_batch,
-    plan_backward,
-)
+from problems import CAUSAL, FEW, FULL, HOPPERS, make_mask, make_varlen_batch, plan_backward, rows_of_sequence
+from support.cases import matrix
 
 
 @pytest.mark.parametrize(
@@ -23,39 +15,35 @@ from problems import (
 def test_heads_come_one_by_one_where_rows_are_made_of_their_sums(host, head_dim, apart):
     """Behind a window, too."""
     sizes, window = (2, 3, 3, 17_000, 17_000, head_dim), (1000, 0)
-    batch = make_varlen_batch(host, sizes, window, [None] * 5)
-    heads = [(b, head) for (b, head, _), _ in host.key_tiles(head_dim, batch, False, HOPPERS)]
+    plan = plan_backward(host, head_dim, sizes, family="sm90", window=window)
+    heads = [(b, head) for (b, head, _), _ in host.key_tiles(plan)]
     changes = sum(before != after for before, after in pairwise(heads))
     assert (changes == 5) == apart
+
+
+def assert_blocks_of_keys_on_ampere(host, sizes, lengths, limits, multiprocessors) -> None:
+    options = {"lengths": lengths, "window": limits, "multiprocessors": multiprocessors}
+    plan = plan_backward(host, sizes[-1], sizes, **options)
+    expected = []
+    for b in range(sizes[0]):
+        _, queries, keys = rows_of_sequence(sizes, lengths, b)
+        mask = make_mask(host, len(queries), len(keys), *limits)
+        begins = range(0, len(keys) - mask.first_reachable_key(), plan.tile.block_n)
+        expected += [(b, head, begin) for head in range(sizes[2] * plan.gqa_parts) for begin in begins]
+    assert sorted(tile for tile, _ in host.key_tiles(plan)) == expected
 
 
 @matrix(
     head_dim=[64, 128, 256],
     limits=[FULL, CAUSAL, (32, 0), (None, 40)],
-    lengths={"dense": None, "packed": ([0, 400, 401, 900], [0, 1, 333, 700], None, None, None)},
+    lengths={"dense": None, "packed": ([0, 400, 401, 900], [0, 1, 333, 700])},
     heads_and_multiprocessors=[(24, FEW), (24, 2), (24, HOPPERS), (6, FEW), (1, FEW)],
 )
 def test_blocks_of_keys_on_ampere(host, heads_and_multiprocessors, lengths, limits, head_dim):
     """Each block of keys comes once, of each head of K and V or of each part of its group."""
     heads_kv, multiprocessors = heads_and_multiprocessors
     sizes = (3, 24, heads_kv, 900 if lengths else 300, 700 if lengths else 520, head_dim)
-    options = {"lengths": lengths, "window": limits, "multiprocessors": multiprocessors}
-    plan = plan_backward(host, head_dim, sizes, **options)
-    batch = make_varlen_batch(host, sizes, limits, lengths or [None] * 5)
-    block_n = plan.tile.block_n
-    masks = [
-        make_mask(host, seqlen_q, seqlen_k, *limits)
-        for seqlen_q, seqlen_k in (((400, 1), (1, 332), (499, 367)) if lengths else [(300, 520)] * 3)
-    ]
-    counted = [mask.seqlen_k - mask.first_reachable_key() for mask in masks]
-    found = host.key_tiles_sm80(head_dim, batch, multiprocessors)
-    expected = [
-        (b, head, begin)
-        for b in range(3)
-        for head in range(heads_kv * plan.gqa_splits)
-        for begin in range(0, counted[b], block_n)
-    ]
-    assert sorted(found) == expected
+    assert_blocks_of_keys_on_ampere(host, sizes, lengths, limits, multiprocessors)
 
 
 @matrix(
@@ -63,34 +51,22 @@ def test_blocks_of_keys_on_ampere(host, heads_and_multiprocessors, lengths, limi
     limits=[FULL, CAUSAL, (32, 0), (None, 40)],
     heads_kv=[6, 1],
     lengths={
-        "used": (None, None, [400, 0, 7], [333, 5, 0], None),
+        "used": (None, None, [400, 0, 7], [333, 5, 0]),
         "left padding": (None, None, [30, 40, 50], [520, 20, 400], [0, 3, 390]),
-        "packed": ([0, 130, 130, 400], [5, 205, 205, 520], None, None, None),
-        "no queries": ([9, 9, 9, 9], [0, 100, 300, 520], None, None, None),
-        "no queries and keys at once": ([0, 400, 400, 400], [0, 0, 0, 520], None, None, None),
-        "few": ([0, 1, 2, 3], [0, 0, 1, 1], None, None, None),
+        "packed": ([0, 130, 130, 400], [5, 205, 205, 520]),
+        "no queries": ([9, 9, 9, 9], [0, 100, 300, 520]),
+        "no queries and keys at once": ([0, 400, 400, 400], [0, 0, 0, 520]),
+        "few": ([0, 1, 2, 3], [0, 0, 1, 1]),
     },
 )
 def test_blocks_of_keys_of_unequal_lengths_on_ampere(host, lengths, heads_kv, limits, head_dim):
-    sizes = (3, 6, heads_kv, 400, 520, head_dim)
-    batch = make_varlen_batch(host, sizes, limits, lengths)
-    plan = plan_backward(host, head_dim, sizes, lengths=lengths, window=limits)
-    expected = []
-    for b in range(3):
-        offsets_q, offsets_k, used_q, used_k, leftpad = lengths
-        rows_q = offsets_q[b + 1] - offsets_q[b] if offsets_q else used_q[b]
-        rows_k = offsets_k[b + 1] - offsets_k[b] if offsets_k else used_k[b] - (leftpad or [0] * 3)[b]
-        mask = make_mask(host, rows_q, rows_k, *limits)
-        count = rows_k - mask.first_reachable_key()
-        begins = range(0, count, plan.tile.block_n)
-        expected += [(b, head, begin) for head in range(heads_kv * plan.gqa_splits) for begin in begins]
-    assert sorted(host.key_tiles_sm80(head_dim, batch, HOPPERS)) == expected
+    assert_blocks_of_keys_on_ampere(host, (3, 6, heads_kv, 400, 520, head_dim), lengths, limits, HOPPERS)
 
 
 @pytest.mark.parametrize(
     "offsets", [[0, 300, 130, 520], [520, 0, 90, 400], [300, 200, 100, 0], [-9, 700, 5, 800]]
 )
-@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
+@pytest.mark.parametrize("limits", [FULL, CAUSAL, (32, 0)])
 @pytest.mark.parametrize("heads_kv", [6, 2])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_blocks_of_keys_of_offsets_that_decrease(host, family, heads_kv, limits, offsets):
@@ -98,30 +74,26 @@ def test_blocks_of_keys_of_offsets_that_decrease(host, family, heads_kv, limits,
     ordered = list(accumulate((min(max(offset, 0), 520) for offset in offsets), max))
 
     def tiles(offsets):
-        batch = make_varlen_batch(host, (3, 6, heads_kv, 520, 520, 128), limits, [offsets] * 2 + [None] * 3)
-        if family == "sm80":
-            return host.key_tiles_sm80(128, batch, HOPPERS)
-        return host.key_tiles(128, batch, False, HOPPERS)
+        sizes, lengths = (3, 6, heads_kv, 520, 520, 128), [offsets, offsets]
+        return host.key_tiles(plan_backward(host, 128, sizes, lengths=lengths, family=family, window=limits))
 
     assert tiles(offsets) == tiles(ordered)
 
 
-@pytest.mark.parametrize("limits", [(None, None), CAUSAL, (32, 0)])
+@pytest.mark.parametrize("limits", [FULL, CAUSAL, (32, 0)])
 @pytest.mark.parametrize("heads_kv", [12, 4])
 @pytest.mark.parametrize("length", [512, 500])
 def test_packed_sequences_of_equal_lengths_go_as_dense_ones_on_ampere(host, length, heads_kv, limits):
     batch, head_dim, mean = 8, 128, 512
     rows = [length] * (batch - 1) + [length + batch * (mean - length)]
     offsets = list(accumulate(rows, initial=0))
-    total = offsets[-1]
 
-    def tiles(sizes, lengths=(None,) * 5):
-        return host.key_tiles_sm80(
-            head_dim, make_varlen_batch(host, (*sizes, head_dim), limits, list(lengths)), FEW
-        )
+    def tiles(total, lengths=None):
+        sizes = (batch, 12, heads_kv, total, total, head_dim)
+        options = {"window": limits, "multiprocessors": FEW}
+        return host.key_tiles(plan_backward(host, head_dim, sizes, lengths=lengths, **options))
 
-    dense = tiles((batch, 12, heads_kv, mean, mean))
-    packed = tiles((batch, 12, heads_kv, total, total), (offsets, offsets, None, None, None))
+    dense, packed = tiles(mean), tiles(offsets[-1], (offsets, offsets))
     assert (packed == dense) == (length == mean)
 
 
@@ -151,11 +123,11 @@ def test_last_heads_go_side_by_side_where_the_others_do_not(host, family, head_d
     "lengths",
     [
         None,
-        ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None),
-        ([0, 120, 260, 400], [5, 105, 210, 320], None, None, None),
-        ([200, 264, 392, 395], [5, 105, 210, 320], None, None, None),
-        ([0, 130, 260, 400], [5, 200, 300, 333], [0, 65, 1], None, None),
-        (None, None, [400, 0, 129], None, None),
+        ([0, 130, 130, 400], [5, 200, 300, 333]),
+        ([0, 120, 260, 400], [5, 105, 210, 320]),
+        ([200, 264, 392, 395], [5, 105, 210, 320]),
+        ([0, 130, 260, 400], [5, 200, 300, 333], [0, 65, 1]),
+        (None, None, [400, 0, 129]),
     ],
     ids=["dense", "packed", "alike", "behind other rows", "partly used", "padded"],
 )
@@ -165,19 +137,13 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
     """Each block of queries that has rows comes once, and pairs come in the order in which their blocks of
     keys do."""
     sizes = (3, 4, heads_kv, 400, 333, 64)
-    batch = make_varlen_batch(host, sizes, (None, None), lengths or [None] * 5)
+    batch = make_varlen_batch(host, sizes, FULL, lengths)
     places = host.BatchBlocks(batch, True, block_m)
     order = host.rows_order(batch, block_m)
     assert len(order) == 4 * places.count()
     blocks = [(pair, *block) for pair, *block, exists, _ in order if exists]
     begins = {place: begin for _, _, _, place, exists, begin in order if exists}
-    offsets, _, used, *_ = lengths or [None] * 5
-    rows = [
-        min(larger, used[b] if used else 400)
-        for b, larger in enumerate(
-            [max(0, end - begin) for begin, end in pairwise(offsets)] if offsets else [400] * 3
-        )
-    ]
+    rows = [len(rows_of_sequence(sizes, lengths, b)[1]) for b in range(3)]
     first = [places.first(b) for b in range(3)]
     expected = {
         place: (place - first[b]) * block_m
@@ -192,9 +158,10 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
     for pair, sequence, head, place in blocks:
         assert sequence == places.sequence(place)
         assert pair == sequence * heads_kv + head // (4 // heads_kv)
-    if offsets is None and lengths:
+    if lengths and not lengths[0]:
         return
-    listed = host.key_tiles(64, batch, False, FEW)
+    options = {"lengths": lengths, "family": "sm90", "window": FULL, "multiprocessors": FEW}
+    listed = host.key_tiles(plan_backward(host, 64, sizes, **options))
     first_keys = {begin: b for b, begin in enumerate(lengths[1][:3])} if lengths else {}
     pairs = [(first_keys.get(k, b) if lengths else b, head) for (b, head, k), _ in listed]
     pairs = [pair for pair in pairs if pair[0] * heads_kv + pair[1] in {block[0] for block in blocks}]
@@ -207,7 +174,7 @@ def test_order_of_rows_of_dq(host, block_m, heads_kv, lengths):
 ORDERS = {
     f"{lengths}, {limits}, {'deterministic' if deterministic else 'free'}": (offsets, window, deterministic)
     for (lengths, offsets), (limits, window), deterministic in product(
-        {"dense": None, "packed": ([0, 130, 130, 400], [5, 200, 300, 333], None, None, None)}.items(),
+        {"dense": None, "packed": ([0, 130, 130, 400], [5, 200, 300, 333])}.items(),
         {"causal": CAUSAL, "full": FULL, "window": (50, 20)}.items(),
         (False, True),
     )
@@ -225,16 +192,15 @@ def test_blocks_of_keys_on_hopper(host, heads_and_multiprocessors, order, head_d
     keys have those in common."""
     (heads_kv, multiprocessors), (lengths, limits, deterministic) = heads_and_multiprocessors, order
     sizes = (3, 4, heads_kv, 400, 333, head_dim)
-    batch = make_varlen_batch(host, sizes, limits, lengths or [None] * 5)
     asked_for = (True, True, deterministic)
     options = {"family": "sm90", "window": limits, "multiprocessors": multiprocessors}
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, asked_for=asked_for, **options)
-    heads_kv *= plan.gqa_splits
+    heads_kv *= plan.gqa_parts
     tile = host.backward_tiles(host.Family.sm90, head_dim)[0]
-    listed = host.key_tiles(head_dim, batch, deterministic, multiprocessors)
+    listed = host.key_tiles(plan)
     found = dict(listed)
     assert len(found) == len(listed)
-    last_first = deterministic and (lengths or limits != (None, None))
+    last_first = deterministic and (lengths or limits != FULL)
     expected = {}
     for b in range(3):
         begin_q, end_q = lengths[0][b : b + 2] if lengths else (0, 400)

@@ -6,8 +6,8 @@ import math
 from itertools import product
 
 import pytest
-from cases import matrix
 from problems import CAUSAL, FULL, plan_backward
+from support.cases import matrix
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from problems import CAUSAL, FULL, plan_backward
     ],
 )
 def test_statistics_of_queries_lie_in_dq_where_they_fit(host, sizes, lengths, in_dq):
-    lengths = lengths and [lengths, lengths, None, None, None]
+    lengths = lengths and [lengths, lengths]
     plan = plan_backward(host, 64, sizes, lengths=lengths)
     assert plan.lse_delta_in_dq == in_dq
     assert plan.workspace_bytes >= 4 * plan.rows * (64 + 2 * (not in_dq))
@@ -39,13 +39,13 @@ def test_terms_of_queries_lie_in_rows_of_dq(host, asked_for, head_dim, lengths):
     the L2 cache have room for, so that a short last block has rows enough."""
     bucket = next(size for size in (64, 96, 128, 192, 256) if head_dim <= size)
     sizes, bucketed = (3, 4, 4, 400, 400, head_dim), bucket in (96, 128)
-    lengths = lengths and [lengths, lengths, None, None, None]
+    lengths = lengths and [lengths, lengths]
     plan = plan_backward(host, bucket, sizes, lengths=lengths, asked_for=asked_for, family="sm90")
     beside = bucket > 128 and not lengths  # LSE and delta as they are: a kernel behind makes rows
     assert plan.lse_delta_in_dq == (asked_for[0] and (bucketed or beside))
     if not bucketed:
         return
-    (in_dq, first), row_stride, side_by_side = host.terms(plan, sizes, lengths is not None)
+    (in_dq, first), row_stride, side_by_side = plan.terms
     assert (in_dq, first) == (plan.lse_delta_in_dq, 0)
     assert row_stride == (head_dim if in_dq else 4 * 8)
     assert side_by_side == (min(8, 2 ** int(math.log2(head_dim // 8))) if in_dq else 1)
@@ -92,12 +92,12 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
     total = 1000 if lengths == "used" else 3000
     sizes = (3, *heads, total, total, head_dim)
     lengths = lengths and (
-        [None, None, [5, 0, 1000], [1000] * 3, None] if lengths == "used" else [lengths] * 2 + [None] * 3
+        [None, None, [5, 0, 1000], [1000] * 3] if lengths == "used" else [lengths, lengths]
     )
     plan = plan_backward(host, head_dim, sizes, lengths=lengths, family=family, asked_for=asked_for)
     zero_begin, zero_bytes = plan.zero_filled
     end = 0
-    for name, begin, size, found in host.workspace_regions(plan, 3, bool(lengths and lengths[0])):
+    for name, begin, size, found in plan.regions:
         if size == 0:  # in dQ's memory
             assert name in {"lse", "delta", "terms"}
             assert plan.lse_delta_in_dq
@@ -113,6 +113,6 @@ def test_parts_of_the_workspace_lie_side_by_side(host, family, head_dim, lengths
         assert is_zero_filled == (counts or adds)
     assert end <= plan.workspace_bytes < end + 16
     if plan.lse_delta_in_dq and not plan.tile.lse_delta_mma:
-        entries = 3 if lengths is None or lengths[2] else 1
+        entries = 1 if lengths and lengths[0] else 3
         assert 2 * plan.rows * 4 <= entries * heads[0] * total * head_dim * 2
     assert zero_begin % 16 == zero_bytes % 16 == 0

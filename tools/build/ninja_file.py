@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,8 @@ CCACHE_SETTINGS = {
     "CCACHE_DEPEND": "1",
     "CCACHE_NOHASHDIR": "1",  # it takes -gencode=...sm_90a for -g, and with -g the folder would count
     "CCACHE_PREFIX": " ".join(str(BUILD / word) for word in MEASURE.split()),
+    # Apart from what was compiled without MEASURE, whose stored messages lack its line.
+    "CCACHE_NAMESPACE": "flash_cute",
 }
 
 
@@ -78,6 +81,13 @@ def stamp(name: str, version: str) -> str:
     return f"stamps/{name}"
 
 
+def compiler_launcher() -> str:
+    """What stands before a compiler. ccache's settings go with it, so that ninja by hand does the same."""
+    if not (ccache := shutil.which("ccache")):
+        return MEASURE
+    return shlex.join(["env", *(f"{name}={value}" for name, value in CCACHE_SETTINGS.items()), ccache])
+
+
 def linked_cutlass() -> tuple[str, str]:
     """CUTLASS's headers in the build folder, and a stamp. Of a checkout, depfiles name the headers, too."""
     headers = cutlass_headers()
@@ -95,7 +105,7 @@ class Rule:
     stamps: list[str]
 
     def lines(self) -> list[str]:
-        command = f"{shutil.which('ccache') or MEASURE} {self.command} -MD -MF $out.d -c $in -o $out"
+        command = f"{compiler_launcher()} {self.command} -MD -MF $out.d -c $in -o $out"
         # The log keeps what ptxas -v and tools/measure.py say, and ccache repeats it; the rest is shown.
         talk = f"2> $out.log; status=$$?; grep -vE '{REPORTED_LINES}' $out.log; exit $$status"
         return [
@@ -147,8 +157,10 @@ def rules(toolkit: Path | None) -> tuple[Rule, Rule, Rule | None, Rule | None]:
     )
 
 
-def ninja_file(sources: list[str], instances: list[Instance | OtherInstance], toolkit: Path | None) -> str:
-    """The text of build.ninja for the C++ sources and the kernel instances."""
+def ninja_file(
+    sources: list[str], units: dict[str, list[Instance | OtherInstance]], toolkit: Path | None
+) -> str:
+    """The text of build.ninja for the C++ sources and the translation units of kernels."""
     link("interpreter", Path(sys.executable))
     of_torch, plain, of_jax, of_kernels = rules(toolkit)
     lines = [line for rule in (of_torch, plain, of_jax, of_kernels) if rule for line in rule.lines()]
@@ -157,9 +169,9 @@ def ninja_file(sources: list[str], instances: list[Instance | OtherInstance], to
         f"  command = {cpp_compiler()} {LINK_FLAGS} $in -o $out -L. $libraries",
         "  description = link $out",
     ]
-    for instance in instances:
-        lines += [of_kernels.build(f"objects/{instance.name}.o", f"generated/{instance.name}.cu")]
-        lines += [f"  architectures = {flags_of(instance)}"]
+    for name, unit in units.items():
+        lines += [of_kernels.build(f"objects/{name}.o", f"generated/{name}.cu")]
+        lines += [f"  architectures = {flags_of(unit)}"]
     cuda_libraries = ""
     if toolkit:  # lib64: toolkits; lib: wheels
         cuda_libraries = f"-Lexternal/toolkit/lib64 -Lexternal/toolkit/lib {CUDA_LIBRARIES}"
@@ -177,7 +189,7 @@ def ninja_file(sources: list[str], instances: list[Instance | OtherInstance], to
         for part, target in zip(parts, objects, strict=True):
             lines += [rule.build(target, os.path.relpath(ROOT / part, BUILD))]
         if library == KERNELS:
-            objects += [f"objects/{instance.name}.o" for instance in instances]
+            objects += [f"objects/{name}.o" for name in units]
         elif toolkit:
             needed = f"-l:{KERNELS} {needed} {cuda_libraries if library == LIBRARY else ''}"
             objects += [f"| {KERNELS}"]
@@ -189,5 +201,5 @@ def run_ninja() -> None:
     # pip may run this without the venv's bin folder on PATH, so ninja's own package is asked first.
     ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
     command = [*ninja, "-C", BUILD, "-j", str(jobs())]
-    if subprocess.run(command, env=os.environ | CCACHE_SETTINGS).returncode:
+    if subprocess.run(command).returncode:
         raise SystemExit("flash_cute: the build failed; the compiler's message is above")

@@ -16,8 +16,8 @@ struct NewToken {
   int64_t position;       // for the rotation
 };
 
-// Rows of new keys, values and queries are tokens. A padded batch has as many for each entry; packed tokens
-// are those of one entry.
+// Rows of new keys, values and queries are tokens. A padded batch has as many for each entry; packed
+// tokens are those of one entry.
 struct NewTokens {
   int entries = 0;
   Divisor rows;  // of an entry: the larger number of rows_q and rows_k
@@ -113,8 +113,10 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
       if (0 <= token.position && token.position < int64_t(cache.width) * cache.page_size.value) {
         int const key = int(token.position), place = cache.page_size.quotient(key);
         int const page = cache.table ? cache.table[sequence * cache.table_stride + place] : sequence;
-        token.page = larger(0, smaller(page, cache.pages - 1));
-        token.row_in_page = key - place * int(cache.page_size.value);
+        if (0 <= page && page < cache.pages) {  // else the sequence has no page there
+          token.page = page;
+          token.row_in_page = key - place * int(cache.page_size.value);
+        }
       }
     }
   }

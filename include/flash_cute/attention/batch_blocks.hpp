@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// The last sequence whose first block is not behind `block`, or sequence 0. Each round of the search compares
+// The last sequence whose first block is not after `block`, or sequence 0. Each round of the search compares
 // kWays - 1 candidates at once, as independent loads overlap and dependent ones do not.
 template <class First>
 FLASH_CUTE_HOST_DEVICE int last_beginning_before(int block, int sequences, First&& first) {
@@ -43,7 +43,7 @@ struct BatchBlocks {
   }
 
   // The rows that a sequence has; senseless offsets are cut to what is there.
-  FLASH_CUTE_HOST_DEVICE Rows owned(int sequence) const {
+  FLASH_CUTE_HOST_DEVICE RowRange owned(int sequence) const {
     if (!offsets) return {0, rows};
     int const begin = larger(0, smaller(offsets[sequence], rows));
     return {begin, larger(begin, smaller(offsets[sequence + 1], rows))};
@@ -76,7 +76,7 @@ struct BatchBlocks {
 };
 
 // Does a block that begins at row `begin` of its sequence have any of the sequence's `count` rows? It has
-// none before the first sequence, where begin is negative, and in the room behind a short last block.
+// none before the first sequence, where begin is negative, and in the room after a short last block.
 FLASH_CUTE_HOST_DEVICE bool has_rows(int begin, int count) { return 0 <= begin && begin < count; }
 
 }  // namespace flash_cute

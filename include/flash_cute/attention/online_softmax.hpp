@@ -45,21 +45,22 @@ struct NoSinks {
   static constexpr bool kExist = false;
 };
 
-// Probabilities are relative to a reference, which follows the row maximum when it is more than kSlack powers
-// of two behind. With 0 the largest one is 1, which rounding does not change, and O is rescaled for every
-// block. With 8 they stay below 256, sums and products in float do not care, and O is seldom rescaled.
-template <int kRows, int kSlack>
+// Probabilities are relative to a reference, which follows the row maximum when it is more than
+// kRescaleThreshold powers of two below it. With 0 the largest one is 1, which rounding does not change, and
+// O is rescaled for every block. With 8 they stay below 256, sums and products in float do not care, and O is
+// seldom rescaled.
+template <int kRows, int kRescaleThreshold>
 struct OnlineSoftmax {
   float scale_log2;
-  float reference[kRows];  // scaled scores in base 2; the lowest float before the first visible key
-  float row_sum[kRows];    // this lane's share, until close() adds up the quad
+  float row_max[kRows];  // scaled scores in base 2; the lowest float before the first visible key
+  float row_sum[kRows];  // this lane's share, until finalize() adds up the quad
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
 
   CUTE_DEVICE void reset() {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      reference[row] = -FLT_MAX;
+      row_max[row] = -FLT_MAX;
       row_sum[row] = 0.f;
     }
   }
@@ -68,12 +69,12 @@ struct OnlineSoftmax {
   template <class Scores>
   CUTE_DEVICE Correction<kRows> update(Scores& acc_s) {
     auto scores = row_col_view(acc_s);
-    Correction<kRows> const correction = raise_references(scores);
+    Correction<kRows> const correction = raise_row_max(scores);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       CUTE_UNROLL
       for (int col = 0; col < size<1>(scores); ++col) {
-        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - reference[row]);
+        scores(row, col) = fast_exp2(scores(row, col) * scale_log2 - row_max[row]);
         row_sum[row] += scores(row, col);
       }
     }
@@ -83,7 +84,7 @@ struct OnlineSoftmax {
   // When no key is left: the natural-log LSE of the scaled scores takes the place of the reference, what O is
   // to be multiplied by that of the sum.
   template <class Sinks = NoSinks>
-  CUTE_DEVICE void close(Sinks const& sinks = {}) {
+  CUTE_DEVICE void finalize(Sinks const& sinks = {}) {
     float factor[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
@@ -94,8 +95,8 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
       // With slack the error of out is larger too; logf would cost 1 to 2% at seqlen 512.
-      float const log_sum = kSlack == 0 ? logf(row_sum[row]) : __logf(row_sum[row]);
-      reference[row] = fmaf(reference[row], float(M_LN2), log_sum);
+      float const log_sum = kRescaleThreshold == 0 ? logf(row_sum[row]) : __logf(row_sum[row]);
+      row_max[row] = fmaf(row_max[row], float(M_LN2), log_sum);
       row_sum[row] = __fdividef(factor[row], row_sum[row]);
     }
   }
@@ -104,7 +105,7 @@ struct OnlineSoftmax {
   // are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have a
   // sum of 0, too: they become NaN, without a sink.
   template <class Output, class IsFullyMasked>
-  CUTE_DEVICE void finish(Output& acc_o, IsFullyMasked const& is_fully_masked) {
+  CUTE_DEVICE void normalize(Output& acc_o, IsFullyMasked const& is_fully_masked) {
     bool is_empty = false;  // any row, but for its sink
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) is_empty |= row_sum[row] == 0.f || row_sum[row] == INFINITY;
@@ -121,7 +122,7 @@ struct OnlineSoftmax {
     scale_rows(acc_o, row_sum);
   }
 
-  CUTE_DEVICE float lse(int row) const { return reference[row]; }
+  CUTE_DEVICE float lse(int row) const { return row_max[row]; }
 
  private:
   // Sums become those with a key of this logit, in base 2, and no value. factor: what brings O to the same
@@ -133,39 +134,39 @@ struct OnlineSoftmax {
     for (int row = 0; row < kRows; ++row) logit[row] = sinks(row);
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      float const highest = fmaxf(reference[row], logit[row]);
-      factor[row] = fast_exp2(reference[row] - highest);
+      float const highest = fmaxf(row_max[row], logit[row]);
+      factor[row] = fast_exp2(row_max[row] - highest);
       row_sum[row] = row_sum[row] * factor[row] + fast_exp2(logit[row] - highest);
-      reference[row] = highest;
+      row_max[row] = highest;
     }
   }
 
   template <class Scores>
-  CUTE_DEVICE Correction<kRows> raise_references(Scores const& scores) {
-    Correction<kRows> correction{kSlack == 0};
+  CUTE_DEVICE Correction<kRows> raise_row_max(Scores const& scores) {
+    Correction<kRows> correction{kRescaleThreshold == 0};
     float highest[kRows];
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) highest[row] = highest_score(scores, row);
-    if constexpr (kSlack > 0) {  // this lane's own scores tell whether a row is behind
-      bool behind = false;
+    if constexpr (kRescaleThreshold > 0) {  // this lane's own scores tell whether a row exceeds it
+      bool exceeded = false;
       CUTE_UNROLL
-      for (int row = 0; row < kRows; ++row) behind |= is_behind(row, highest[row] * scale_log2);
-      correction.needed = __any_sync(0xffffffffu, behind);
+      for (int row = 0; row < kRows; ++row) exceeded |= exceeds(row, highest[row] * scale_log2);
+      correction.needed = __any_sync(0xffffffffu, exceeded);
     }
     if (correction.needed) {
       CUTE_UNROLL
       for (int row = 0; row < kRows; ++row) {
         float const scaled = reduce_quad(highest[row], MaxOp{}) * scale_log2;
-        float const raised = is_behind(row, scaled) ? scaled : reference[row];
-        correction.factor[row] = fast_exp2(reference[row] - raised);
-        reference[row] = raised;
+        float const raised = exceeds(row, scaled) ? scaled : row_max[row];
+        correction.factor[row] = fast_exp2(row_max[row] - raised);
+        row_max[row] = raised;
         row_sum[row] *= correction.factor[row];
       }
     }
     return correction;
   }
 
-  CUTE_DEVICE bool is_behind(int row, float scaled) const { return scaled > reference[row] + kSlack; }
+  CUTE_DEVICE bool exceeds(int row, float scaled) const { return scaled > row_max[row] + kRescaleThreshold; }
 
   // Two chains of maxima, as each one waits for the one before.
   template <class Scores>

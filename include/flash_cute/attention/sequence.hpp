@@ -8,15 +8,15 @@
 
 namespace flash_cute {
 
-struct Rows {
+struct RowRange {
   int begin, end;
 };
 
 struct Sequence {
-  Rows queries;     // its rows of Q, among those of its entry, or of the packed tensor
-  int used;         // how many of them count
-  int k_begin;      // its first key that some query can reach
-  WindowMask mask;  // with its lengths, between the queries and keys that count
+  RowRange queries;  // its rows of Q, among those of its entry, or of the packed tensor
+  int used;          // how many of them count
+  int k_begin;       // its first key that some query can reach
+  WindowMask mask;   // with its lengths, between the queries and keys that count
 };
 
 // Sequence b. Offsets and lengths that make no sense are cut to the tensors, so no row outside of them is
@@ -35,9 +35,9 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence(ProblemShape const& shape, LengthParams
 
   auto rows = [&](int begin, int end, int total) {
     int const first = within(begin, 0, total);
-    return Rows{first, within(end, first, total)};
+    return RowRange{first, within(end, first, total)};
   };
-  Rows const q = rows(begin_q, end_q, total_q), k = rows(begin_k, end_k, total_k);
+  RowRange const q = rows(begin_q, end_q, total_q), k = rows(begin_k, end_k, total_k);
   int const used_q = within(given_q, 0, q.end - q.begin);
   int const used_k = within(given_k, 0, k.end - k.begin), padding = within(leftpad, 0, used_k);
   WindowMask mask{used_q, used_k - padding, limits.left, limits.right};
@@ -51,15 +51,15 @@ FLASH_CUTE_HOST_DEVICE Sequence sequence(Params const& params, int b) {
 }
 
 // Calls visit(entry, rows) for part `part` of `parts` of the rows of Q that do not count: those at the ends
-// of sequences, and those before and behind packed sequences.
+// of sequences, and those before and after packed sequences.
 template <class Params, class Visit>
 FLASH_CUTE_HOST_DEVICE void for_each_unwritten(Params const& params, int part, int parts, Visit&& visit) {
   int const* const offsets = params.lengths.cu_seqlens_q;
   int const batch = params.shape.batch, total = params.shape.seqlen_q;
-  auto visit_share = [&](int entry, Rows const& rows, int share, int shares) {
+  auto visit_share = [&](int entry, RowRange const& rows, int share, int shares) {
     int const size = ceil_div(larger(0, rows.end - rows.begin), shares), begin = rows.begin + share * size;
     int const end = smaller(rows.end, begin + size);
-    if (begin < end) visit(entry, Rows{begin, end});
+    if (begin < end) visit(entry, RowRange{begin, end});
   };
   if (params.lengths.seqused_q) {
     int const shares = larger(1, parts / batch);  // of a sequence

@@ -4,7 +4,7 @@
 
 namespace flash_cute {
 
-constexpr int kNoTile = -1;  // the m_begin of a tile behind the last one
+constexpr int kNoTile = -1;  // the m_begin of a tile after the last one
 
 // A tile of a batch whose sequences all have the lengths that the shape says.
 struct TileCoord {
@@ -21,15 +21,15 @@ struct alignas(16) VarlenTile {
   int k_begin, seqlen_k;              // the first key that some query can see, and how many follow
 };
 
-// A tile of queries, and the part of its sequence's keys that it computes. Keys are counted from the first
+// A tile of queries, and the split of its sequence's keys that it computes. Keys are counted from the first
 // one of the sequence, whether a query can see it or not.
-struct PartTile : VarlenTile {
+struct SplitTile : VarlenTile {
   int k_first;                 // the first key that some query can see; seqlen_k keys follow
   int block_begin, block_end;  // blocks of keys of the part
-  int slot;                    // of the partial result; kWhole where the tile has all of its keys
-  int part, parts;             // of the sequence
-  int tiles_of_part;           // slots from one part of a tile to the next
-  static constexpr int kWhole = -1;
+  int slot;                    // of the partial result; kUnsplit where the tile has all of its keys
+  int split, splits;           // of the sequence
+  int tiles_per_split;         // slots from one split of a tile to the next
+  static constexpr int kUnsplit = -1;
 };
 
 }  // namespace flash_cute

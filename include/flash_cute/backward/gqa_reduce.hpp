@@ -1,5 +1,5 @@
-// Reduction of dK and dV where the query heads of a KV head are split among several tiles (GQA splits): the
-// tiles add to float32 sums in the workspace, and a kernel converts the sums to rows of dK and dV.
+// Reduction of dK and dV where the query heads of a KV head are shared out among several tiles (GQA parts):
+// the tiles add to float32 sums in the workspace, and a kernel converts the sums to rows of dK and dV.
 #pragma once
 
 #include "flash_cute/attention/store_rows.hpp"
@@ -12,6 +12,10 @@
 namespace flash_cute {
 
 enum class KvGradient { dk, dv };
+
+FLASH_CUTE_HOST_DEVICE int width_of(KvGradient which, ProblemShape const& shape) {
+  return which == KvGradient::dk ? shape.head_dim : shape.head_dim_v();
+}
 
 // dK is the derivative by K of S * softmax_scale; dV has no factor.
 template <class Accumulator>
@@ -32,10 +36,10 @@ struct GqaSums {
     return {params.lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, Traits::kTileN};
   }
 
-  // The sum that a split adds an N block to. `split` counts the splits of all KV heads; splits_of_sum
+  // The sum that a part adds an N block to. `part` counts the parts of all KV heads; parts_of_sum
   // neighbouring ones share a sum.
-  CUTE_DEVICE static int sum_index(BackwardParams const& params, int split, int block_of_head) {
-    return split / params.workspace.gqa.splits_of_sum * blocks(params).count() + block_of_head;
+  CUTE_DEVICE static int sum_index(BackwardParams const& params, int part, int block_of_head) {
+    return part / params.workspace.gqa.parts_of_sum * blocks(params).count() + block_of_head;
   }
   CUTE_DEVICE static int sum_index(BackwardParams const& params, KvTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
@@ -56,11 +60,12 @@ struct GqaSums {
   }
 };
 
-// Adds up the sums of all splits of a KV head and writes rows of dK or dV, with one thread block for each of
+// Adds up the sums of all parts of a KV head and writes rows of dK or dV, with one thread block for each of
 // them, N block and head. Without the second launch bound ptxas takes few registers and spills.
-template <class Traits, class Mask>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kKeyThreads, 1)
-    backward_gqa_reduce(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
+    backward_gqa_reduce(__grid_constant__ BackwardParams const params,
+                        __grid_constant__ WindowMask const mask) {
   wait_for_grid_before();
   using Sums = GqaSums<Traits>;
   BatchBlocks const keys = Sums::blocks(params);
@@ -77,8 +82,8 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)
   Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
   clear(sum);
 #pragma unroll 1
-  for (int split = 0; split < params.gqa_splits; split += params.workspace.gqa.splits_of_sum) {
-    int const index = Sums::sum_index(params, head * params.gqa_splits + split, of_head);
+  for (int part = 0; part < params.gqa_parts; part += params.workspace.gqa.parts_of_sum) {
+    int const index = Sums::sum_index(params, head * params.gqa_parts + part, of_head);
     float const* const floats = Sums::of(params, which, index, rank, threadIdx.x);
     CUTE_UNROLL
     for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Sums::kThreads];
@@ -87,8 +92,8 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)
   scale_gradient(params, which, sum);
   TensorView const& view = which == KvGradient::dk ? params.dk : params.dv;
   Tensor target = local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, TileKV{});
-  store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, params.shape.head_dim, sum,
-             coords);
+  store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, width_of(which, params.shape),
+             sum, coords);
 }
 
 }  // namespace flash_cute

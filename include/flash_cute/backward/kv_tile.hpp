@@ -4,6 +4,7 @@
 
 #include "flash_cute/attention/batch_blocks.hpp"
 #include "flash_cute/attention/sequence.hpp"
+#include "flash_cute/core/family.hpp"
 
 namespace flash_cute {
 
@@ -31,11 +32,11 @@ static_assert(sizeof(KvTile) % 8 != 0, "ptxas would read the mask as vectors in 
 
 // The tile of the Ampere family's split mainloop. It is kept in shared memory, so that first_row takes no
 // register.
-struct SplitKvTile : KvTile {
+struct TwoRoleKvTile : KvTile {
   int first_row;  // the first query that sees a key
 
-  SplitKvTile() = default;
-  FLASH_CUTE_HOST_DEVICE SplitKvTile(KvTile const& tile)
+  TwoRoleKvTile() = default;
+  FLASH_CUTE_HOST_DEVICE TwoRoleKvTile(KvTile const& tile)
       : KvTile(tile), first_row(tile.sequence.mask.fully_masked_rows()) {}
 };
 
@@ -52,10 +53,10 @@ struct TransposedMask {
 // The sequence as a family's kernels see it. Tensor maps clip rows at the end of a sequence only, so for the
 // Hopper family fully masked queries, which come first, are cut off the sequence; if that leaves no query,
 // the sequence has no keys either.
-template <Family family, class Params, class Mask>
-FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, Mask const& mask, int b) {
+template <Family family, class Params>
+FLASH_CUTE_HOST_DEVICE Sequence sequence_for(Params const& params, WindowMask const& mask, int b) {
   Sequence s = sequence(params.shape, params.lengths, mask, b);
-  if constexpr (family == Family::sm90) {
+  if constexpr (traits_of(family).cuts_masked_rows) {
     int const fully_masked = s.mask.fully_masked_rows();
     s.queries.begin += fully_masked;
     s.used -= fully_masked;

@@ -9,7 +9,7 @@
 
 namespace flash_cute {
 
-// CUDA's errors are thrown (core/check.hpp). Specialised per Instance in a translation unit of its own, which
+// CUDA's errors are thrown (core/check.hpp). Specialised per Instance in the translation units that
 // setup.py generates.
 template <class Instance>
 struct BackwardLaunch {

@@ -14,8 +14,8 @@ struct SinkGradients {
 
 struct BackwardParams {
   ProblemShape shape;
-  int element_bytes;   // of all operands but lse and dlse
-  int gqa_splits = 1;  // shape.heads_kv is as many times the heads that K and V have
+  int element_bytes;  // of all operands but lse and dlse
+  int gqa_parts = 1;  // shape.heads_kv is as many times the heads that K and V have
   TensorView q, k, v, out;
   TensorView dout;        // data null: no gradient of out
   TensorView dq, dk, dv;  // data null: not asked for
@@ -29,9 +29,10 @@ struct BackwardParams {
   BackwardWorkspace workspace;
   SinkGradients sinks;
 
-  FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_splits; }
+  Masking masking() const { return ranges.masking(); }
+  FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_parts; }
 
-  // As the kernels behind varlen_prepare see it.
+  // As the kernels after varlen_prepare see it.
   BackwardParams with_ordered_offsets() const {
     BackwardParams params = *this;
     if (workspace.varlen.offsets_q) params.lengths.cu_seqlens_q = workspace.varlen.offsets_q;

@@ -1,6 +1,6 @@
 // P = exp2(S c - LSE) and dS = P (dP - delta), element by element, for all kernels of the backward. S is the
-// product of Q and K, c = softmax_scale log2(e), the LSE is in base 2, and delta = rowsum(dO O) - dLSE. What
-// the workspace and variables called delta hold is the negative, dLSE - rowsum(dO O), which is added to dP.
+// product of Q and K, c = softmax_scale log2(e), the LSE is in base 2, and delta = rowsum(dO O) - dLSE. The
+// workspace holds its negative, neg_delta = dLSE - rowsum(dO O), which is added to dP.
 #pragma once
 
 #include "flash_cute/core/accumulator.hpp"
@@ -53,14 +53,14 @@ CUTE_DEVICE void compute_p(Scores& acc_s, float scale_log2) {
   for (int i = 0; i < size(acc_s); ++i) acc_s(i) = fast_exp2(acc_s(i) * scale_log2);
 }
 
-// dP becomes dS. delta(i) is the (negative) delta of this thread's i-th query.
+// dP becomes dS. neg_delta(i) is that of this thread's i-th query.
 template <QueryAxis axis, class Gradients, class Probabilities, class Delta>
-CUTE_DEVICE void compute_ds(Gradients& acc_ds, Probabilities const& acc_p, Delta&& delta) {
+CUTE_DEVICE void compute_ds(Gradients& acc_ds, Probabilities const& acc_p, Delta&& neg_delta) {
   auto ds = query_key_view<axis>(acc_ds);
   auto const p = query_key_view<axis>(acc_p);
   CUTE_UNROLL
   for (int query = 0; query < size<0>(ds); ++query) {
-    float const delta_of_query = delta(query);
+    float const delta_of_query = neg_delta(query);
     CUTE_UNROLL
     for (int key = 0; key < size<1>(ds); ++key) {
       ds(query, key) = p(query, key) * (ds(query, key) + delta_of_query);
@@ -68,13 +68,13 @@ CUTE_DEVICE void compute_ds(Gradients& acc_ds, Probabilities const& acc_p, Delta
   }
 }
 
-// Fills the accumulator of dP with the (negative) delta, so that the product of dO and V ends as dP - delta.
+// Fills the accumulator of dP with neg_delta, so that the product of dO and V ends as dP - delta.
 template <QueryAxis axis, class Gradients, class Delta>
-CUTE_DEVICE void fill_with_delta(Gradients& acc_ds, Delta&& delta) {
+CUTE_DEVICE void fill_with_delta(Gradients& acc_ds, Delta&& neg_delta) {
   auto ds = query_key_view<axis>(acc_ds);
   CUTE_UNROLL
   for (int query = 0; query < size<0>(ds); ++query) {
-    float const delta_of_query = delta(query);
+    float const delta_of_query = neg_delta(query);
     CUTE_UNROLL
     for (int key = 0; key < size<1>(ds); ++key) ds(query, key) = delta_of_query;
   }

@@ -1,5 +1,5 @@
 // The gradients of sinks: of each head the sum over all queries of exp(sink - LSE) (dLSE - rowsum(dO O)). The
-// preprocess kernels, which have both factors, write the share of each block of queries, and a kernel behind
+// preprocess kernels, which have both factors, write the share of each block of queries, and a kernel after
 // all others adds these up, always in one order.
 #pragma once
 
@@ -31,11 +31,11 @@ struct SinkShare {
   int head;
   float sum = 0.f;
 
-  // delta: dLSE - rowsum(dO O) of a query; of one that sees no key dLSE alone, as its O is 0.
-  __device__ void add(float lse, float delta) {
+  // neg_delta: dLSE - rowsum(dO O) of a query; of one that sees no key dLSE alone, as its O is 0.
+  __device__ void add(float lse, float neg_delta) {
     if (!sinks.shares) return;
     float const logit = sinks.of.logit<Element>(head), weight = expf(logit - lse);
-    if (logit != -INFINITY && weight != 0.f) sum += weight * delta;
+    if (logit != -INFINITY && weight != 0.f) sum += weight * neg_delta;
   }
   template <int kThreads>
   __device__ void store(int64_t block, float* sums) const {

@@ -2,6 +2,7 @@
 // order in which the Hopper family converts dQ.
 #pragma once
 
+#include "flash_cute/attention/mask/block_table.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/scheduler/tile_order.hpp"
 
@@ -19,13 +20,12 @@ FLASH_CUTE_HOST_DEVICE TileCoord varlen_kv_tile(BackwardParams const& params, in
 
 // The Hopper family's scheduler. KV tiles of sequences that differ in length go sequence by sequence, and
 // within a sequence head by head.
-template <class Mask>
 struct KvTileScheduler {
   TileOrder uniform;  // the order where all sequences have the same number of N blocks
   int tiles;
   int block_m, block_n;
   QueryStart start;
-  Mask mask;
+  WindowMask mask;
 
   FLASH_CUTE_HOST_DEVICE int count(BackwardParams const& params) const {
     if (!params.lengths.given) return tiles;
@@ -53,7 +53,7 @@ struct KvTileScheduler {
       tile.descending = uniform.descending;
     }
     // Tiles whose additions to dQ are ordered begin with the queries that they have in common under a causal
-    // mask. So each tile is one step behind the tile before it; from the other end it would be two.
+    // mask. So each tile is one step after the tile before it; from the other end it would be two.
     bool const from_other_end = start == QueryStart::last && tile.descending;
     tile.start = from_other_end ? QueryStart::first : start;
     tile.sequence = sequence_for<Family::sm90>(params, mask, b);
@@ -67,10 +67,9 @@ struct KvTileScheduler {
 
 // The Ampere family's scheduler, with one tile for each thread block. There may be fewer tiles than thread
 // blocks; the others get kNoTile.
-template <class Mask>
 struct KvTileSchedulerSm80 {
   TileOrder uniform;  // the order where all sequences have the same number of N blocks
-  Mask mask;
+  WindowMask mask;
 
   // The block sizes are arguments so that they are constants in the kernel.
   FLASH_CUTE_HOST_DEVICE TileCoord coord(BackwardParams const& params, int block_n, int index) const {
@@ -103,8 +102,8 @@ struct KvTileSchedulerSm80 {
 };
 
 // How many N blocks of a sequence have a key.
-template <Family family, class Params, class Mask>
-FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, Mask const& mask, int b, int block_n) {
+template <Family family, class Params>
+FLASH_CUTE_HOST_DEVICE int kv_blocks(Params const& params, WindowMask const& mask, int b, int block_n) {
   return ceil_div(sequence_for<family>(params, mask, b).mask.seqlen_k, block_n);
 }
 
@@ -114,8 +113,7 @@ struct QuerySequence {
 };
 
 // The sequence of an M block, given by its number in a head.
-template <class Mask>
-FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, Mask const& mask,
+FLASH_CUTE_HOST_DEVICE QuerySequence sequence_at(BackwardParams const& params, WindowMask const& mask,
                                                  BatchBlocks const& queries, int block_of_head) {
   int const b = queries.sequence(block_of_head);
   Sequence const s = sequence_for<Family::sm90>(params, mask, b);
@@ -129,11 +127,10 @@ FLASH_CUTE_HOST_DEVICE int entry_of(BackwardParams const& params, QuerySequence 
 
 // The order in which the Hopper family's main kernel converts M blocks of dQ: all blocks of one (sequence, KV
 // head) pair after those of the pair before it, in the order in which KvTileScheduler comes to the pairs.
-// Block numbers that a packed sequence does not use come behind the blocks of all its heads.
-template <class Mask>
+// Block numbers that a packed sequence does not use come after the blocks of all its heads.
 struct DqConvertOrder {
   BackwardParams const& params;
-  Mask const& mask;
+  WindowMask const& mask;
   BatchBlocks queries;
 
   struct Block {
@@ -182,8 +179,10 @@ struct QBlockIterator {
         block(start),
         left(visited.empty() ? 0 : heads * (visited.end - visited.begin)) {}
 
-  // unmasked: the blocks that need no element test.
-  FLASH_CUTE_HOST_DEVICE bool is_full(BlockRange const& unmasked) const { return unmasked.contains(block); }
+  // full_blocks: the blocks that need no element test.
+  FLASH_CUTE_HOST_DEVICE bool is_full(BlockRange const& full_blocks) const {
+    return full_blocks.contains(block);
+  }
   FLASH_CUTE_HOST_DEVICE void advance() {
     --left;
     block += backwards ? -1 : 1;
@@ -200,34 +199,14 @@ struct QBlockIterator {
   }
 };
 
-// The table of key ranges for the tiles of a kernel.
-template <class Traits>
-FLASH_CUTE_HOST_DEVICE RangeTable range_table(BackwardParams const& params) {
-  return RangeTable::make(params, Traits::kBlockM, Traits::kTileN, /*transposes=*/true);
-}
-
-// The M blocks that see a KV tile through key ranges.
-template <class Traits>
-FLASH_CUTE_HOST_DEVICE RangeQueryBlocks range_query_blocks(BackwardParams const& params, KvTile const& tile) {
-  int const b = tile.pair / params.shape.heads_kv;
-  return {range_table<Traits>(params).query_bits_of(b, tile.n_begin / Traits::kTileN),
-          ceil_div(tile.sequence.used, Traits::kBlockM)};
-}
-template <class Traits>
-FLASH_CUTE_HOST_DEVICE RangesMask ranges_mask(BackwardParams const& params, KvTile const& tile) {
-  int const b = tile.pair / params.shape.heads_kv;
-  return {tile.sequence.used, tile.sequence.mask.seqlen_k, params.ranges.count,
-          range_table<Traits>(params).rows_of(b, tile.sequence.queries.begin)};
-}
-
-// As QBlockIterator, with key ranges. A tile that no query sees has a step in which all pairs are hidden.
+// As QBlockIterator, by a table. A tile that no query sees has a step in which all pairs are hidden.
 // Memory is read once for every 32 blocks.
-struct RangeQBlockIterator {
-  RangeQueryBlocks visited;
+struct TableQBlockIterator {
+  TableQueryBlocks visited;
   int first, head, block, left;
-  BlockBits of_chunk;  // with those blocks alone that are not behind the walk
+  BlockBits of_chunk;  // with those blocks alone that the walk has not passed
 
-  FLASH_CUTE_HOST_DEVICE RangeQBlockIterator(RangeQueryBlocks const& visited_, KvTile const& tile, int heads)
+  FLASH_CUTE_HOST_DEVICE TableQBlockIterator(TableQueryBlocks const& visited_, KvTile const& tile, int heads)
       : visited(visited_),
         first(larger(0, visited.first())),
         head(tile.head_kv * heads),
@@ -235,7 +214,7 @@ struct RangeQBlockIterator {
         left(heads * larger(1, visited.count())),
         of_chunk(visited.of_chunk(first / BlockBits::kBlocks)) {}
 
-  FLASH_CUTE_HOST_DEVICE bool is_full(WalkKnows) const {
+  FLASH_CUTE_HOST_DEVICE bool is_full(FullInTable) const {
     return of_chunk.full >> block % BlockBits::kBlocks & 1;
   }
   FLASH_CUTE_HOST_DEVICE void advance() {
@@ -252,16 +231,5 @@ struct RangeQBlockIterator {
     ++head;
   }
 };
-
-// The steps of a tile.
-template <class Traits>
-FLASH_CUTE_HOST_DEVICE auto steps_of(BackwardParams const& params, KvTile const& tile) {
-  int const heads = params.shape.heads_q / params.shape.heads_kv;
-  if constexpr (Traits::kRanges) {
-    return RangeQBlockIterator(range_query_blocks<Traits>(params, tile), tile, heads);
-  } else {
-    return QBlockIterator(tile, heads, Traits::kBlockM, Traits::kTileN);
-  }
-}
 
 }  // namespace flash_cute

@@ -28,7 +28,7 @@ struct BackwardTile {
   // The stages of dO, where these are fewer than those of Q.
   int stages_dout = 0;
   // There are two kernels, with and without accumulators of dQ, instead of one that asks.
-  bool knows_dq = false;
+  bool dq_at_compile_time = false;
   // The thread blocks that share a tile: its keys, and by columns its part of dQ.
   int cluster = 1;
   // On Hopper, LSE and delta are added to S and dP by a product (see LseDeltaMma).
@@ -36,12 +36,12 @@ struct BackwardTile {
   // On Hopper, so many slices of K and of V, 16 columns each, stay in registers (see RegisterSlices).
   int register_slices = 0;
   // On Ampere, where two halves of a thread block's warps split the work (see
-  // backward/sm80/split_mainloop.hpp): so many warps of a half lie along the keys of dV or dK, the others
+  // backward/sm80/two_role_mainloop.hpp): so many warps of a half lie along the keys of dV or dK, the others
   // along the columns. warps_keys and warps_across are then those of a half, for S or dP.
-  int split_warps_keys = 0;
+  int role_warps_keys = 0;
 
-  constexpr bool splits_work() const { return split_warps_keys > 0; }
-  constexpr int warps() const { return warps_keys * warps_across * (splits_work() ? 2 : 1); }
+  constexpr bool has_two_roles() const { return role_warps_keys > 0; }
+  constexpr int warps() const { return warps_keys * warps_across * (has_two_roles() ? 2 : 1); }
   // On Hopper, shared memory has room for complete accumulators of dQ, so that the main kernel can convert
   // them.
   constexpr bool has_room_for_sums() const { return warps_across == 1; }
@@ -51,7 +51,7 @@ struct BackwardTile {
   // share it, and as floats where they split the work. On Hopper every tile fits, whatever this says.
   constexpr int smem_bytes(int head_dim, int element_bytes) const {
     int const scores = (warps_across > 1 ? 2 : 1) * block_m * block_n;
-    int const floats = (lse_delta_mma ? 4 : 2) * stages * block_m + (splits_work() ? block_m * block_n : 0);
+    int const floats = (lse_delta_mma ? 4 : 2) * stages * block_m + (has_two_roles() ? block_m * block_n : 0);
     return element_bytes * (2 * block_n * head_dim + 2 * stages * block_m * head_dim + scores) +
            floats * int(sizeof(float));
   }
@@ -80,12 +80,12 @@ struct BackwardTiles {
   }
 };
 
-// Those in which all warps work on every product: with key ranges no others are compiled.
+// Those in which all warps work on every product: no others are compiled where the mask is a table.
 constexpr BackwardTiles without_split_work(BackwardTiles const& tiles) {
   BackwardTiles kept{.keys = {}, .queries = tiles.queries};
   int count = 0;
   for (BackwardTile const& tile : tiles.keys) {
-    if (!tile.splits_work()) kept.keys[count++] = tile;
+    if (!tile.has_two_roles()) kept.keys[count++] = tile;
   }
   return kept;
 }
@@ -104,8 +104,8 @@ constexpr BackwardTile kSplitTile{.block_m = 64,
                                   .warps_keys = 2,
                                   .warps_across = 2,
                                   .warps_queries = 2,
-                                  .knows_dq = true,
-                                  .split_warps_keys = 1};
+                                  .dq_at_compile_time = true,
+                                  .role_warps_keys = 1};
 
 constexpr BackwardTiles backward_tiles_sm80(int head_dim) {
   switch (head_dim) {
@@ -120,7 +120,7 @@ constexpr BackwardTiles backward_tiles_sm80(int head_dim) {
                         .warps_across = 2,
                         .warps_queries = 4,
                         .pays_from = 1024,
-                        .knows_dq = true},
+                        .dq_at_compile_time = true},
                        {.block_m = 64,
                         .block_n = 64,
                         .stages = 2,
@@ -128,7 +128,7 @@ constexpr BackwardTiles backward_tiles_sm80(int head_dim) {
                         .warps_across = 1,
                         .warps_queries = 2,
                         .blocks_per_sm = 2,
-                        .knows_dq = true}},
+                        .dq_at_compile_time = true}},
               .queries = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
     // Two blocks an SM. Four warps along the keys: up to 7% less; 64 x 128: 1% more at 16k, 7% less at 512
     // causal.
@@ -244,7 +244,7 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
                         .warps_across = 1,
                         .warps_queries = 2,
                         .blocks_per_sm = 2,
-                        .knows_dq = true}},
+                        .dq_at_compile_time = true}},
               .queries = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
     case 128:
       return {.keys = {{.block_m = 32,
@@ -254,7 +254,7 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
                         .warps_across = 1,
                         .warps_queries = 2,
                         .blocks_per_sm = 2,
-                        .knows_dq = true},
+                        .dq_at_compile_time = true},
                        {.block_m = 32,
                         .block_n = 32,
                         .stages = 1,
@@ -262,7 +262,7 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
                         .warps_across = 2,
                         .warps_queries = 2,
                         .blocks_per_sm = 2,
-                        .knows_dq = true}},
+                        .dq_at_compile_time = true}},
               .queries = {.block_m = 64, .block_n = 32, .stages = 1, .warps = 4, .blocks_per_sm = 2}};
     case 256:
       return {.keys = {{.block_m = 32,
@@ -271,18 +271,18 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
                         .warps_keys = 2,
                         .warps_across = 4,
                         .warps_queries = 2,
-                        .knows_dq = true}},
+                        .dq_at_compile_time = true}},
               .queries = {.block_m = 32, .block_n = 16, .stages = 1, .warps = 2, .blocks_per_sm = 2}};
   }
   return {};
 }
 
-constexpr BackwardTiles backward_tiles(Family family, int head_dim, Variant variant = Variant::plain,
+constexpr BackwardTiles backward_tiles(Family family, int head_dim, Masking masking = Masking::window,
                                        int element_bytes = 2) {
   if (element_bytes == 4) return family == Family::sm80 ? backward_tiles_fp32(head_dim) : BackwardTiles{};
   if (family == Family::sm90) return backward_tiles_sm90(head_dim);
   BackwardTiles const tiles = backward_tiles_sm80(head_dim);
-  return variant == Variant::ranges ? without_split_work(tiles) : tiles;
+  return masking == Masking::table ? without_split_work(tiles) : tiles;
 }
 
 }  // namespace flash_cute

@@ -38,11 +38,11 @@ struct OrderedSequences {
   LengthParams lengths;
 };
 
-// Numbers N blocks, those of one sequence behind those of the sequence before it, and finds out whether all
+// Numbers N blocks, those of one sequence after those of the sequence before it, and finds out whether all
 // sequences have the expected number. The first thread block of the grid does it. Offsets of packed sequences
 // are sanitised first, so that the main kernel's waits end, whatever the offsets hold.
-template <Family family, int kThreads, class Mask>
-__device__ void varlen_prepare(BackwardParams const& params, Mask const& mask) {
+template <Family family, int kThreads>
+__device__ void varlen_prepare(BackwardParams const& params, WindowMask const& mask) {
   BackwardWorkspace const& workspace = params.workspace;
   if (!workspace.varlen.kv_block_offsets || blockIdx.x > 0) return;
   int const batch = params.shape.batch;

@@ -2,16 +2,16 @@
 // what kernels see of it.
 #pragma once
 
+#include "flash_cute/core/workspace.hpp"
 #include "flash_cute/params.hpp"
 
 namespace flash_cute {
 
-constexpr int kTermBytes = 16;      // of a query's terms of LSE and delta, see LseDeltaMma
-constexpr int kZeroFillBytes = 16;  // that a thread zero fills at a time
+constexpr int kTermBytes = 16;  // of a query's terms of LSE and delta, see LseDeltaMma
 
 enum class WorkspaceRegion {
   lse,
-  delta,
+  neg_delta,
   terms,
   dq,                 // accumulators of dQ
   gqa,                // sums of dK and dV of split groups
@@ -23,6 +23,7 @@ enum class WorkspaceRegion {
   kv_block_offsets,
   offsets_q,
   offsets_k,
+  mask_table,
 };
 constexpr char const* kWorkspaceRegionNames[] = {"lse",
                                                  "delta",
@@ -36,44 +37,18 @@ constexpr char const* kWorkspaceRegionNames[] = {"lse",
                                                  "is_uniform",
                                                  "kv_block_offsets",
                                                  "offsets_q",
-                                                 "offsets_k"};
+                                                 "offsets_k",
+                                                 "ranges"};
 constexpr int kWorkspaceRegions = sizeof(kWorkspaceRegionNames) / sizeof(char const*);
 
-// Cuts the workspace into regions, which lie one behind the other in the order in which they are added.
-struct WorkspaceLayout {
-  struct Region {
-    int64_t begin, bytes;  // no bytes: the region does not exist
-  };
-  Region regions[kWorkspaceRegions] = {};
-  int64_t bytes = 0;                       // of all
-  int64_t zero_begin = 0, zero_bytes = 0;  // what is zero filled before the first tile
-
-  template <class T>
-  void add(WorkspaceRegion name, int64_t count, int64_t alignment = alignof(T)) {
-    if (count == 0) return;
-    int64_t const begin = ceil_div(bytes, alignment) * alignment;
-    regions[int(name)] = {begin, count * int64_t(sizeof(T))};
-    bytes = begin + regions[int(name)].bytes;
-  }
-  void begin_zero_fill() { zero_begin = bytes = ceil_div(bytes, int64_t(kZeroFillBytes)) * kZeroFillBytes; }
-  void end_zero_fill() {
-    bytes = ceil_div(bytes, int64_t(kZeroFillBytes)) * kZeroFillBytes;
-    zero_bytes = bytes - zero_begin;
-  }
-
-  template <class T>
-  T* find(void* workspace, WorkspaceRegion name) const {
-    Region const& region = regions[int(name)];
-    return region.bytes > 0 ? reinterpret_cast<T*>(static_cast<char*>(workspace) + region.begin) : nullptr;
-  }
-};
+using BackwardLayout = WorkspaceLayout<WorkspaceRegion, kWorkspaceRegions>;
 
 // LSE and delta of each query. Both may lie where rows of dQ are written last.
 struct LseDeltaWorkspace {
   // (heads_q, blocks, block_m), in base 2; +inf for fully masked rows. A sequence begins with a block of its
   // own (BatchBlocks).
   float* lse = nullptr;
-  float* delta = nullptr;  // likewise: dLSE - rowsum(dO O)
+  float* neg_delta = nullptr;  // likewise: dLSE - rowsum(dO O)
   // Instead of both, kTermBytes of each query. Of a block of queries the first 1 << log2_terms_of_row lie
   // side by side in its first row, the next ones in its second.
   TensorView terms;
@@ -98,11 +73,11 @@ struct DqWorkspace {
 // Sums of dK and dV of query heads that share K and V, where several tiles have parts of the group. Else
 // null.
 struct GqaWorkspace {
-  // (2, heads_kv / splits_of_sum, blocks of keys, block_n * head dim of the kernel), in the order of the
+  // (2, heads_kv / parts_of_sum, blocks of keys, block_n * head dim of the kernel), in the order of the
   // accumulator's registers.
   float* sums = nullptr;
   int64_t floats_of_dk = 0;
-  int splits_of_sum = 1;  // parts that add to one sum
+  int parts_of_sum = 1;  // parts that add to one sum
 };
 
 // What varlen_prepare finds out about sequences that differ in length. Null where it follows from the shape.
@@ -120,6 +95,7 @@ struct BackwardWorkspace {
   DqWorkspace dq;
   GqaWorkspace gqa;
   VarlenWorkspace varlen;
+  void* mask_table = nullptr;   // of MaskTable
   int* tile_counter = nullptr;  // tiles that thread blocks of the Hopper family's kernel have taken
   struct {
     void* begin = nullptr;

@@ -1,6 +1,6 @@
 // Zeros that the backward needs: gradients of rows that no other kernel writes, and counters in the
 // workspace. Rows without another writer are, in varlen batches, queries and keys that are not used, keys
-// that no query can reach, and rows before and behind packed sequences; on Hopper also fully masked queries.
+// that no query can reach, and rows before and after packed sequences; on Hopper also fully masked queries.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ __device__ inline void zero_fill_workspace(BackwardWorkspace const& workspace) {
 // Zeroes rows of a batch entry for all heads, with one thread block.
 template <int kElementBytes>
 __device__ void zero_fill_gradient(TensorView const& view, int heads, int head_dim, int entry,
-                                   Rows const& rows) {
+                                   RowRange const& rows) {
   if (!view.data) return;  // this gradient was not asked for
   constexpr int kChunk = 16 / kElementBytes;
   int const chunks = head_dim / kChunk;
@@ -36,18 +36,18 @@ __device__ void zero_fill_gradient(TensorView const& view, int heads, int head_d
 }
 
 // Calls clear(entry, rows) for this thread block's part, `part` of `parts`, of the rows of all sequences that
-// are not in written(sequence), and of the rows before and behind packed sequences.
+// are not in written(sequence), and of the rows before and after packed sequences.
 template <class Written, class Clear>
 __device__ void zero_fill_around(BatchBlocks const& sequences, int part, int parts, Written&& written,
                                  Clear&& clear) {
   int const shares = larger(1, parts / larger(1, sequences.batch));
-  auto clear_share = [&](int entry, Rows const& rows, int share, int of) {
+  auto clear_share = [&](int entry, RowRange const& rows, int share, int of) {
     int const size = ceil_div(larger(0, rows.end - rows.begin), of), begin = rows.begin + share * size;
-    clear(entry, Rows{begin, smaller(rows.end, begin + size)});
+    clear(entry, RowRange{begin, smaller(rows.end, begin + size)});
   };
   for (int64_t i = part; i < int64_t(sequences.batch) * shares; i += parts) {
     int const b = int(i / shares), share = int(i % shares), entry = sequences.offsets ? 0 : b;
-    Rows const owned = sequences.owned(b), inner = written(b);
+    RowRange const owned = sequences.owned(b), inner = written(b);
     clear_share(entry, {owned.begin, inner.begin}, share, shares);
     clear_share(entry, {inner.end, owned.end}, share, shares);
   }
@@ -57,8 +57,9 @@ __device__ void zero_fill_around(BatchBlocks const& sequences, int part, int par
 }
 
 // Zeroes part `part` of `parts` of all gradients' rows that no other kernel writes, with one thread block.
-template <Family family, int kElementBytes = 2, class Mask>
-__device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& mask, int part, int parts) {
+template <Family family, int kElementBytes = 2>
+__device__ void zero_fill_unwritten(BackwardParams const& params, WindowMask const& mask, int part,
+                                    int parts) {
   ProblemShape const& shape = params.shape;
   BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, 1};
   BatchBlocks const keys{params.lengths.cu_seqlens_k, shape.seqlen_k, shape.batch, 1};
@@ -66,26 +67,26 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, Mask const& ma
       queries, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, mask, b);
-        return Rows{s.queries.begin, s.queries.begin + s.used};
+        return RowRange{s.queries.begin, s.queries.begin + s.used};
       },
-      [&](int entry, Rows const& rows) {
+      [&](int entry, RowRange const& rows) {
         zero_fill_gradient<kElementBytes>(params.dq, shape.heads_q, shape.head_dim, entry, rows);
       });
   zero_fill_around(
       keys, part, parts,
       [&](int b) {
         Sequence const s = sequence_for<family>(params, mask, b);
-        return Rows{s.k_begin, s.k_begin + s.mask.seqlen_k};
+        return RowRange{s.k_begin, s.k_begin + s.mask.seqlen_k};
       },
-      [&](int entry, Rows const& rows) {
+      [&](int entry, RowRange const& rows) {
         zero_fill_gradient<kElementBytes>(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
-        zero_fill_gradient<kElementBytes>(params.dv, params.heads_of_keys(), shape.head_dim, entry, rows);
+        zero_fill_gradient<kElementBytes>(params.dv, params.heads_of_keys(), shape.head_dim_v(), entry, rows);
       });
 }
 
-template <Family family, int kThreads, class Mask, int kElementBytes = 2>
-__global__ void __launch_bounds__(kThreads)
-    backward_zero_fill(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask) {
+template <Family family, int kThreads, int kElementBytes = 2>
+__global__ void __launch_bounds__(kThreads) backward_zero_fill(__grid_constant__ BackwardParams const params,
+                                                               __grid_constant__ WindowMask const mask) {
   wait_for_grid_before();
   if constexpr (family == Family::sm90) {  // for sm80 backward_preprocess_sm80 does it
     varlen_prepare<family, kThreads>(params, mask);

@@ -1,4 +1,4 @@
-// The kernel behind a forward whose tiles are cut into parts of their keys: it combines their results.
+// The kernel after a forward whose tiles are cut into splits of their keys: it combines their results.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,36 +9,36 @@
 #include "flash_cute/core/launch_kernel.hpp"
 #include "flash_cute/core/math.hpp"
 #include "flash_cute/forward/partial.hpp"
-#include "flash_cute/forward/problem.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 
 constexpr int kCombineWarps = 4, kCombineThreads = 32 * kCombineWarps;
 
-// One row, by a team of warps that share its parts: the mean of the parts' O, weighted by exp(LSE). A part in
-// which the row sees nothing has an LSE of -inf and an O of zeros. The order of additions depends on the
-// numbers of the parts alone.
-template <class Element, int kHeadDim>
+// One row, by a team of warps that share its splits: the mean of the splits' O, weighted by exp(LSE). A split
+// in which the row sees nothing has an LSE of -inf and an O of zeros. The order of additions depends on the
+// numbers of the splits alone.
+template <class Element, int kHeadDimV>
 struct CombineRow {
   static constexpr int kLanes = 32, kWidth = 2;  // columns that a lane has side by side
-  static constexpr int kChunks = (kHeadDim + kLanes * kWidth - 1) / (kLanes * kWidth);
-  static constexpr int kAtOnce = kHeadDim <= 128 ? 8 : 4;  // parts of a warp whose loads overlap
+  static constexpr int kChunks = (kHeadDimV + kLanes * kWidth - 1) / (kLanes * kWidth);
+  static constexpr int kAtOnce = kHeadDimV <= 128 ? 8 : 4;  // splits of a warp whose loads overlap
   using Sums = float2[kCombineWarps][kChunks][kLanes];
   PartialResults const& partial;
-  int slot, stride;  // of the tile's first part, and from one to the next
-  int begin, end;    // the parts, of which lane i of 32 has those that are i modulo 32
+  int slot, stride;  // of the tile's first split, and from one to the next
+  int begin, end;    // the splits, of which lane i of 32 has those that are i modulo 32
   int row;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % kLanes; }
-  CUTE_DEVICE int slot_of(int part) const { return slot + (part - begin) * stride; }
-  CUTE_DEVICE bool exists(int part) const { return begin <= part && part < end; }
-  CUTE_DEVICE float lse_of(int part) const {
-    return exists(part) ? partial.lse_of(slot_of(part), row) : -INFINITY;
+  CUTE_DEVICE int slot_of(int split) const { return slot + (split - begin) * stride; }
+  CUTE_DEVICE bool exists(int split) const { return begin <= split && split < end; }
+  CUTE_DEVICE float lse_of(int split) const {
+    return exists(split) ? partial.lse_of(slot_of(split), row) : -INFINITY;
   }
 
   CUTE_DEVICE float highest_lse() const {
     float highest = -INFINITY;
-    for (int part = lane(); part < end; part += kLanes) highest = fmaxf(highest, lse_of(part));
+    for (int split = lane(); split < end; split += kLanes) highest = fmaxf(highest, lse_of(split));
     CUTE_UNROLL
     for (int step = kLanes / 2; step > 0; step /= 2) {
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
@@ -46,7 +46,7 @@ struct CombineRow {
     return highest;
   }
 
-  // The parts member, member + team, member + 2 team, ... Returns the sum of all parts' weights.
+  // The splits member, member + team, member + 2 team, ... Returns the sum of all splits' weights.
   CUTE_DEVICE float add(float reference, int member, int team, float2 (&total)[kChunks]) const {
     float sum = 0.f;
     for (int first = 0; first < end; first += kLanes) {
@@ -55,12 +55,13 @@ struct CombineRow {
         float2 values[kAtOnce][kChunks];
         CUTE_UNROLL
         for (int n = 0; n < kAtOnce; ++n) {
-          int const part = first + i + n * team;
-          auto const* const out = reinterpret_cast<float2 const*>(partial.out_row(slot_of(part), row));
+          int const split = first + i + n * team;
+          auto const* const out = reinterpret_cast<float2 const*>(partial.out_row(slot_of(split), row));
           CUTE_UNROLL
           for (int chunk = 0; chunk < kChunks; ++chunk) {
             int const column = chunk * kLanes + lane();
-            bool const is_value = i + n * team < kLanes && exists(part) && column * kWidth < partial.head_dim;
+            bool const is_value =
+                i + n * team < kLanes && exists(split) && column * kWidth < partial.head_dim_v;
             values[n][chunk] = is_value ? out[column] : float2{};
           }
         }
@@ -85,7 +86,7 @@ struct CombineRow {
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       int const column = (chunk * kLanes + lane()) * kWidth;
-      if (column < partial.head_dim) {
+      if (column < partial.head_dim_v) {
         *reinterpret_cast<uint32_t*>(target + column) =
             pack<Element>(total[chunk].x * factor, total[chunk].y * factor);
       }
@@ -95,35 +96,36 @@ struct CombineRow {
 
 // The thread blocks of a slot, blockIdx.y of gridDim.y, combine the part's share of the tile's rows.
 // kStartsEarly: as launch_kernel has it.
-template <class Element, int kHeadDim, bool kStartsEarly, class Problem>
+template <class Element, int kHeadDimV, bool kStartsEarly, class Source>
 __global__ void __launch_bounds__(kCombineThreads, 5)
-    combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
+    combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Source const source,
                    __grid_constant__ PartialResults const partial) {
-  using Combine = CombineRow<Element, kHeadDim>;
+  using Combine = CombineRow<Element, kHeadDimV>;
   __shared__ typename Combine::Sums sums;
-  // Also where nothing is cut: the kernel behind this one waits for this one alone.
+  // Also where nothing is cut: the kernel after this one waits for this one alone.
   if constexpr (kStartsEarly) wait_for_grid_before();
   int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
-  if (slot >= problem.order.split_blocks() * int(problem.order.packs_of_all.value)) return;
-  PartTile const tile = partial.tiles ? partial.tiles[slot] : problem.tile(slot);
-  auto const mask = problem.mask(tile);
-  PackedRows const& rows = problem.rows();
-  // Parts of a fixed length are added up as their place among all parts of the sequence says.
-  int const fixed_blocks = problem.order.lengths.fixed_blocks;
-  int const begin = fixed_blocks > 0 ? (tile.block_begin / fixed_blocks - tile.part) % 32 : 0;
-  int const team = fixed_blocks == 0 && tile.parts <= Combine::kAtOnce       ? 1
-                   : fixed_blocks == 0 && tile.parts <= 2 * Combine::kAtOnce ? 2
-                                                                             : kCombineWarps;
+  if (slot >= source.order.cut_blocks() * int(source.order.packs_of_all.value)) return;
+  SplitTile const tile = partial.tiles ? partial.tiles[slot] : source.tile(slot);
+  auto const mask = source.mask(tile);
+  PackGqa const& rows = source.rows();
+  // Splits of a fixed length are added up as their place among all splits of the sequence says.
+  int const fixed_blocks = source.order.lengths.fixed_blocks;
+  int const begin = fixed_blocks > 0 ? (tile.block_begin / fixed_blocks - tile.split) % 32 : 0;
+  int const team = fixed_blocks == 0 && tile.splits <= Combine::kAtOnce       ? 1
+                   : fixed_blocks == 0 && tile.splits <= 2 * Combine::kAtOnce ? 2
+                                                                              : kCombineWarps;
   int const teams = kCombineWarps / team, member = warp % team;
   int const group_rows = partial.rows / rows.groups;
 
-  int const share = tile.part * gridDim.y + blockIdx.y, shares = tile.parts * gridDim.y;
+  int const share = tile.split * gridDim.y + blockIdx.y, shares = tile.splits * gridDim.y;
   for (int first = share * teams; first < partial.rows; first += shares * teams) {
     int const row = first + warp / team, group = row / group_rows, of_group = row - group * group_rows;
     int const query = tile.m_begin + group * rows.queries + rows.query(of_group);
     bool const is_row = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
     Combine const combine{
-        partial, slot - tile.part * tile.tiles_of_part, tile.tiles_of_part, begin, begin + tile.parts, row};
+        partial, slot - tile.split * tile.tiles_per_split, tile.tiles_per_split, begin, begin + tile.splits,
+        row};
     int const head = tile.head + rows.head(of_group);
     float const sink = params.sinks.logits && is_row ? params.sinks.logit<Element>(head) : -INFINITY;
     float2 total[Combine::kChunks]{};
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
     if (!is_row || member > 0) continue;
     Element* const target = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
                             head * params.out.head_stride + (tile.q_begin + query) * params.out.row_stride;
-    // Where all visible scores are -inf, the sum is 0, too, and O NaN, as it is without parts.
+    // Where all visible scores are -inf, the sum is 0, too, and O NaN, as it is without splits.
     combine.store(target, sum == 0.f && mask.is_fully_masked(query) ? 0.f : 1.f / sum, total);
     if (lane == 0) {
       params.lse[tile.batch * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + tile.q_begin +
@@ -158,13 +160,13 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
   }
 }
 
-template <class Element, int kHeadDim, bool kStartsEarly, class Problem>
-void launch_combine(ForwardParams const& params, Problem const& problem, PartialResults const& partial,
+template <class Element, int kHeadDimV, bool kStartsEarly, class Source>
+void launch_combine(ForwardParams const& params, Source const& source, PartialResults const& partial,
                     int slots, cudaStream_t stream) {
-  constexpr int kRowsOfBlock = 16;  // of two parts, about half as many
+  constexpr int kRowsOfBlock = 16;  // of two splits, about half as many
   int const blocks_of_slot = ceil_div(partial.rows, kRowsOfBlock);
-  launch_kernel<combine_kernel<Element, kHeadDim, kStartsEarly, Problem>, kStartsEarly>(
-      params.device, dim3(slots, blocks_of_slot), kCombineThreads, 0, stream, params, problem, partial);
+  launch_kernel<combine_kernel<Element, kHeadDimV, kStartsEarly, Source>, kStartsEarly>(
+      params.device, dim3(slots, blocks_of_slot), kCombineThreads, 0, stream, params, source, partial);
 }
 
 }  // namespace flash_cute

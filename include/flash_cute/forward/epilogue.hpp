@@ -4,17 +4,17 @@
 
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
-#include "flash_cute/forward/problem.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 
 // The sinks, in base 2, of the rows that this thread owns.
-template <class Element, class Rows, class Coords>
+template <class Element, class Pack, class Coords>
 struct RowSinks {
   static constexpr bool kExist = true;
   SinkParams const& params;
   int first_head;
-  Rows const& rows;
+  Pack const& rows;
   Coords const& coords;  // (row, column) of an accumulator
 
   CUTE_DEVICE float operator()(int i) const {
@@ -23,36 +23,49 @@ struct RowSinks {
   }
 };
 
-// Closes the softmax of the rows that this thread owns, with their sinks.
-template <class Element, class Softmax, class Tile, class Rows, class Coords>
-CUTE_DEVICE void close_rows(SinkParams const& sinks, Softmax& softmax, Tile const& tile, Rows const& rows,
-                            Coords const& accumulator_coords) {
-  auto const coords = row_col_view(accumulator_coords);
-  softmax.close(RowSinks<Element, Rows, decltype(coords)>{sinks, tile.head, rows, coords});
+// Do sums get something beside keys before O is complete? Sinks do, of tiles that have all keys, and on
+// Hopper before a warpgroup waits for its turn: after the products, where few keys are seen, they would delay
+// those of the other warpgroups, by 8% in all (head dim 64, a window of 128 keys, H200). Those of splits
+// count in normalize_rows.
+template <class Traits>
+CUTE_DEVICE bool finalizes_early(ForwardParams const& params) {
+  return Traits::kKernel.keys == Keys::whole && params.sinks.logits;
 }
 
-// Divides O by the sums of a part of the keys. Other parts may have some for rows that see none here.
+// Closes the softmax of the rows that this thread owns.
+template <class Traits, class Softmax, class Tile, class Pack, class Coords>
+CUTE_DEVICE void finalize_rows(ForwardParams const& params, Softmax& softmax, Tile const& tile,
+                               Pack const& rows, Coords const& accumulator_coords) {
+  if (finalizes_early<Traits>(params)) {
+    auto const coords = row_col_view(accumulator_coords);
+    softmax.finalize(
+        RowSinks<typename Traits::Element, Pack, decltype(coords)>{params.sinks, tile.head, rows, coords});
+  } else {
+    softmax.finalize();
+  }
+}
+
+// Divides O by the sums of a split of the keys. Other splits may have some for rows that see none here.
 template <class Softmax, class Output>
-CUTE_DEVICE void finish_part(Softmax& softmax, Output& acc_o) {
-  softmax.finish(acc_o, [&](int row) { return softmax.lse(row) == -INFINITY; });
+CUTE_DEVICE void normalize_split(Softmax& softmax, Output& acc_o) {
+  softmax.normalize(acc_o, [&](int row) { return softmax.lse(row) == -INFINITY; });
 }
 
 // Divides O by the sums of the rows that this thread owns. m_begin: their first query.
-template <class Softmax, class Mask, class Rows, class Coords, class Output>
-CUTE_DEVICE void finish_rows(Softmax& softmax, Mask const& mask, int m_begin, Rows const& rows,
+template <class Softmax, class Mask, class Pack, class Coords, class Output>
+CUTE_DEVICE void divide_rows(Softmax& softmax, Mask const& mask, int m_begin, Pack const& rows,
                              Coords const& accumulator_coords, Output& acc_o) {
   auto const coords = row_col_view(accumulator_coords);
-  softmax.finish(acc_o,
-                 [&](int row) { return mask.is_fully_masked(m_begin + rows.query(get<0>(coords(row, 0)))); });
+  softmax.normalize(
+      acc_o, [&](int row) { return mask.is_fully_masked(m_begin + rows.query(get<0>(coords(row, 0)))); });
 }
 
-// The same where keys may be cut into parts, with sinks: these count behind the sum, as the combining kernel
-// counts them, so that a query's bits are the same in parts and whole.
-template <class Element, class Softmax, class Mask, class Tile, class Rows, class Coords, class Output>
-CUTE_DEVICE void finish_rows_with_sinks(SinkParams const& sinks, Softmax& softmax, Mask const& mask,
-                                        Tile const& tile, Rows const& rows, Coords const& accumulator_coords,
+// The same with sinks, after the sum, as the combining kernel counts them.
+template <class Element, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
+CUTE_DEVICE void divide_rows_with_sinks(SinkParams const& sinks, Softmax& softmax, Mask const& mask,
+                                        Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
                                         Output& acc_o) {
-  finish_part(softmax, acc_o);
+  normalize_split(softmax, acc_o);
   auto const coords = row_col_view(accumulator_coords);
   auto output = row_col_view(acc_o);
   CUTE_UNROLL
@@ -62,22 +75,34 @@ CUTE_DEVICE void finish_rows_with_sinks(SinkParams const& sinks, Softmax& softma
     float const sink = rows.uses(row) ? sinks.logit<Element>(tile.head + rows.head(row)) : -INFINITY;
     float const highest = fmaxf(lse, sink), reference = highest == -INFINITY ? 0.f : highest;
     float const weight = expf(lse - reference), sum = weight + expf(sink - reference);
-    bool const is_blind = sum == 0.f && mask.is_fully_masked(tile.m_begin + rows.query(row));
-    float const factor = is_blind ? 0.f : 1.f / sum;
+    bool const is_fully_masked = sum == 0.f && mask.is_fully_masked(tile.m_begin + rows.query(row));
+    float const factor = is_fully_masked ? 0.f : 1.f / sum;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); ++col) output(i, col) = output(i, col) * weight * factor;
-    softmax.reference[i] = reference + logf(sum);
+    softmax.row_max[i] = reference + logf(sum);
+  }
+}
+
+// Divides O by the sums of the rows that this thread owns. A query's bits are the same in splits and whole.
+template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
+CUTE_DEVICE void normalize_rows(ForwardParams const& params, Softmax& softmax, Mask const& mask,
+                                Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
+                                Output& acc_o) {
+  if (Traits::kKernel.keys == Keys::split && params.sinks.logits) {
+    divide_rows_with_sinks<typename Traits::Element>(params.sinks, softmax, mask, tile, rows,
+                                                     accumulator_coords, acc_o);
+  } else {
+    divide_rows(softmax, mask, tile.m_begin, rows, accumulator_coords, acc_o);
   }
 }
 
 // Writes the LSE of the rows whose first column this thread owns. tile.m_begin: the first query of the rows;
 // coords: (row, column) of an accumulator.
-template <class Problem, class Tile, class Rows, class Softmax, class Coords>
-CUTE_DEVICE void store_lse(ForwardParams const& params, Problem const& problem, Tile const& tile,
-                           int seqlen_q, Rows const& rows, Softmax const& softmax,
-                           Coords const& accumulator_coords) {
+template <class Source, class Tile, class Pack, class Softmax, class Coords>
+CUTE_DEVICE void store_lse(ForwardParams const& params, Source const& source, Tile const& tile, int seqlen_q,
+                           Pack const& rows, Softmax const& softmax, Coords const& accumulator_coords) {
   ProblemShape const& shape = params.shape;
-  float* const lse = params.lse + problem.lse_offset(params, tile) + tile.m_begin;
+  float* const lse = params.lse + source.lse_offset(params, tile) + tile.m_begin;
   auto const coords = row_col_view(accumulator_coords);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(coords); ++i) {
@@ -89,11 +114,11 @@ CUTE_DEVICE void store_lse(ForwardParams const& params, Problem const& problem, 
   }
 }
 
-// Writes the result of a part of the keys, which finish_rows has ended, to the workspace. tile.m_begin: the
-// first query of the rows; first_row: the first of them among the tile's; coords: (row, column) of acc_o.
-template <class Tile, class Rows, class Softmax, class Coords, class Output>
+// Writes the result of a split of the keys, which normalize_split has ended, to the workspace. tile.m_begin:
+// the first query of the rows; first_row: the first of them among the tile's; coords: (row, column) of acc_o.
+template <class Tile, class Pack, class Softmax, class Coords, class Output>
 CUTE_DEVICE void store_partial(PartialResults const& partial, Tile const& tile, int first_row,
-                               Rows const& rows, Softmax const& softmax, Coords const& accumulator_coords,
+                               Pack const& rows, Softmax const& softmax, Coords const& accumulator_coords,
                                Output const& acc_o) {
   auto const coords = row_col_view(accumulator_coords);
   auto const output = row_col_view(acc_o);
@@ -105,7 +130,7 @@ CUTE_DEVICE void store_partial(PartialResults const& partial, Tile const& tile, 
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); col += 2) {
       int const column = get<1>(coords(i, col));
-      if (column < partial.head_dim) {
+      if (column < partial.head_dim_v) {
         *reinterpret_cast<float2*>(out + column) = make_float2(output(i, col), output(i, col + 1));
       }
     }

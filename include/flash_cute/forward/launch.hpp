@@ -16,13 +16,14 @@ struct CompiledTile {
   int smem_bytes;
 };
 
-// CUDA's errors are thrown (core/check.hpp). Specialised per Instance in a translation unit of its own, which
+// CUDA's errors are thrown (core/check.hpp). Specialised per Instance in the translation units that
 // setup.py generates.
 template <class Instance>
 struct ForwardLaunch {
-  // plan: of the same params and mask (plan_forward), but for pointers and strides.
+  // plan: of the same params and mask (plan_forward), but for pointers and strides. workspace: of
+  // plan.workspace.bytes.
   static void run(ForwardParams const& params, WindowMask const& mask, ForwardPlan const& plan,
-                  cudaStream_t stream);
+                  void* workspace, cudaStream_t stream);
   static KernelAttributes attributes(ForwardPlan const& plan);
   static std::vector<CompiledTile> tiles();
 };

@@ -1,4 +1,4 @@
-// Partial results of tiles whose keys are cut into parts: where they lie between the kernel that computes
+// Partial results of tiles whose keys are cut into splits: where they lie between the kernel that computes
 // them and the one that combines them.
 #pragma once
 
@@ -12,24 +12,24 @@ namespace flash_cute {
 // Of each slot the tile, where no list in global memory has it, and its rows in float32: O, each part's
 // normalised by its own sum, and its LSE.
 struct PartialResults {
-  PartTile* tiles;  // or null
+  SplitTile* tiles;  // or null
   float *out, *lse;
-  int rows, head_dim;  // of a slot
+  int rows, head_dim_v;  // of a slot
 
   FLASH_CUTE_HOST_DEVICE float* out_row(int slot, int row) const {
-    return out + (int64_t(slot) * rows + row) * head_dim;
+    return out + (int64_t(slot) * rows + row) * head_dim_v;
   }
   FLASH_CUTE_HOST_DEVICE float& lse_of(int slot, int row) const { return lse[int64_t(slot) * rows + row]; }
 
-  static int64_t bytes(int slots, int rows, int head_dim, bool has_tiles) {
-    int64_t const of_rows = int64_t(rows) * (head_dim + 1) * int64_t(sizeof(float));
-    return slots * (of_rows + (has_tiles ? int64_t(sizeof(PartTile)) : 0));
+  static int64_t bytes(int slots, int rows, int head_dim_v, bool has_tiles) {
+    int64_t const of_rows = int64_t(rows) * (head_dim_v + 1) * int64_t(sizeof(float));
+    return slots * (of_rows + (has_tiles ? int64_t(sizeof(SplitTile)) : 0));
   }
   // In memory of that many bytes.
-  static PartialResults in(void* memory, int slots, int rows, int head_dim, bool has_tiles) {
-    auto* const tiles = static_cast<PartTile*>(memory);
+  static PartialResults in(void* memory, int slots, int rows, int head_dim_v, bool has_tiles) {
+    auto* const tiles = static_cast<SplitTile*>(memory);
     auto* const out = reinterpret_cast<float*>(tiles + (has_tiles ? slots : 0));
-    return {has_tiles ? tiles : nullptr, out, out + int64_t(slots) * rows * head_dim, rows, head_dim};
+    return {has_tiles ? tiles : nullptr, out, out + int64_t(slots) * rows * head_dim_v, rows, head_dim_v};
   }
 };
 

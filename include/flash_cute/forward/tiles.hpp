@@ -23,12 +23,13 @@ struct ForwardTiles {
   // The small tile is taken where it leaves less than this part of the main tile's work.
   double enough = 0;          // of uniform batches
   double enough_unequal = 0;  // of batches of unequal lengths
-  // Where keys are cut into parts, for few queries and for many. Both have the same block of keys: a query's
+  // Where keys are cut into splits, for few queries and for many. Both have the same block of keys: a query's
   // bits are the same in either. Those of sm80 were not tuned (docs/decoding.md).
-  ForwardTile few = {}, many = {};
+  ForwardTile decode = {}, prefill_split = {};
 
-  // With key ranges. At head dim 128 blocks of 64 keys, beside 192 rows, lose 15% where sequences are short.
-  constexpr ForwardTile ranges() const { return small.block_n > main.block_n ? small : main; }
+  // Where the mask is a table. At head dim 128 blocks of 64 keys, beside 192 rows, lose 15% where sequences
+  // are short.
+  constexpr ForwardTile for_table() const { return small.block_n > main.block_n ? small : main; }
 };
 
 // Of float32, for products of either precision.
@@ -55,24 +56,24 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim, int element_by
       // block.
       case 64:
         return {.main = {.block_m = 128, .block_n = 128, .stages = 1, .warps = 4, .blocks_per_sm = 2},
-                .few = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
-                .many = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
+                .decode = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
       // 96 keys with one stage lose 5-7% at 512 and win 4-8% from 2k on. 32 keys, or 64 rows, lose 6-14%.
       case 96: return {{.block_m = 128, .block_n = 64, .stages = 2, .warps = 4}};
       // 32 rows a warp: K and V are read from shared memory half as often as with 16, which loses 20%. 32 or
       // 48 keys lose 5-8% to 64.
       case 128:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 4},
-                .few = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 2},
-                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+                .decode = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 7-9%, 32 with two stages 13-18%. 80 lose 4% at 512 causal and win 4-8% from 2k on, but
       // leave an A100 room for one block only.
       case 192: return {{.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
       // 48 keys lose 3-6%.
       case 256:
         return {.main = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4},
-                .few = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4},
-                .many = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
+                .decode = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4},
+                .prefill_split = {.block_m = 64, .block_n = 64, .stages = 1, .warps = 4}};
     }
   }
   if (family == Family::sm90) {
@@ -93,8 +94,8 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim, int element_by
                 0.955,
                 {.block_m = 64, .block_n = 128, .stages = 3, .warps = 4, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
-      // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96) and
-      // 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
+      // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96)
+      // and 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
       case 128:
         return {{.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
@@ -105,13 +106,13 @@ constexpr ForwardTiles forward_tiles(Family family, int head_dim, int element_by
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
-                .few = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4, .stages_q = 2},
-                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+                .decode = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4, .stages_q = 2},
+                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 6-9%; no more than 64 fit beside the stages of O.
       case 256:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
-                .few = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4},
-                .many = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+                .decode = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4},
+                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
     }
   }
   return {};

@@ -10,7 +10,7 @@ namespace flash_cute {
 
 // By one warp, for these rows of an entry and all heads.
 template <class Element>
-CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows const& rows) {
+CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, RowRange const& rows) {
   constexpr int kLanes = 32, kChunk = 16 / sizeof(Element);  // elements of 16 bytes
   ProblemShape const& shape = params.shape;
   TensorView const& view = params.out;
@@ -24,7 +24,7 @@ CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows con
   constexpr int kMaxChunks = 256 / kChunk;  // of a row; those of a float32 row may be more than the lanes
   CUTE_UNROLL
   for (int before = 0; before < kMaxChunks; before += kLanes) {
-    int chunks = shape.head_dim / kChunk;
+    int chunks = shape.head_dim_v() / kChunk;
     if constexpr (kMaxChunks > kLanes) chunks = smaller(chunks - before, kLanes);
     if (before > 0 && chunks <= 0) break;
     int const side_by_side = kLanes / chunks;
@@ -56,7 +56,7 @@ CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, Rows con
 template <class Element>
 CUTE_DEVICE void zero_fill_unwritten(ForwardParams const& params, int part, int parts) {
   for_each_unwritten(params, part, parts,
-                     [&](int entry, Rows const& rows) { zero_fill_rows<Element>(params, entry, rows); });
+                     [&](int entry, RowRange const& rows) { zero_fill_rows<Element>(params, entry, rows); });
 }
 
 }  // namespace flash_cute

@@ -23,7 +23,7 @@ struct TileQueue {
   union {
     TileCoord uniform;
     VarlenTile varlen;
-    PartTile part;
+    SplitTile split;
   } tiles[2];
 
   // readers: arrivals that free a stage, one of each warp that goes through the tiles.
@@ -34,8 +34,8 @@ struct TileQueue {
 
   template <class Tile>
   CUTE_DEVICE Tile& tile(int stage) {
-    if constexpr (std::is_same_v<Tile, PartTile>) {
-      return tiles[stage].part;
+    if constexpr (std::is_same_v<Tile, SplitTile>) {
+      return tiles[stage].split;
     } else if constexpr (std::is_same_v<Tile, VarlenTile>) {
       return tiles[stage].varlen;
     } else {
@@ -45,16 +45,16 @@ struct TileQueue {
 };
 
 // Takes a tile from what is left for the whole grid, and hands it over; false if there is none.
-template <class Problem, class List>
-CUTE_DEVICE bool take_tile(Problem const& problem, DynamicScheduler const& scheduler, List const& list,
+template <class Source, class List>
+CUTE_DEVICE bool take_tile(Source const& source, DynamicScheduler const& scheduler, List const& list,
                            TileQueue& queue, PipelineState<2>& at) {
-  using Tile = typename Problem::Tile;
+  using Tile = typename Source::Tile;
   int const index =
       scheduler.tile_counter ? read_grid_size() + atomicAdd(scheduler.tile_counter, 1) : kNoTile;
-  bool const is_tile = unsigned(index) < unsigned(problem.tiles(list));
+  bool const is_tile = unsigned(index) < unsigned(source.tiles(list));
   auto& full = queue.ring.acquire(at);
   Tile& upcoming = queue.template tile<Tile>(at.stage);
-  if (is_tile) upcoming = problem.tile(list, index);
+  if (is_tile) upcoming = source.tile(list, index);
   if (!is_tile) upcoming.m_begin = kNoTile;
   full.arrive();
   at.advance();
@@ -66,24 +66,24 @@ CUTE_DEVICE bool take_tile(Problem const& problem, DynamicScheduler const& sched
 // long tiles get fewer of them: requested when the tile before begins, 8k causal takes 8% longer in a model
 // of the schedule. Two at once lose up to 7%, requests 8 blocks before the end up to 1% (both measured).
 constexpr int kRequestedAhead = 4;  // blocks of keys before the end
-template <class Problem, class List>
-CUTE_DEVICE void schedule_tiles(Problem const& problem, DynamicScheduler const& scheduler, List const& list,
+template <class Source, class List>
+CUTE_DEVICE void schedule_tiles(Source const& source, DynamicScheduler const& scheduler, List const& list,
                                 TileQueue& queue) {
   PipelineState<2> at{};
   // No kernel has zero filled the counter (nor that of a list: see VarlenList::make).
-  if (!Problem::kVarlen && blockIdx.x == 0) *scheduler.tile_counter = 0;
+  if (!Source::kVarlen && blockIdx.x == 0) *scheduler.tile_counter = 0;
   do {
     queue.requested.wait(at.stage);  // which is the parity of the round
-  } while (take_tile(problem, scheduler, list, queue, at));
+  } while (take_tile(source, scheduler, list, queue, at));
 }
 
 struct Unknown {};  // the upcoming tile, until done() has read it
 
 // As StaticTiles.
-template <class Problem>
+template <class Source>
 struct DynamicTiles {
-  using Tile = typename Problem::Tile;
-  Problem const& problem;
+  using Tile = typename Source::Tile;
+  Source const& source;
   TileQueue& queue;
   unsigned lanes;  // of this warp, that go through the tiles together
   Tile tile;       // a block's first one is that of its own number
@@ -104,15 +104,15 @@ struct DynamicTiles {
   CUTE_DEVICE void request() { queue.requested.arrive(); }
 };
 
-template <class Problem, class List>
-CUTE_DEVICE StaticTiles<Problem> tiles_of(Problem const& problem, StaticScheduler const&, List const&,
-                                          TileQueue&, unsigned) {
-  return {problem, int(blockIdx.x), int(gridDim.x)};
+template <class Source, class List>
+CUTE_DEVICE StaticTiles<Source> tiles_of(Source const& source, StaticScheduler const&, List const&,
+                                         TileQueue&, unsigned) {
+  return {source, int(blockIdx.x), int(gridDim.x)};
 }
-template <class Problem, class List>
-CUTE_DEVICE DynamicTiles<Problem> tiles_of(Problem const& problem, DynamicScheduler const&, List const& list,
-                                           TileQueue& queue, unsigned lanes) {
-  return {problem, queue, lanes, problem.first_tile(list, blockIdx.x)};
+template <class Source, class List>
+CUTE_DEVICE DynamicTiles<Source> tiles_of(Source const& source, DynamicScheduler const&, List const& list,
+                                          TileQueue& queue, unsigned lanes) {
+  return {source, queue, lanes, source.first_tile(list, blockIdx.x)};
 }
 
 }  // namespace flash_cute

@@ -1,4 +1,4 @@
-// The list of up to 256 sequences that are cut into parts, longest first, which each thread block of a
+// The list of up to 256 sequences that are cut into splits, longest first, which each thread block of a
 // persistent kernel makes for itself:
 // a kernel before it costs 10 us and more.
 #pragma once
@@ -30,13 +30,13 @@ CUTE_DEVICE SplitWork add_work(SplitWork own, SplitWork (&of_warps)[kThreads / 3
 template <int kThreads>
 struct SplitList {
   static constexpr int kFewSequences = SplitOrder::kFewSequences, kWarps = kThreads / 32;
-  // Of lengths; class 0 has the sequences that are cut: their parts are as long as the longest others.
+  // Of lengths; class 0 has the sequences that are cut: their splits are as long as the longest others.
   static constexpr int kClasses = 16;
   using Scan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   static_assert(kFewSequences <= kThreads && kClasses * kWarps <= kThreads);
-  PartTile first;                         // the block's first tile
-  int m_blocks, unwritten, split_blocks;  // as in VarlenListHeader
-  int part_blocks;
+  SplitTile first;                      // the block's first tile
+  int m_blocks, unwritten, cut_blocks;  // as in VarlenListHeader
+  int blocks_per_split;
   int first_blocks[kFewSequences];  // of the sequences in their order
   unsigned char batch[kFewSequences];
   int counts[kClasses * kWarps];  // of sequences
@@ -45,9 +45,9 @@ struct SplitList {
 
   // By all threads of a block; tile_counter: of the dynamic scheduler, null where each block has one tile at
   // most.
-  template <class Problem>
-  CUTE_DEVICE void make(Problem const& problem, int* tile_counter) {
-    SplitOrder const& order = problem.order;
+  template <class Source>
+  CUTE_DEVICE void make(Source const& source, int* tile_counter) {
+    SplitOrder const& order = source.order;
     if (order.is_uniform() || order.is_prepared()) {
       if (threadIdx.x == 0) {
         m_blocks = order.is_uniform() ? order.capacity : order.header->m_blocks;
@@ -62,21 +62,21 @@ struct SplitList {
     using Listed = ListedSequence<SplitOrder>;
     int const b = threadIdx.x, lane = b % 32, warp = b / 32;
     bool const is_sequence = b < order.batch;
-    Listed const own = is_sequence ? Listed::of(problem, problem.limits, order, b) : Listed{};
+    Listed const own = is_sequence ? Listed::of(source, source.limits, order, b) : Listed{};
     if (threadIdx.x < kClasses * kWarps) counts[threadIdx.x] = 0;
     SplitWork const own_work = own.m_blocks > 0 ? order.work(own.sequence) : SplitWork{};
     SplitWork const work = add_work<kThreads>(own_work, of_warps);
     int const any_unwritten = __syncthreads_or(own.unwritten);
-    int const blocks_of_part = order.part_blocks(work);
-    int const parts = own.m_blocks > 0 ? order.parts(own.sequence, blocks_of_part) : 1;
-    int const own_blocks = int(smaller<int64_t>(int64_t(own.m_blocks) * parts, order.capacity));
+    int const split_length = order.blocks_per_split(work);
+    int const splits = own.m_blocks > 0 ? order.splits(own.sequence, split_length) : 1;
+    int const own_blocks = int(smaller<int64_t>(int64_t(own.m_blocks) * splits, order.capacity));
 
-    int const longest = larger(1, smaller(blocks_of_part, work.longest));
-    int const length_class = parts > 1 ? 0 : 1 + (kClasses - 2) * (longest - own_work.longest) / longest;
+    int const longest = larger(1, smaller(split_length, work.longest));
+    int const length_class = splits > 1 ? 0 : 1 + (kClasses - 2) * (longest - own_work.longest) / longest;
     int* const count = counts + length_class * kWarps + warp;
-    unsigned const alike = __match_any_sync(~0u, is_sequence ? length_class : kClasses);
-    int const before = __popc(alike & ((1u << lane) - 1));
-    if (is_sequence && before == 0) *count = __popc(alike);
+    unsigned const same_class = __match_any_sync(~0u, is_sequence ? length_class : kClasses);
+    int const before = __popc(same_class & ((1u << lane) - 1));
+    if (is_sequence && before == 0) *count = __popc(same_class);
     __syncthreads();
     bool const is_count = threadIdx.x < kClasses * kWarps;
     int own_count = is_count ? counts[threadIdx.x] : 0;
@@ -100,24 +100,24 @@ struct SplitList {
     if (threadIdx.x == 0) {
       m_blocks = end;
       unwritten = any_unwritten;
-      part_blocks = blocks_of_part;
+      blocks_per_split = split_length;
     }
     __syncthreads();
     int const m_block = order.packs_of_all.quotient(blockIdx.x), cut = counts[kWarps];
     if (first_block <= m_block && m_block < first_block + listed && m_block < end) {
-      first = tile_of(problem, threadIdx.x, blockIdx.x);
+      first = tile_of(source, threadIdx.x, blockIdx.x);
     }
     if (threadIdx.x == 0 && blockIdx.x == 0) {
-      order.header->split_blocks = cut < order.batch ? first_blocks[cut] : end;
+      order.header->cut_blocks = cut < order.batch ? first_blocks[cut] : end;
     }
     __syncthreads();
   }
 
   CUTE_DEVICE int tiles(SplitOrder const& order) const { return m_blocks * int(order.packs_of_all.value); }
 
-  template <class Problem>
-  CUTE_DEVICE PartTile tile(Problem const& problem, int index) const {
-    SplitOrder const& order = problem.order;
+  template <class Source>
+  CUTE_DEVICE SplitTile tile(Source const& source, int index) const {
+    SplitOrder const& order = source.order;
     if (order.is_uniform() || order.is_prepared()) return order(index);
     int const m_block = order.packs_of_all.quotient(index);
     int rank = 0;  // of the last sequence that begins no later
@@ -125,21 +125,21 @@ struct SplitList {
     for (int step = kFewSequences / 2; step > 0; step /= 2) {
       if (rank + step < order.batch && first_blocks[rank + step] <= m_block) rank += step;
     }
-    return tile_of(problem, rank, index);
+    return tile_of(source, rank, index);
   }
   // The tile of the block's own number, which exists.
-  template <class Problem>
-  CUTE_DEVICE PartTile first_tile(Problem const& problem, int block) const {
-    SplitOrder const& order = problem.order;
+  template <class Source>
+  CUTE_DEVICE SplitTile first_tile(Source const& source, int block) const {
+    SplitOrder const& order = source.order;
     return order.is_uniform() || order.is_prepared() ? order(block) : first;
   }
 
  private:
-  template <class Problem>
-  CUTE_DEVICE PartTile tile_of(Problem const& problem, int rank, int index) const {
+  template <class Source>
+  CUTE_DEVICE SplitTile tile_of(Source const& source, int rank, int index) const {
     int const b = batch[rank];
-    SplitSequence const s = SplitOrder::sequence_of(problem, problem.limits, b);
-    return problem.order.tile(problem.order.record(b, s, first_blocks[rank], part_blocks), index);
+    SplitSequence const s = SplitOrder::sequence_of(source, source.limits, b);
+    return source.order.tile(source.order.record(b, s, first_blocks[rank], blocks_per_split), index);
   }
 };
 

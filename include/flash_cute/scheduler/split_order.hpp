@@ -1,4 +1,4 @@
-// The order of tiles where sequences are cut into parts of their keys, so that a few long ones keep all
+// The order of tiles where sequences are cut into splits of their keys, so that a few long ones keep all
 // multiprocessors busy. What is cut where follows from the lengths, on the device.
 #pragma once
 
@@ -12,47 +12,47 @@ struct SplitSequence : Sequence {
   int k_first;  // the first key that some query can see, counted from the sequence's first key
 };
 
-// first_block counts the M blocks of all parts; k_begin is the row of the sequence's first key, which a query
-// may see or not.
+// first_block counts the M blocks of all splits; k_begin is the row of the sequence's first key, which a
+// query may see or not.
 struct alignas(16) SplitRecord : SequenceRecord {
-  int k_first;                 // as of PartTile
-  int block_begin, block_end;  // blocks of keys of all parts
-  int part_blocks, parts;
+  int k_first;                 // as of SplitTile
+  int block_begin, block_end;  // blocks of keys of all splits
+  int blocks_per_split, splits;
 };
 
-// How long parts are.
-struct PartLengths {
+// How long splits are.
+struct SplitLengths {
   int block_n;
   int blocks;        // thread blocks that run at once
-  int rounds;        // of them, at most, that parts are to take
+  int rounds;        // of them, at most, that splits are to take
   int least_blocks;  // of a part
-  int fixed_blocks;  // of each part, where results must not depend on other sequences; else 0
+  int fixed_blocks;  // of each split, where results must not depend on other sequences; else 0
   int rows;          // of a partial result
 
-  FLASH_CUTE_HOST_DEVICE int wanted_items() const { return blocks * rounds; }  // tiles of all parts, about
+  FLASH_CUTE_HOST_DEVICE int wanted_items() const { return blocks * rounds; }  // tiles of all splits, about
 
-  // Tiles that are equally long, in parts of `part` blocks of keys: how long they take, in sixteenths of what
-  // a block of keys does. Thread blocks take the longest parts first, so those at the ends of sequences fill
-  // up the last round. Of head dims 64 and 128 (H200): a tile takes 0.5 to 0.9 blocks of keys beside its own,
-  // 16 rows of a partial result about one, the kernel that combines them two.
-  FLASH_CUTE_HOST_DEVICE int time(int tiles, int of_tile, int part) const {
+  // Tiles that are equally long, in splits of `split` blocks of keys: how long they take, in sixteenths of
+  // what a block of keys does. Thread blocks take the longest splits first, so those at the ends of sequences
+  // fill up the last round. Of head dims 64 and 128 (H200): a tile takes 0.5 to 0.9 blocks of keys beside its
+  // own, 16 rows of a partial result about one, the kernel that combines them two.
+  FLASH_CUTE_HOST_DEVICE int time(int tiles, int of_tile, int split) const {
     constexpr int kBlock = 16, kTile = 10, kCombine = 32;
-    int const whole = of_tile / part, rest = of_tile - whole * part, items = tiles * whole;
-    int const fixed = kTile + (part < of_tile ? rows : 0);
+    int const whole = of_tile / split, rest = of_tile - whole * split, items = tiles * whole;
+    int const fixed = kTile + (split < of_tile ? rows : 0);
     int const full = ceil_div(items, blocks), spare = full * blocks - items;
-    int const longer = kBlock * part + fixed, shorter = kBlock * rest + fixed;
+    int const longer = kBlock * split + fixed, shorter = kBlock * rest + fixed;
     int64_t const fit = int64_t(spare) * (longer / shorter);
     int const left = rest > 0 ? int(larger<int64_t>(0, tiles - fit)) : 0;
-    return full * longer + ceil_div(left, blocks) * shorter + (part < of_tile ? kCombine : 0);
+    return full * longer + ceil_div(left, blocks) * shorter + (split < of_tile ? kCombine : 0);
   }
-  // The blocks of keys of a part that take the least time, but no more parts for less than 3% of it. share:
+  // The blocks of keys of a split that take the least time, but no more splits for less than 3% of it. share:
   // of the work, what a thread block has of it.
-  FLASH_CUTE_HOST_DEVICE int best_part(int tiles, int of_tile, int share) const {
+  FLASH_CUTE_HOST_DEVICE int best_split(int tiles, int of_tile, int share) const {
     int best = of_tile, least = time(tiles, of_tile, of_tile);
     for (int round = 1; round <= rounds; ++round) {
-      int const part = smaller(of_tile, larger(least_blocks, ceil_div(share, round)));
-      int const needed = time(tiles, of_tile, part);
-      if (33 * int64_t(needed) < 32 * int64_t(least)) best = part, least = needed;
+      int const split = smaller(of_tile, larger(least_blocks, ceil_div(share, round)));
+      int const needed = time(tiles, of_tile, split);
+      if (33 * int64_t(needed) < 32 * int64_t(least)) best = split, least = needed;
     }
     return best;
   }
@@ -69,62 +69,59 @@ struct SplitWork {
   FLASH_CUTE_HOST_DEVICE bool is_even() const { return 7 * tiles * longest <= 8 * blocks; }
 };
 
-// All tiles of a sequence are cut at the same keys, and those of a part run side by side, so that L2 serves
-// them by one read. Parts have at least ceil(blocks of keys of all tiles / wanted_items) blocks, and a
+// All tiles of a sequence are cut at the same keys, and those of a split run side by side, so that L2 serves
+// them by one read. Splits have at least ceil(blocks of keys of all tiles / wanted_items) blocks, and a
 // sequence that has no more is not cut, so there are fewer than 2 x wanted_items tiles of cut sequences,
 // whatever the lengths. These come first: the number of such a tile is the slot of its partial result.
-// Parts of a fixed length start at multiples of it.
+// Splits of a fixed length start at multiples of it.
 struct SplitOrder : VarlenOrder {
   using Record = SplitRecord;
-  static constexpr bool kSplits = true;
   static constexpr int kFewSequences = 256;  // see SplitList
-  PartLengths lengths;
-  bool prepares;         // is the list prepared? Its header is there in any case, but of a uniform batch
-  SplitRecord alike;     // of sequence 0 of a uniform batch, whose others are as it is; parts is 0 else
-  Divisor blocks_alike;  // M blocks of each of these
+  SplitLengths lengths;
+  bool prepared_by_kernel;  // is the list prepared? Its header is there in any case, but of a uniform batch
+  SplitRecord uniform;      // of sequence 0 of a uniform batch, whose others are as it is; splits is 0 else
+  Divisor blocks_per_sequence;  // M blocks of each of these
 
   // is_uniform: are all sequences as long as the shape says?
-  template <class Mask>
-  static SplitOrder make(ForwardParams const& params, Mask const& mask, PackedRows const& rows,
-                         PartLengths const& lengths, bool is_prepared, bool is_uniform) {
-    SplitOrder order{VarlenOrder::make(params, rows, 0, !is_uniform, mask.is_longest_last()),
-                     lengths,
-                     is_prepared,
-                     {},
-                     {}};
+  static SplitOrder make(ForwardParams const& params, WindowMask const& mask, PackGqa const& rows,
+                         SplitLengths const& lengths, VarlenListHeader* header, bool is_prepared,
+                         bool is_uniform) {
+    SplitOrder order{
+        VarlenOrder::make(params, rows, 0, header, mask.is_longest_last()), lengths, is_prepared, {}, {}};
     order.capacity = int(list_capacity(params, rows, lengths));
     if (is_uniform) {
       SplitSequence const sequence = sequence_of(params, mask, 0);
-      order.alike = order.record(0, sequence, 0, order.part_blocks(order.work(sequence, order.batch)));
-      order.blocks_alike = Divisor(order.alike.m_blocks * order.alike.parts);
-      order.capacity = order.batch * int(order.blocks_alike.value);
+      order.uniform = order.record(0, sequence, 0, order.blocks_per_split(order.work(sequence, order.batch)));
+      order.blocks_per_sequence = Divisor(order.uniform.m_blocks * order.uniform.splits);
+      order.capacity = order.batch * int(order.blocks_per_sequence.value);
     }
     return order;
   }
 
-  // M blocks, those of parts counted one by one.
-  static int64_t list_capacity(ForwardParams const& params, PackedRows const& rows,
-                               PartLengths const& lengths) {
+  // M blocks, those of splits counted one by one.
+  static int64_t list_capacity(ForwardParams const& params, PackGqa const& rows,
+                               SplitLengths const& lengths) {
     int64_t const m_blocks = m_block_capacity(params, rows);
     int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
     if (lengths.fixed_blocks == 0) return m_blocks + ceil_div(lengths.wanted_items(), packs_of_all);
     return m_blocks * (1 + ceil_div(params.shape.seqlen_k, lengths.block_n * lengths.fixed_blocks));
   }
 
-  FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return prepares; }
-  FLASH_CUTE_HOST_DEVICE bool is_uniform() const { return alike.parts > 0; }
+  FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return prepared_by_kernel; }
+  FLASH_CUTE_HOST_DEVICE bool is_uniform() const { return uniform.splits > 0; }
   // Of a uniform batch: the sequence of an M block.
-  FLASH_CUTE_HOST_DEVICE SplitRecord record_alike(int m_block) const {
-    SplitRecord record = alike;
-    record.batch = blocks_alike.quotient(m_block);
-    record.first_block = record.batch * int(blocks_alike.value);
+  FLASH_CUTE_HOST_DEVICE SplitRecord uniform_record(int m_block) const {
+    SplitRecord record = uniform;
+    record.batch = blocks_per_sequence.quotient(m_block);
+    record.first_block = record.batch * int(blocks_per_sequence.value);
     return record;
   }
 
   FLASH_CUTE_HOST_DEVICE SplitRecord* prepared() const { return reinterpret_cast<SplitRecord*>(header + 1); }
 
-  template <class Params, class Mask>
-  FLASH_CUTE_HOST_DEVICE static SplitSequence sequence_of(Params const& params, Mask const& limits, int b) {
+  template <class Params>
+  FLASH_CUTE_HOST_DEVICE static SplitSequence sequence_of(Params const& params, WindowMask const& limits,
+                                                          int b) {
     int const* const offsets = params.lengths.cu_seqlens_k;
     Sequence const s = sequence(params.shape, params.lengths, limits, b);
     int const begin = offsets ? larger(0, smaller(offsets[b], params.shape.seqlen_k)) : 0;
@@ -136,70 +133,70 @@ struct SplitOrder : VarlenOrder {
     int const begin = s.k_first / lengths.block_n, end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
     return {begin, larger(begin + 1, ceil_div(end, lengths.block_n))};
   }
-  // Of `alike` such sequences.
-  FLASH_CUTE_HOST_DEVICE SplitWork work(SplitSequence const& s, int alike = 1) const {
+  // Of `count` such sequences.
+  FLASH_CUTE_HOST_DEVICE SplitWork work(SplitSequence const& s, int count = 1) const {
     BlockRange const blocks = visited(s);
     int const length = blocks.end - blocks.begin;
-    int64_t const tiles = int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * alike;
+    int64_t const tiles = int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * count;
     return {tiles * length, tiles, tiles > 0 ? length : 0};
   }
-  FLASH_CUTE_HOST_DEVICE int part_blocks(SplitWork const& of_all) const {
+  FLASH_CUTE_HOST_DEVICE int blocks_per_split(SplitWork const& of_all) const {
     if (lengths.fixed_blocks > 0) return lengths.fixed_blocks;
     int64_t const even = (of_all.blocks + lengths.blocks - 1) / lengths.blocks;
     int const share = int(smaller<int64_t>(even, 1 << 30));
     if (of_all.is_even() && of_all.tiles > 0) {  // and if they are many, they are whole
       int const longest = of_all.longest;
-      return of_all.tiles < lengths.wanted_items() ? lengths.best_part(int(of_all.tiles), longest, share)
+      return of_all.tiles < lengths.wanted_items() ? lengths.best_split(int(of_all.tiles), longest, share)
                                                    : longest;
     }
     return larger(lengths.least_blocks, ceil_div(share, lengths.rounds));
   }
-  // Where the first part starts.
+  // Where the first split starts.
   FLASH_CUTE_HOST_DEVICE int first_block(SplitSequence const& s) const {
     int const begin = visited(s).begin, fixed = lengths.fixed_blocks;
     return fixed > 0 ? begin / fixed * fixed : begin;
   }
-  FLASH_CUTE_HOST_DEVICE int parts(SplitSequence const& s, int part_blocks) const {
-    return ceil_div(visited(s).end - first_block(s), part_blocks);
+  FLASH_CUTE_HOST_DEVICE int splits(SplitSequence const& s, int blocks_per_split) const {
+    return ceil_div(visited(s).end - first_block(s), blocks_per_split);
   }
 
   FLASH_CUTE_HOST_DEVICE SplitRecord record(int b, SplitSequence const& s, int first_block,
-                                            int part_blocks) const {
+                                            int blocks_per_split) const {
     SplitRecord record{VarlenOrder::record(b, s, first_block),
                        s.k_first,
                        this->first_block(s),
                        visited(s).end,
-                       part_blocks,
-                       parts(s, part_blocks)};
+                       blocks_per_split,
+                       splits(s, blocks_per_split)};
     record.k_begin = s.k_begin - s.k_first;
     return record;
   }
 
-  FLASH_CUTE_HOST_DEVICE PartTile tile(SplitRecord const& found, int index) const {
-    unsigned const of_part = found.m_blocks * packs_of_all.value;
-    int const part = int(unsigned(index - found.first_block * int(packs_of_all.value)) / of_part);
-    int const begin = found.block_begin + part * found.part_blocks;
-    return {VarlenOrder::tile(found, index - part * int(of_part)),
+  FLASH_CUTE_HOST_DEVICE SplitTile tile(SplitRecord const& found, int index) const {
+    unsigned const of_split = found.m_blocks * packs_of_all.value;
+    int const split = int(unsigned(index - found.first_block * int(packs_of_all.value)) / of_split);
+    int const begin = found.block_begin + split * found.blocks_per_split;
+    return {VarlenOrder::tile(found, index - split * int(of_split)),
             found.k_first,
             begin,
-            smaller(found.block_end, begin + found.part_blocks),
-            found.parts > 1 ? index : PartTile::kWhole,
-            part,
-            found.parts,
-            int(of_part)};
+            smaller(found.block_end, begin + found.blocks_per_split),
+            found.splits > 1 ? index : SplitTile::kUnsplit,
+            split,
+            found.splits,
+            int(of_split)};
   }
 
   // Of a prepared list or a uniform batch, of kernels that keep no list in shared memory.
   FLASH_CUTE_HOST_DEVICE int tiles() const {
     return is_uniform() ? capacity * int(packs_of_all.value) : VarlenOrder::tiles();
   }
-  FLASH_CUTE_HOST_DEVICE int split_blocks() const {
-    return is_uniform() ? (alike.parts > 1 ? capacity : 0) : header->split_blocks;
+  FLASH_CUTE_HOST_DEVICE int cut_blocks() const {
+    return is_uniform() ? (uniform.splits > 1 ? capacity : 0) : header->cut_blocks;
   }
   FLASH_CUTE_HOST_DEVICE bool unwritten() const { return !is_uniform() && VarlenOrder::unwritten(); }
-  FLASH_CUTE_HOST_DEVICE PartTile operator()(int index) const {
+  FLASH_CUTE_HOST_DEVICE SplitTile operator()(int index) const {
     int const m_block = packs_of_all.quotient(index);
-    return is_uniform() ? tile(record_alike(m_block), index) : tile(prepared()[m_block], index);
+    return is_uniform() ? tile(uniform_record(m_block), index) : tile(prepared()[m_block], index);
   }
 };
 

@@ -16,23 +16,24 @@ struct StaticScheduler {
 };
 
 // A role's walk over the tiles of its thread block: first(); then, for each tile, next() when it begins, and
-// done(left) and get() when it ends. next() returns what get() makes the upcoming tile of, once done(left)
-// has said that there is one; left is count() at first. DynamicTiles has the same functions.
-template <class Problem>
+// done(remaining) and get() when it ends. next() returns what get() makes the upcoming tile of, once
+// done(remaining) has said that there is one; remaining is count() at first. DynamicTiles has the same
+// functions.
+template <class Source>
 struct StaticTiles {
-  using Tile = typename Problem::Tile;
-  Problem const& problem;
+  using Tile = typename Source::Tile;
+  Source const& source;
   int block, blocks;
   int round = 0;
 
   FLASH_CUTE_HOST_DEVICE int count() const {
-    int const rounds = problem.order.tiles() / blocks;
-    return rounds + (tile_of_round(block, blocks, rounds) < problem.order.tiles());
+    int const rounds = source.order.tiles() / blocks;
+    return rounds + (tile_of_round(block, blocks, rounds) < source.order.tiles());
   }
-  FLASH_CUTE_HOST_DEVICE Tile first() const { return problem.tile(block); }
+  FLASH_CUTE_HOST_DEVICE Tile first() const { return source.tile(block); }
   // After the last tile any.
-  FLASH_CUTE_HOST_DEVICE Tile next() { return problem.tile(tile_of_round(block, blocks, ++round)); }
-  FLASH_CUTE_HOST_DEVICE bool done(int& left) const { return --left == 0; }
+  FLASH_CUTE_HOST_DEVICE Tile next() { return source.tile(tile_of_round(block, blocks, ++round)); }
+  FLASH_CUTE_HOST_DEVICE bool done(int& remaining) const { return --remaining == 0; }
   FLASH_CUTE_HOST_DEVICE Tile const& get(Tile const& upcoming) const { return upcoming; }
 
   FLASH_CUTE_HOST_DEVICE void request() const {}  // see DynamicTiles

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flash_cute/attention/packed_rows.hpp"
+#include "flash_cute/attention/pack_gqa.hpp"
 #include "flash_cute/attention/tile.hpp"
 #include "flash_cute/core/divisor.hpp"
 #include "flash_cute/core/platform.hpp"
@@ -15,22 +15,21 @@ namespace flash_cute {
 // wave of a masked problem is made of short ones. A section is small enough for its K and V to stay in L2,
 // and no larger than asked for: tiles that read K and V from memory should mix with tiles that find them in
 // L2 (H100, d128, 16k tokens: sections of 25 MB alternate between being bound by memory and by arithmetic,
-// and lose 20% at seqlen 512 to sections of one head). Behind a window a tile sees few of its head's keys:
+// and lose 20% at seqlen 512 to sections of one head). With a window a tile sees few of its head's keys:
 // there all the heads that L2 holds go through their tiles side by side, unless the heads are wanted one
 // after the other (window of 1024, d128: +1% at 16k, +6% at 4k).
 struct TileOrder {
-  int m_blocks, sequences;  // sequences = batch * heads, of which packed ones count once
-  PackedRows rows;          // of every tile
-  int shared_heads;         // that the last pack of a head of K and V has in common with the one before
-  bool descending;          // is the last block of queries the longest?
-  bool side_by_side;        // do the heads of a section go through their tiles together, behind a window?
+  int m_blocks, sequences;        // sequences = batch * heads, of which packed ones count once
+  PackGqa rows;                   // of every tile
+  int shared_heads;               // that the last pack of a head of K and V has in common with the one before
+  bool descending;                // is the last block of queries the longest?
+  bool side_by_side;              // do the heads of a section go through their tiles together, with a window?
   Divisor section, last_section;  // (batch, head) pairs of each
   int before_last;                // pairs before the last section
   Divisor section_tiles;          // tiles of a section
   Divisor heads, packs;           // sequences, of a batch entry and of one head of K and V
 
-  template <class Mask>
-  static TileOrder make(ProblemShape const& shape, Mask const& mask, PackedRows const& rows,
+  static TileOrder make(ProblemShape const& shape, WindowMask const& mask, PackGqa const& rows,
                         int64_t l2_elements, int wanted_tiles, bool one_by_one = false) {
     int const queries = rows.tile_queries();
     int const m_blocks = ceil_div(shape.seqlen_q, queries);
@@ -39,7 +38,7 @@ struct TileOrder {
       return keys.end - keys.begin;
     };
     int const longest = larger(length(m_blocks / 2), larger(length(0), length(m_blocks - 1)));
-    int64_t const kv_elements = 2 * int64_t(longest) * shape.head_dim;
+    int64_t const kv_elements = int64_t(longest) * (shape.head_dim + shape.head_dim_v());
     int64_t const in_l2 = l2_elements / 2 / larger<int64_t>(1, kv_elements);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
     int64_t const packs = rows.packs(heads_per_kv);
@@ -52,7 +51,7 @@ struct TileOrder {
     return {.m_blocks = m_blocks,
             .sequences = int(sequences),
             .rows = rows,
-            .shared_heads = int(packs) * int(rows.packed.value) - heads_per_kv,
+            .shared_heads = int(packs) * int(rows.heads.value) - heads_per_kv,
             .descending = length(m_blocks - 1) >= length(0),
             .side_by_side = side_by_side,
             .section = Divisor(section),
@@ -82,7 +81,7 @@ struct TileOrder {
     int const batch = heads.quotient(sequence), pack = sequence - batch * int(heads.value);
     int const in_common = packs.quotient(pack + 1) * shared_heads;  // of all the last packs so far
     int const m_block = descending ? m_blocks - 1 - rank : rank;
-    return {m_block * rows.tile_queries(), pack * int(rows.packed.value) - in_common, packs.quotient(pack),
+    return {m_block * rows.tile_queries(), pack * int(rows.heads.value) - in_common, packs.quotient(pack),
             batch};
   }
 };

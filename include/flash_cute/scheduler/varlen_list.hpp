@@ -16,12 +16,13 @@ constexpr int kLengthClasses = 256;
 template <class Order>
 struct ListedSequence {
   decltype(Order::sequence_of(std::declval<ForwardParams>(), WindowMask{}, 0)) sequence;
-  int m_blocks;      // of all parts, once it is cut
+  int m_blocks;      // of all splits, once it is cut
   int length_class;  // of its longest tile: lengths within an eighth of a power of two; 0 has the longest
   bool unwritten;    // are there rows at its ends that no tile writes?
 
-  template <class Params, class Mask>
-  CUTE_DEVICE static ListedSequence of(Params const& params, Mask const& limits, Order const& order, int b) {
+  template <class Params>
+  CUTE_DEVICE static ListedSequence of(Params const& params, WindowMask const& limits, Order const& order,
+                                       int b) {
     auto const s = Order::sequence_of(params, limits, b);
     int const queries = order.rows.tile_queries(), m_blocks = order.m_blocks(s);
     auto keys = [&](int m_block) {
@@ -32,18 +33,18 @@ struct ListedSequence {
     int const octave = 31 - __clz(longest);
     int const eighth = octave < 3 ? 0 : (longest >> (octave - 3)) & 7;
     bool const before = b == 0 && s.queries.begin > 0;
-    bool const behind = b == params.shape.batch - 1 && s.queries.end < params.shape.seqlen_q;
+    bool const after = b == params.shape.batch - 1 && s.queries.end < params.shape.seqlen_q;
     return {.sequence = s,
             .m_blocks = m_blocks,
             .length_class = kLengthClasses - 1 - (octave * 8 + eighth),
-            .unwritten = before || behind || s.queries.begin + s.used < s.queries.end};
+            .unwritten = before || after || s.queries.begin + s.used < s.queries.end};
   }
 
-  // Cut sequences come first: their parts are as long as the longest sequences that are not cut.
-  CUTE_DEVICE void cut(Order const& order, int part_blocks) {
-    int const parts = m_blocks > 0 ? order.parts(sequence, part_blocks) : 1;
-    m_blocks *= parts;
-    length_class = parts > 1 ? 0 : larger(1, length_class);
+  // Cut sequences come first: their splits are as long as the longest sequences that are not cut.
+  CUTE_DEVICE void cut(Order const& order, int blocks_per_split) {
+    int const splits = m_blocks > 0 ? order.splits(sequence, blocks_per_split) : 1;
+    m_blocks *= splits;
+    length_class = splits > 1 ? 0 : larger(1, length_class);
   }
 };
 
@@ -59,8 +60,8 @@ struct VarlenList {
 
   // By all threads of a block. tile_counter: of the dynamic scheduler, null where each block has one tile at
   // most.
-  template <int kThreads, class Mask>
-  CUTE_DEVICE void make(ForwardParams const& params, Mask const& limits, Order const& order,
+  template <int kThreads>
+  CUTE_DEVICE void make(ForwardParams const& params, WindowMask const& limits, Order const& order,
                         int* tile_counter) {
     constexpr int kLanes = kThreads >= 4 * kFewSequences ? 4 : 2;  // threads that count for a sequence
     static_assert(kThreads >= kLanes * kFewSequences);
@@ -89,7 +90,7 @@ struct VarlenList {
     int const any_unwritten = __syncthreads_or(own.unwritten);
 
     auto record = order.record(b, own.sequence, 0);
-    int rank = 0, first_block = 0;  // behind all that are longer, or as long with a smaller index
+    int rank = 0, first_block = 0;  // after all that are longer, or as long with a smaller index
     if (is_sequence) {
 #pragma unroll 4
       for (int other = lane; other < batch; other += kLanes) {

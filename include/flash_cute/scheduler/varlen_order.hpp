@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "flash_cute/attention/packed_rows.hpp"
+#include "flash_cute/attention/pack_gqa.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/tile.hpp"
 
@@ -27,11 +27,11 @@ struct alignas(16) VarlenListHeader {
   int m_blocks;      // of all sequences
   int tile_counter;  // of the dynamic scheduler
   int unwritten;     // are there rows of out that no tile writes? (forward/zero_fill.hpp)
-  int split_blocks;  // M blocks of cut sequences, which come first (SplitOrder)
+  int cut_blocks;    // M blocks of cut sequences, which come first (SplitOrder)
 };
 
 // M blocks that a list has room for: the last one of each sequence may be short.
-inline int64_t m_block_capacity(ForwardParams const& params, PackedRows const& rows) {
+inline int64_t m_block_capacity(ForwardParams const& params, PackGqa const& rows) {
   ProblemShape const& shape = params.shape;
   int const queries = rows.tile_queries();
   return params.lengths.cu_seqlens_q ? int64_t(shape.seqlen_q) / queries + shape.batch
@@ -45,11 +45,10 @@ inline int64_t m_block_capacity(ForwardParams const& params, PackedRows const& r
 // the end, and so they are where the last section is left with few heads.
 struct VarlenOrder {
   using Record = SequenceRecord;
-  static constexpr bool kSplits = false;
   static constexpr int kFewSequences = 80;  // at most: more do not fit beside the tiles of head dim 256
   VarlenListHeader* header;                 // of the prepared list, or null
   int capacity;                             // M blocks that the list has room for
-  PackedRows rows;                          // of every tile
+  PackGqa rows;                             // of every tile
   int batch, heads_kv, heads_per_kv;
   int wanted_tiles;      // of a section
   Divisor tile_queries;  // queries of a tile
@@ -57,11 +56,10 @@ struct VarlenOrder {
   Divisor packs_of_all;  // of all query heads
   bool descending;       // is the last M block of a sequence its longest?
 
-  // is_prepared: does a kernel before this one make the list?
-  static VarlenOrder make(ForwardParams const& params, PackedRows const& rows, int wanted_tiles,
-                          bool is_prepared, bool descending) {
+  // header: of the list that a kernel before this one makes, or null.
+  static VarlenOrder make(ForwardParams const& params, PackGqa const& rows, int wanted_tiles,
+                          VarlenListHeader* header, bool descending) {
     int const heads_kv = params.shape.heads_kv, heads_per_kv = params.shape.heads_q / heads_kv;
-    auto* const header = is_prepared ? static_cast<VarlenListHeader*>(params.lengths.workspace) : nullptr;
     return {.header = header,
             .capacity = int(m_block_capacity(params, rows)),
             .rows = rows,
@@ -75,8 +73,8 @@ struct VarlenOrder {
             .descending = descending};
   }
 
-  template <class Mask>
-  FLASH_CUTE_HOST_DEVICE static Sequence sequence_of(ForwardParams const& params, Mask const& limits, int b) {
+  FLASH_CUTE_HOST_DEVICE static Sequence sequence_of(ForwardParams const& params, WindowMask const& limits,
+                                                     int b) {
     return sequence(params.shape, params.lengths, limits, b);
   }
 
@@ -122,7 +120,7 @@ struct VarlenOrder {
     int const of_section = of_sequence - first_head * tiles_of_head;
     int const width = smaller(heads, heads_kv - first_head) * int(packs.value);
     int const rank = divided(of_section, width), pack = of_section - rank * width;
-    int const head_kv = first_head + packs.quotient(pack), packed = int(rows.packed.value);
+    int const head_kv = first_head + packs.quotient(pack), packed = int(rows.heads.value);
     return {.m_begin = (descending ? found.m_blocks - 1 - rank : rank) * rows.tile_queries(),
             .head = head_kv * heads_per_kv + smaller(packs.remainder(pack) * packed, heads_per_kv - packed),
             .head_kv = head_kv,

@@ -15,9 +15,9 @@ namespace flash_cute {
 constexpr unsigned kCountable = 1u << 31;  // M blocks of a class; offsets that overlap make more
 
 // By one block, in two rounds over the sequences: counts the M blocks of each class of lengths, then writes
-// the records of each sequence behind those of longer ones.
-template <int kThreads, class Mask, class Order>
-__device__ void list_sequences(ForwardParams const& params, Mask const& limits, Order const& order) {
+// the records of each sequence after those of longer ones.
+template <int kThreads, class Order>
+__device__ void list_sequences(ForwardParams const& params, WindowMask const& limits, Order const& order) {
   __shared__ unsigned next[kLengthClasses];
   static_assert(kLengthClasses <= kThreads);
   bool const is_class = threadIdx.x < kLengthClasses;
@@ -26,29 +26,30 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
 
   int const batch = params.shape.batch, capacity = order.capacity;
   bool unwritten = false, uncountable = false;
-  int part_blocks = 0;
-  if constexpr (Order::kSplits) {
+  constexpr bool kCuts = std::is_same_v<Order, SplitOrder>;
+  int blocks_per_split = 0;
+  if constexpr (kCuts) {
     __shared__ SplitWork of_warps[kThreads / 32];
     SplitWork work{};
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
       work = work + order.work(Order::sequence_of(params, limits, b));
     }
-    part_blocks = order.part_blocks(add_work<kThreads>(work, of_warps));
+    blocks_per_split = order.blocks_per_split(add_work<kThreads>(work, of_warps));
   }
 #pragma unroll 1
   for (bool lists = false;; lists = true) {
 #pragma unroll 1
     for (int b = threadIdx.x; b < batch; b += kThreads) {
       auto listed = ListedSequence<Order>::of(params, limits, order, b);
-      if constexpr (Order::kSplits) listed.cut(order, part_blocks);
+      if constexpr (kCuts) listed.cut(order, blocks_per_split);
       unwritten |= listed.unwritten;
       unsigned const m_blocks = listed.m_blocks;
       if (m_blocks == 0) continue;
       unsigned const first = atomicAdd(&next[listed.length_class], m_blocks);
       uncountable |= first + m_blocks > kCountable;
       if (!lists) continue;
-      auto const record = order.record(b, listed.sequence, int(first), part_blocks);
+      auto const record = order.record(b, listed.sequence, int(first), blocks_per_split);
 #pragma unroll 1
       for (unsigned i = first; i < first + m_blocks && i < unsigned(capacity); ++i)
         order.prepared()[i] = record;
@@ -60,7 +61,7 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
     using Sum = cub::BlockScan<int64_t, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Sum::TempStorage storage;
     int64_t begin, total;
-    int const split_blocks = smaller<int64_t>(next[0], capacity);
+    int const cut_blocks = smaller<int64_t>(next[0], capacity);
     Sum(storage).ExclusiveSum(is_class ? int64_t(next[threadIdx.x]) : 0, begin, total);
     if (is_class) next[threadIdx.x] = unsigned(smaller<int64_t>(begin, capacity));
     int const m_blocks = uncountable ? 0 : int(smaller<int64_t>(total, capacity));
@@ -68,7 +69,7 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
       *order.header = {.m_blocks = m_blocks,
                        .tile_counter = 0,
                        .unwritten = unwritten,
-                       .split_blocks = uncountable ? 0 : split_blocks};
+                       .cut_blocks = uncountable ? 0 : cut_blocks};
     }
     if (uncountable) return;
     __syncthreads();
@@ -76,24 +77,24 @@ __device__ void list_sequences(ForwardParams const& params, Mask const& limits, 
 }
 
 // kStartsEarly: as of the kernel after it. Each family so has a kernel of its own, from its own PTX.
-template <int kThreads, bool kStartsEarly, class Mask, class Order>
+template <int kThreads, bool kStartsEarly, class Order>
 __global__ void __launch_bounds__(kThreads)
-    varlen_prepare_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Mask const limits,
-                          __grid_constant__ Order const order) {
+    varlen_prepare_kernel(__grid_constant__ ForwardParams const params,
+                          __grid_constant__ WindowMask const limits, __grid_constant__ Order const order) {
   if constexpr (kStartsEarly) {
 #if __CUDA_ARCH__ >= 900
-    cudaTriggerProgrammaticLaunchCompletion();  // the kernel behind this one waits by itself
+    cudaTriggerProgrammaticLaunchCompletion();  // the kernel after this one waits by itself
 #endif
     wait_for_grid_before();
   }
   list_sequences<kThreads>(params, limits, order);
 }
 
-template <bool kStartsEarly, class Mask, class Order>
-void launch_varlen_prepare(ForwardParams const& params, Mask const& limits, Order const& order,
+template <bool kStartsEarly, class Order>
+void launch_varlen_prepare(ForwardParams const& params, WindowMask const& limits, Order const& order,
                            cudaStream_t stream) {
   auto launch = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-    launch_kernel<varlen_prepare_kernel<kThreads, kStartsEarly, Mask, Order>, kStartsEarly>(
+    launch_kernel<varlen_prepare_kernel<kThreads, kStartsEarly, Order>, kStartsEarly>(
         params.device, 1, kThreads, 0, stream, params, limits, order);
   };
   // A small block starts and synchronises faster (4.0 us instead of 5.6 for 32 sequences).

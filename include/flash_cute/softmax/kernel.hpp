@@ -44,20 +44,20 @@ struct RowPlace {
         Traits::kPlain ? VisibleColumns{0, shape.columns} : params.mask.visible(shape, entry, index);
     int const skew = Traits::kPlain ? 0 : Row<Traits>::skew_of(at(params.input)), size = skew + shape.columns;
     int const chunks = ceil_div(size, Traits::kWidth);
-    int const of_part = Traits::kShared ? ceil_div(chunks, int(gridDim.y)) : chunks;
-    int const before = Traits::kShared ? int(blockIdx.y) * of_part : 0;
-    int const part_end = valid ? smaller((before + of_part) * Traits::kWidth, size) : 0;
+    int const of_split = Traits::kShared ? ceil_div(chunks, int(gridDim.y)) : chunks;
+    int const before = Traits::kShared ? int(blockIdx.y) * of_split : 0;
+    int const part_end = valid ? smaller((before + of_split) * Traits::kWidth, size) : 0;
     // A warp's chunks are contiguous, so the distances between a thread's chunks are constants.
     int const of_warps = Traits::kOfBlock ? threadIdx.x / kWarp * kWarp * Traits::kChunks : 0;
     int const first = (before + of_warps + int(threadIdx.x % Traits::kLanes)) * Traits::kWidth;
     int const end = visible.begin < visible.end ? smaller(part_end, skew + visible.end) : 0;
-    columns = Row<Traits>{skew, part_end, skew + visible.begin, end}.behind(first);
+    columns = Row<Traits>{skew, part_end, skew + visible.begin, end}.after(first);
     input = at(params.input) + (first - skew);
     gradient = params.gradient.data ? at(params.gradient) + (first - skew) : nullptr;
     output = at(params.output) + (first - skew);
     input_ends = !Traits::kPlain && at(params.input) > params.whole_chunks_before.input;
     gradient_ends = !Traits::kPlain && at(params.gradient) > params.whole_chunks_before.gradient;
-    tiles = Traits::kInTiles ? ceil_div(of_part, int(blockDim.x) * Traits::kChunks) : 1;
+    tiles = Traits::kInTiles ? ceil_div(of_split, int(blockDim.x) * Traits::kChunks) : 1;
   }
 
   // Tells whether this thread is the one that writes the row's single values, as the LSE.
@@ -80,7 +80,7 @@ class HeldRow {
 
   __device__ void load(Place const& place, int tile, Storage hidden) {
     int const before = elements_before(tile);
-    Row<Traits> const columns = place.columns.behind(before);
+    Row<Traits> const columns = place.columns.after(before);
     if (place.input_ends && columns.ends_here()) {
       columns.load_elements(chunks_[0], place.input + before, hidden);
     } else {
@@ -101,7 +101,7 @@ class HeldRow {
   template <class Value>
   __device__ void store(Place const& place, int tile, Value&& value) const {
     int const before = elements_before(tile);
-    place.columns.behind(before).store(place.output + before, value);
+    place.columns.after(before).store(place.output + before, value);
   }
   // See forget_floats in chunk.hpp. Where weights are kept, there is no next loop over the chunks of scores,
   // and these would be kept needlessly.

@@ -42,7 +42,7 @@ struct Row {
     return int(reinterpret_cast<uintptr_t>(data) % kChunkBytes / sizeof(Storage));
   }
 
-  __device__ Row behind(int elements) const {
+  __device__ Row after(int elements) const {
     return {start - elements, size - elements, begin - elements, end - elements};
   }
 

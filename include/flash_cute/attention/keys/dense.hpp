@@ -15,12 +15,12 @@ struct RowCoord {
 
 // Rows of Q and O are counted from the first query of the tile's sequence, rows of K and V from its first
 // key.
-struct DenseRows {
+struct DenseCoords {
   // For loads that take an address.
   FLASH_CUTE_HOST_DEVICE RowCoord query(TileCoord const& tile, int row) const { return {tile.batch, row}; }
   FLASH_CUTE_HOST_DEVICE RowCoord key(TileCoord const& tile, int row) const { return {tile.batch, row}; }
 
-  // For TMA: calls visit with the coordinates that the operand's tensor map has behind columns and heads.
+  // For TMA: calls visit with the coordinates that the operand's tensor map has after columns and heads.
   template <TmaOperand, class Visit>
   FLASH_CUTE_HOST_DEVICE void visit_coords(TileCoord const& tile, int row, Visit&& visit) const {
     visit(row, tile.batch);

@@ -26,14 +26,15 @@ struct RowSources {
     int const lane = thread % kLanes;
     return thread / kLanes * kRowsOfWarp + lane / kRowsOfWarp * kRows + lane % kRowsOfWarp;
   }
-  CUTE_DEVICE static int find_page(PagedRows const& operands, PartTile const& tile, int thread, int block) {
+  CUTE_DEVICE static int find_page(PagedCoords const& operands, SplitTile const& tile, int thread,
+                                   int block) {
     return operands.table ? operands.page(tile, block * kBlockN + found_key(thread)) : 0;
   }
 
   // Where the thread's rows of a block lie. first_key: of them; head: what the thread copies of the head's
   // first row; page: what find_page found for the block.
   template <class Element>
-  CUTE_DEVICE static void find(PagedRows const& operands, PartTile const& tile, TensorView const& view,
+  CUTE_DEVICE static void find(PagedCoords const& operands, SplitTile const& tile, TensorView const& view,
                                Element const* head, int thread, int block, int first_key, int page,
                                Element const* (&sources)[kPasses]) {
     if (operands.table) {
@@ -52,7 +53,7 @@ struct RowSources {
   }
 
   // Does any query see the thread's row of a pass?
-  CUTE_DEVICE static bool is_seen(PartTile const& tile, int first_key, int pass) {
+  CUTE_DEVICE static bool is_seen(SplitTile const& tile, int first_key, int pass) {
     return unsigned(first_key + pass * kRows - tile.k_first) < unsigned(tile.seqlen_k);
   }
 };

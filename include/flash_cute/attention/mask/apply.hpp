@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "flash_cute/attention/mask/ranges.hpp"
+#include "flash_cute/attention/mask/mask_table.hpp"
 #include "flash_cute/core/accumulator.hpp"
 
 namespace flash_cute {
@@ -52,8 +52,8 @@ struct KeyBits {
 
 // Scores of pairs that the mask hides become -inf. m_begin, n_begin: the first query of the rows and the
 // first key of the columns. cS has the (row, key) coordinates of acc_s in the tile.
-template <class Keys, class Mask, class Rows, class Coords, class Scores>
-CUTE_DEVICE void apply_mask(Mask const& mask, Rows const& rows, int m_begin, int n_begin, Coords const& cS,
+template <class Keys, class Mask, class Pack, class Coords, class Scores>
+CUTE_DEVICE void apply_mask(Mask const& mask, Pack const& rows, int m_begin, int n_begin, Coords const& cS,
                             Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
@@ -75,8 +75,8 @@ CUTE_DEVICE void apply_mask(Mask const& mask, Rows const& rows, int m_begin, int
 }
 
 // The same with key ranges, of which those of all rows are loaded at once.
-template <class Keys, class Rows, class Coords, class Scores>
-CUTE_DEVICE void apply_mask(RangesMask const& mask, Rows const& rows, int m_begin, int n_begin,
+template <class Keys, class Pack, class Coords, class Scores>
+CUTE_DEVICE void apply_mask(TableMask const& mask, Pack const& rows, int m_begin, int n_begin,
                             Coords const& cS, Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);
@@ -108,7 +108,7 @@ CUTE_DEVICE void apply_mask(RangesMask const& mask, Rows const& rows, int m_begi
 // the same ones. A quad of lanes owns the pairs of columns of eight neighbours; those of a lane are multiples
 // of 8, 16 or 32 queries apart.
 template <int kQueries, int kKeys, class Coords, class Scores>
-CUTE_DEVICE void apply_transposed(RangesMask const& mask, int n_begin, int m_begin, Coords const& cS,
+CUTE_DEVICE void apply_transposed(TableMask const& mask, int n_begin, int m_begin, Coords const& cS,
                                   Scores& acc_s) {
   auto scores = row_col_view(acc_s);
   auto coords = row_col_view(cS);

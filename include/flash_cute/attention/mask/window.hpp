@@ -47,7 +47,7 @@ struct WindowMask {
   }
 
   // Blocks in which every pair of the tile is visible: these need no element test.
-  FLASH_CUTE_HOST_DEVICE BlockRange unmasked(int m_begin, int block_m, int block_n) const {
+  FLASH_CUTE_HOST_DEVICE BlockRange full(int m_begin, int block_m, int block_n) const {
     int const begin = first_key(last_row(m_begin, block_m)), end = larger(0, end_key(m_begin));
     return {ceil_div(begin, block_n), end / block_n};
   }
@@ -70,8 +70,8 @@ struct WindowMask {
   FLASH_CUTE_HOST_DEVICE BlockRange visited_rows(int n_begin, int block_n, int block_m) const {
     return transposed().visited(n_begin, block_n, block_m);
   }
-  FLASH_CUTE_HOST_DEVICE BlockRange unmasked_rows(int n_begin, int block_n, int block_m) const {
-    return transposed().unmasked(n_begin, block_n, block_m);
+  FLASH_CUTE_HOST_DEVICE BlockRange full_rows(int n_begin, int block_n, int block_m) const {
+    return transposed().full(n_begin, block_n, block_m);
   }
 
   // Keys below this one are seen by no query at all: the host cuts them off before the launch.

@@ -3,13 +3,12 @@
 #pragma once
 
 #include "flash_cute/attention/batch_blocks.hpp"
-#include "flash_cute/attention/kv_blocks.hpp"
 #include "flash_cute/attention/mask/apply.hpp"
-#include "flash_cute/attention/mask/ranges.hpp"
 #include "flash_cute/attention/sequence.hpp"
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/fully_masked.hpp"
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm80/operands.hpp"
 #include "flash_cute/backward/tiles.hpp"
@@ -25,9 +24,10 @@ template <class Instance_>
 struct BackwardDqTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
-  static constexpr QueryTile kTile = backward_tiles(Instance::family, Instance::head_dim, Instance::variant,
-                                                    element_bytes(Instance::element))
-                                         .queries;
+  static constexpr Masking kMasking = masking_of(Instance::variant);
+  static constexpr QueryTile kTile =
+      backward_tiles(Instance::family, Instance::head_dim, kMasking, element_bytes(Instance::element))
+          .queries;
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim, kThreads = kTile.warps * 32;
@@ -46,14 +46,6 @@ struct BackwardDqTraitsSm80 {
     alignas(128) Element k[cosize_v<LayoutKV>];
     alignas(128) Element v[cosize_v<LayoutKV>];
   };
-};
-
-// What a block of queries sees of keys.
-template <class KvWalk, class Unmasked, class Mask>
-struct KeysOfQueries {
-  KvWalk visited;
-  Unmasked unmasked;
-  Mask mask;
 };
 
 // acc += A B^T with both operands from shared memory.
@@ -87,10 +79,10 @@ CUTE_DEVICE void add_by_keys(int thread, Scores const& acc_ds, SharedB const& sK
 }
 
 // stats_block_m: the block size by which LSE and delta are numbered in the workspace.
-template <class Traits, class Mask>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_dq_kernel_sm80(__grid_constant__ BackwardParams const params,
-                            __grid_constant__ Mask const limits, int const stats_block_m) {
+                            __grid_constant__ WindowMask const limits, int const stats_block_m) {
   using Element = typename Traits::Element;
   using TensorCore = typename Traits::TensorCore;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
@@ -108,18 +100,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
-  auto const seen = [&] {
-    if constexpr (Traits::Instance::variant == Variant::ranges) {
-      auto const table = RangeTable::make(params, kBlockM, kBlockN, /*transposes=*/false);
-      int const m_block = table.m_block(b, m_begin);
-      BlockBits const* const bits = table.key_bits_of(m_block);
-      return KeysOfQueries{RangeKvBlocks(bits, table.words, table.visited_by(m_block)), WalkKnows{},
-                           RangesMask{s.used, mask.seqlen_k, table.count, table.rows_of(b, s.queries.begin)}};
-    } else {
-      return KeysOfQueries{KvBlocks(mask.visited(m_begin, kBlockM, kBlockN)),
-                           mask.unmasked(m_begin, kBlockM, kBlockN), mask};
-    }
-  }();
+  auto const seen = BackwardMask<Traits::kMasking>::template keys_seen_by<Traits>(params, s, b, m_begin);
 
   typename Traits::Mma const mma;
   auto const thread_mma = mma.get_slice(thread);
@@ -138,20 +119,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   };
   auto load_keys = [&](int block, int stage) {
     int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
-    TileInterior const interior{0, {mask.seqlen_k - begin, shape.head_dim}};
-    load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior, sK(_, _, stage));
-    load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior, sV(_, _, stage));
+    TileInterior const interior_k{0, {mask.seqlen_k - begin, shape.head_dim}};
+    TileInterior const interior_v{0, {mask.seqlen_k - begin, shape.head_dim_v()}};
+    load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior_k, sK(_, _, stage));
+    load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior_v, sV(_, _, stage));
   };
   int const first_row = mask.fully_masked_rows() - m_begin;
   TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
-  TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim}};
+  TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim_v()}};
   load(TileQ{}, params.q, head, s.queries.begin, m_begin, interior, sQ);
   load(TileQ{}, params.dout, head, s.queries.begin, m_begin, interior_dout, sdO);
 
   Tensor cS = thread_mma.partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
   auto const coords = row_col_view(cS);
   constexpr int kRows = decltype(size<0>(coords))::value;
-  float lse[kRows], delta[kRows];
+  float lse[kRows], neg_delta[kRows];
   int64_t const offset =
       (int64_t(head) * stats_blocks.count() + stats_blocks.first(b)) * stats_block_m + m_begin;
   CUTE_UNROLL
@@ -159,7 +141,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     int const row = get<0>(coords(i, 0));
     bool const is_valid = m_begin + row < s.used;
     lse[i] = is_valid ? params.workspace.lse_delta.lse[offset + row] : INFINITY;
-    delta[i] = is_valid ? params.workspace.lse_delta.delta[offset + row] : 0.f;
+    neg_delta[i] = is_valid ? params.workspace.lse_delta.neg_delta[offset + row] : 0.f;
   }
 
   if (!seen.visited.done()) load_keys(seen.visited.block, 0);
@@ -170,22 +152,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     cp_async_wait<0>();
     __syncthreads();
     if constexpr (kStages == 2) {
-      if (blocks.left() > 0) load_keys(blocks.next(), stage ^ 1);
+      if (blocks.remaining() > 0) load_keys(blocks.next(), stage ^ 1);
       cp_async_fence();
     }
     // (1) S = Q K^T
     Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
     add_scores<Traits>(thread, sQ, sK(_, _, stage), acc_s);
-    if (!blocks.is_full(seen.unmasked)) {
-      apply_mask<ComparedKeys>(seen.mask, PlainRows{}, m_begin, block * kBlockN, cS, acc_s);
+    if (!blocks.is_full(seen.full_blocks)) {
+      apply_mask<ComparedKeys>(seen.mask, OneHead{}, m_begin, block * kBlockN, cS, acc_s);
     }
     // (3) P = exp2(S c - LSE)
     compute_p<QueryAxis::rows>(acc_s, params.softmax_scale * float(M_LOG2E),
                                [&](int row) { return lse[row]; });
     // (2) dP = dO V^T, less delta
     Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // dP, then dS
-    fill_with_delta<QueryAxis::rows>(acc_ds, [&](int row) { return delta[row]; });
+    fill_with_delta<QueryAxis::rows>(acc_ds, [&](int row) { return neg_delta[row]; });
     add_scores<Traits>(thread, sdO, sV(_, _, stage), acc_ds);
     // (5) dS = P (dP - delta)
     compute_ds(acc_ds, acc_s);
@@ -193,7 +175,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     add_by_keys<Traits>(thread, acc_ds, sKt(_, _, stage), acc_dq);
     if constexpr (kStages == 1) {
       __syncthreads();
-      if (blocks.left() > 0) load_keys(blocks.next(), 0);
+      if (blocks.remaining() > 0) load_keys(blocks.next(), 0);
       cp_async_fence();
     }
   }

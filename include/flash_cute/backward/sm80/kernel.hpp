@@ -5,7 +5,7 @@
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/sm80/mainloop.hpp"
 #include "flash_cute/backward/sm80/mainloop_fp32.hpp"
-#include "flash_cute/backward/sm80/split_mainloop.hpp"
+#include "flash_cute/backward/sm80/two_role_mainloop.hpp"
 #include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/scheduler/tile_of_block.hpp"
 
@@ -22,10 +22,10 @@ CUTE_DEVICE KvTile uniform(KvTile tile) {
   return tile;
 }
 
-template <class Traits, DqSums dq_sums, class Mask>
+template <class Traits, DqSums dq_sums>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     backward_kernel_sm80(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KvTileSchedulerSm80<Mask> const order) {
+                         __grid_constant__ KvTileSchedulerSm80 const order) {
   using Element = typename Traits::Element;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   // The thread's index among those that share its accumulator. Where the work is split, the first half has dV
   // and the second dK.
   auto own = [](int thread_of_block) {
-    return Traits::kSplitsWork ? thread_of_block % Traits::kKeyThreads : thread_of_block;
+    return Traits::kTwoRoles ? thread_of_block % Traits::kKeyThreads : thread_of_block;
   };
   auto store = [&](typename Traits::Tile const& tile, KvGradient which, TensorView const& view, auto& acc,
                    auto const& coords) {
@@ -61,13 +61,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
                                           int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
     store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,
-               params.shape.head_dim, acc, coords);
+               width_of(which, params.shape), acc, coords);
   };
   auto coords = [&] { return mma.get_slice(own(thread)).partition_C(make_identity_tensor(TileKV{})); };
-  if constexpr (Traits::kSplitsWork) {
+  if constexpr (Traits::kTwoRoles) {
     Tensor acc = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
     clear(acc);
-    BackwardSplitMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
+    BackwardTwoRoleMainloopSm80<Traits, dq_sums>::run(params, tile, shared, thread, acc);
     bool const has_dv = thread < Traits::kKeyThreads;
     store(tile, has_dv ? KvGradient::dv : KvGradient::dk, has_dv ? params.dv : params.dk, acc, coords());
   } else {

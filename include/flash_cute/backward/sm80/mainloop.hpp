@@ -2,10 +2,10 @@
 // the M blocks that see the tile.
 #pragma once
 
-#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm80/operands.hpp"
 #include "flash_cute/backward/sm80/traits.hpp"
@@ -14,42 +14,6 @@
 #include "flash_cute/scheduler/tile_order.hpp"
 
 namespace flash_cute {
-
-// What queries see of a tile of keys: M blocks that see one of its keys, those in which all queries see all
-// of its keys, and the mask of S^T.
-template <class Traits>
-struct WindowOfKeys {
-  TransposedMask mask;
-  BlockRange visited, unmasked;
-
-  CUTE_DEVICE WindowOfKeys(BackwardParams const&, KvTile const& tile)
-      : mask{tile.sequence.mask.transposed()},
-        visited(tile.sequence.mask.visited_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM)),
-        unmasked(unmasked_q_blocks<Traits>(tile)) {}
-
-  CUTE_DEVICE bool empty() const { return visited.empty(); }
-  CUTE_DEVICE int count() const { return visited.end - visited.begin; }
-  CUTE_DEVICE int first() const { return visited.begin; }
-  CUTE_DEVICE int after(int block) const { return block + 1; }
-  CUTE_DEVICE int end() const { return visited.end; }
-};
-
-// The same, with key ranges.
-template <class Traits>
-struct RangesOfKeys : RangeQueryBlocks {
-  FullBlocks unmasked;
-  RangesMask mask;
-
-  CUTE_DEVICE RangesOfKeys(BackwardParams const& params, KvTile const& tile)
-      : RangeQueryBlocks(range_query_blocks<Traits>(params, tile)),
-        unmasked{bits},
-        mask(ranges_mask<Traits>(params, tile)) {}
-
-  CUTE_DEVICE bool empty() const { return count() == 0; }
-};
-
-template <class Traits>
-using QueriesOfKeys = std::conditional_t<Traits::kRanges, RangesOfKeys<Traits>, WindowOfKeys<Traits>>;
 
 // Applies the mask to S^T of an M block. With kSparesRegisters coordinates and limits are computed here, not
 // before the main loop.
@@ -60,14 +24,14 @@ CUTE_DEVICE void mask_scores(int n_begin, TransposedMask const& transposed_mask,
   if constexpr (Traits::kSparesRegisters) {
     TransposedMask const from_block{transposed_mask.transposed.from_key(m_begin)};
     auto const own_mma = mma.get_slice(read_thread_index());
-    apply_mask<ComparedKeys>(from_block, PlainRows{}, n_begin, 0,
+    apply_mask<ComparedKeys>(from_block, OneHead{}, n_begin, 0,
                              own_mma.partition_C(make_identity_tensor(typename Traits::TileS{})), acc_s);
   } else {
-    apply_mask<ComparedKeys>(transposed_mask, PlainRows{}, n_begin, m_begin, cS, acc_s);
+    apply_mask<ComparedKeys>(transposed_mask, OneHead{}, n_begin, m_begin, cS, acc_s);
   }
 }
 template <class Traits, class Mma, class Coords, class Scores>
-CUTE_DEVICE void mask_scores(int n_begin, RangesMask const& mask, int block, Mma const& mma, Coords const&,
+CUTE_DEVICE void mask_scores(int n_begin, TableMask const& mask, int block, Mma const& mma, Coords const&,
                              Scores& acc_s) {
   auto const own_mma = mma.get_slice(read_thread_index());
   apply_transposed<Traits::kBlockM, Traits::kBlockN>(
@@ -93,11 +57,11 @@ struct BackwardMainloopSm80 {
     if constexpr (Traits::kSparesRegisters) {  // with this, addresses take fewer registers
       __builtin_assume(0 <= thread && thread < Traits::kThreads);
     }
-    QueriesOfKeys<Traits> const seen(params, tile);
+    auto const seen = BackwardMask<Traits::kMasking>::template queries_that_see<Traits>(params, tile);
     if (seen.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv, steps = heads * seen.count();
     bool const accumulates_dq =
-        dq_sums == DqSums::asked ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
+        dq_sums == DqSums::at_run_time ? params.workspace.dq.accum != nullptr : dq_sums == DqSums::all;
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);   // (N, D)
@@ -133,8 +97,8 @@ struct BackwardMainloopSm80 {
       copy(AutoVectorizingCopyWithAssumedAlignment<32>{}, rX, thread_mma.partition_C(sX));
     };
 
-    loader.load_keys(params.k, shared.k);
-    loader.load_keys(params.v, shared.v);
+    loader.load_keys(params.k, params.shape.head_dim, shared.k);
+    loader.load_keys(params.v, params.shape.head_dim_v(), shared.v);
     // The head and M block of this step, and of the next one to load.
     int head = tile.head_kv * heads, block = seen.first(), stage = 0;
     int const end_head = head + heads;
@@ -158,7 +122,7 @@ struct BackwardMainloopSm80 {
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
-      if (!seen.unmasked.contains(block)) {
+      if (!seen.full_blocks.contains(block)) {
         mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
@@ -169,8 +133,8 @@ struct BackwardMainloopSm80 {
 
       // (2) dP = V dO^T, less delta
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
-      fill_with_delta<QueryAxis::columns>(acc_ds,
-                                          of_query<QueryAxis::columns>(shared.delta + stage * kBlockM, cS));
+      fill_with_delta<QueryAxis::columns>(
+          acc_ds, of_query<QueryAxis::columns>(shared.neg_delta + stage * kBlockM, cS));
       multiply_shared(thread, mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
       // (5) dS = P (dP - delta)
       compute_ds(acc_ds, acc_s);

@@ -17,12 +17,12 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kWarpsKeys = Traits::kTile.warps_keys, kWarpsAcross = Traits::kTile.warps_across;
   using TileS = typename Traits::TileS;
-  static_assert(Traits::kStages == 1 && Traits::kDqParts == 1 && dq_sums != DqSums::asked);
+  static_assert(Traits::kStages == 1 && Traits::kDqParts == 1 && dq_sums != DqSums::at_run_time);
 
   template <class Gradient>
   CUTE_DEVICE static void run(BackwardParams const& params, KvTile const& tile, SharedStorage& shared,
                               int thread, Gradient& acc_dk, Gradient& acc_dv) {
-    QueriesOfKeys<Traits> const seen(params, tile);
+    auto const seen = BackwardMask<Traits::kMasking>::template queries_that_see<Traits>(params, tile);
     if (seen.empty()) return;
     int const heads = params.shape.heads_q / params.shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
     typename Traits::MmaDkv const mma;
@@ -30,8 +30,8 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
     KvTileLoader<Traits> const loader{params, tile, shared, thread};
 
     int head = tile.head_kv * heads, block = seen.first();
-    loader.load_keys(params.k, shared.k);
-    loader.load_keys(params.v, shared.v);
+    loader.load_keys(params.k, params.shape.head_dim, shared.k);
+    loader.load_keys(params.v, params.shape.head_dim_v(), shared.v);
     loader.load_queries(head, block, 0);
     cp_async_fence();
     while (head < end_head) {
@@ -46,7 +46,7 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
       // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       multiply_rows<kExact, kHeadDim, false>(Tf32Tile<kBlockN>{shared.k}, keys, queries, across, acc_s);
-      if (!seen.unmasked.contains(block)) {
+      if (!seen.full_blocks.contains(block)) {
         mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
@@ -55,7 +55,7 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
       if constexpr (kSharesScores) p.store_scores(acc_s, keys, across);
       // (2) dP = V dO^T, less delta
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
-      fill_with_delta<QueryAxis::columns>(acc_ds, of_query<QueryAxis::columns>(shared.delta, cS));
+      fill_with_delta<QueryAxis::columns>(acc_ds, of_query<QueryAxis::columns>(shared.neg_delta, cS));
       multiply_rows<kExact, kHeadDim, true>(Tf32Tile<kBlockN>{shared.v}, keys, douts, across, acc_ds);
       // (5) dS = P (dP - delta)
       compute_ds(acc_ds, acc_s);

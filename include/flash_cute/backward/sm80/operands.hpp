@@ -14,14 +14,6 @@ namespace flash_cute {
 
 using namespace cute;
 
-// M blocks whose queries all see all keys of a tile.
-template <class Traits>
-CUTE_DEVICE BlockRange unmasked_q_blocks(KvTile const& tile) {
-  WindowMask const& mask = tile.sequence.mask;
-  if (tile.n_begin + Traits::kBlockN > mask.seqlen_k) return {0, 0};
-  return mask.unmasked_rows(tile.n_begin, Traits::kBlockN, Traits::kBlockM);
-}
-
 // Issues the loads of the tile of this shape that begins at row `first` of a head. hides_coord: hide the
 // thread's row and column from the compiler at each call. Otherwise it adds them to the address of the batch
 // entry and keeps the sums, 64 bits for each view, in registers throughout the loop around the call.
@@ -56,11 +48,11 @@ struct KvTileLoader {
   int thread;                                                   // of kKeyThreads
   int kept_first_row = tile.sequence.mask.fully_masked_rows();  // not used where the tile holds it
 
-  // Loads K or V.
-  CUTE_DEVICE void load_keys(TensorView const& view, typename Traits::Element* target) const {
-    load(typename Traits::TileKV{}, view, tile.head_kv / params.gqa_splits,
+  // Loads K or V, with so many columns.
+  CUTE_DEVICE void load_keys(TensorView const& view, int columns, typename Traits::Element* target) const {
+    load(typename Traits::TileKV{}, view, tile.head_kv / params.gqa_parts,
          int64_t(tile.sequence.k_begin) + tile.n_begin,
-         {0, {tile.sequence.mask.seqlen_k - tile.n_begin, params.shape.head_dim}},
+         {0, {tile.sequence.mask.seqlen_k - tile.n_begin, columns}},
          make_tensor(make_smem_ptr(target), typename Traits::LayoutKV{})(_, _, 0));
   }
 
@@ -69,10 +61,10 @@ struct KvTileLoader {
     constexpr int kBlockM = Traits::kBlockM;
     int const begin = block * kBlockM, seqlen_q = tile.sequence.mask.seqlen_q;
     int first_row = kept_first_row;
-    if constexpr (Traits::kSplitsWork) first_row = tile.first_row;
+    if constexpr (Traits::kTwoRoles) first_row = tile.first_row;
     TileInterior const interior{first_row - begin, {seqlen_q - begin, params.shape.head_dim}};
     int const rows_dout = params.dout.data ? seqlen_q - begin : 0;
-    TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim}};
+    TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim_v()}};
     int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
     auto load_rows = [&](TensorView const& view, TileInterior const& rows, typename Traits::Element* target) {
       load(Shape<Int<kBlockM>, Int<Traits::kHeadDim>>{}, view, head, first, rows,
@@ -84,8 +76,8 @@ struct KvTileLoader {
     if (thread < 2 * kChunks) {
       int const chunk = thread % kChunks * kChunk;
       float const* const source =
-          thread < kChunks ? params.workspace.lse_delta.lse : params.workspace.lse_delta.delta;
-      float* const target = thread < kChunks ? shared.lse : shared.delta;
+          thread < kChunks ? params.workspace.lse_delta.lse : params.workspace.lse_delta.neg_delta;
+      float* const target = thread < kChunks ? shared.lse : shared.neg_delta;
       SM80_CP_ASYNC_CACHEALWAYS<uint128_t>::copy(
           *reinterpret_cast<uint128_t const*>(source + tile.block_index(head, block) * kBlockM + chunk),
           *reinterpret_cast<uint128_t*>(target + stage * kBlockM + chunk));
@@ -127,7 +119,7 @@ CUTE_DEVICE void multiply_shared(int thread, Mma const& mma, CopyA const& copy_a
       thread, mma, rA, [&](int k) { copy(copy_a, tA(_, _, k), rA_copy(_, _, k)); }, copy_b, sB, acc, beside);
 }
 
-// K as the right operand of dQ = dS K, cut into the kDqParts column ranges that dQ is computed in:
+// K as the right operand of dQ = dS K, cut into the kDqParts parts of columns that dQ is computed in:
 // (D, N, PART).
 template <class Traits>
 CUTE_DEVICE auto columns_of_keys(typename Traits::Element* keys) {

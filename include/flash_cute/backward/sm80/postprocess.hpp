@@ -13,10 +13,10 @@ namespace flash_cute {
 
 // One thread block for each M block of a head. The first zero_fill_blocks of them first zero gradients of
 // rows that no other kernel writes.
-template <class Traits, class Mask>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_postprocess_sm80(__grid_constant__ BackwardParams const params,
-                              __grid_constant__ Mask const mask, int zero_fill_blocks) {
+                              __grid_constant__ WindowMask const mask, int zero_fill_blocks) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM;
   using TileQ = Shape<Int<kBlockM>, Int<Traits::kHeadDim>>;

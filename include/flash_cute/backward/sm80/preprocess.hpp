@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "flash_cute/backward/dot.hpp"
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/sink_gradients.hpp"
 #include "flash_cute/backward/zero_fill.cuh"
 #include "flash_cute/core/element.hpp"
@@ -13,11 +14,12 @@ namespace flash_cute {
 
 // One thread block for each M block of a head. A row is read by as many neighbouring lanes as it has chunks
 // of 16 bytes, but by 32 at most. Without the second launch bound ptxas takes 40 registers and spills.
-template <class Instance, int kBlockM, int kThreads, class Mask>
+template <class Instance, int kBlockM, int kThreads>
 __global__ void __launch_bounds__(kThreads, 5)
     backward_preprocess_sm80(__grid_constant__ BackwardParams const params,
-                             __grid_constant__ Mask const mask) {
+                             __grid_constant__ WindowMask const mask) {
   using Element = typename ElementOf<Instance::element>::type;
+  using Mask = BackwardMask<masking_of(Instance::variant)>;
   constexpr int kChunk = 16 / sizeof(Element);
   constexpr int kRowBytes = Instance::head_dim * sizeof(Element);
   constexpr int kLanes = kRowBytes > 256 ? 32 : kRowBytes > 128 ? 16 : 8, kAtOnce = kLanes * kChunk;
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
     for (int first = 0; first < Instance::head_dim; first += kAtOnce) {
       int const column = first + lane * kChunk;
-      if (is_valid && params.dout.data && column < shape.head_dim) {
+      if (is_valid && params.dout.data && column < shape.head_dim_v()) {
         dot += dot_of_chunk<Element>(chunk(params.dout, row, column), chunk(params.out, row, column));
       }
     }
@@ -61,13 +63,11 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (lane != 0) continue;
     int64_t const offset =
         b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
-    bool sees_keys = is_valid;
-    if constexpr (Instance::variant == Variant::ranges)
-      sees_keys = is_valid && sees_ranges(params, b, s.queries.begin + row);
+    bool const sees_keys = is_valid && Mask::sees_any_key(params, b, s.queries.begin + row);
     float const lse = sees_keys ? params.lse[offset] : INFINITY;
     // A row that sees only scores of -inf has P = NaN, as their sum is 0.
     params.workspace.lse_delta.lse[block_index * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
-    params.workspace.lse_delta.delta[block_index * kBlockM + i] =
+    params.workspace.lse_delta.neg_delta[block_index * kBlockM + i] =
         is_valid ? (params.dlse ? params.dlse[offset] : 0.f) - dot : 0.f;
   }
   if (params.sinks.shares) {  // from what the block has written: in the loop above it would spill

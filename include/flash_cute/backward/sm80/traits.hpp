@@ -3,17 +3,14 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/backward/kernel.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
-#include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/sm80/tensor_core.hpp"
 
 namespace flash_cute {
 
 using namespace cute;
-
-// Does the main kernel add its part of dQ to an accumulator in the workspace? asked: if it is given one.
-enum class DqSums { none, all, asked };
 
 template <class Instance_, BackwardTile tile>
 struct BackwardTraitsSm80 {
@@ -23,30 +20,30 @@ struct BackwardTraitsSm80 {
   static constexpr BackwardTile kTile = tile;
   static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
-  static constexpr bool kRanges = Instance::variant == Variant::ranges;
+  static constexpr Masking kMasking = masking_of(Instance::variant);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim;
   static constexpr int kThreads = kTile.warps() * 32;
   // kKeyThreads share an accumulator of dK or dV (see GqaSums): all threads, or where the work is split one
   // half of them has dV and the other dK. A KV tile belongs to one thread block.
-  static constexpr bool kSplitsWork = kTile.splits_work();
-  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kSplitsWork ? 2 : 1);
+  static constexpr bool kTwoRoles = kTile.has_two_roles();
+  static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kTwoRoles ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;  // of S^T
-  using Tile = std::conditional_t<kSplitsWork, SplitKvTile, KvTile>;
+  using Tile = std::conditional_t<kTwoRoles, TwoRoleKvTile, KvTile>;
 
   // The accumulators of S and dP have keys as rows. A warp that has all columns of its rows takes P and dS as
   // operands from registers; where warps share rows, P and dS go through shared memory.
   using TensorCore = TensorCoreSm80<Element, kHeadDim>;
   static constexpr bool kSharesScores = kTile.warps_across > 1;
   using MmaScores = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
-  static constexpr int kWarpsKeys = kSplitsWork ? kTile.split_warps_keys : kTile.warps_keys;
+  static constexpr int kWarpsKeys = kTwoRoles ? kTile.role_warps_keys : kTile.warps_keys;
   using MmaDkv = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
   static constexpr int kWarpsDq = kTile.warps_queries;
   static_assert(kTile.warps() % kWarpsDq == 0);
   using MmaDq = typename TensorCore::template TiledMma<kWarpsDq, kTile.warps() / kWarpsDq>;
-  // dQ is computed in kDqParts column ranges of whole panels, as more than 32 accumulator floats of a thread
-  // would leave no registers to load operands ahead.
+  // dQ is computed in kDqParts parts of whole panels of columns, as more than 32 accumulator floats of a
+  // thread would leave no registers to load operands ahead.
   static constexpr bool kDqFits = kBlockM * kHeadDim <= 32 * kThreads;
   static constexpr int kDqParts = kDqFits || kHeadDim % 64 != 0 ? 1 : kHeadDim % 128 == 0 ? 2 : kHeadDim / 64;
   using TileDq = Shape<Int<kBlockM>, Int<kHeadDim / kDqParts>>;
@@ -71,9 +68,9 @@ struct BackwardTraitsSm80 {
     alignas(128) Element dout[cosize_v<LayoutQ>];
     alignas(128) Element ds[cosize_v<LayoutS>];
     alignas(128) Element p[kSharesScores ? cosize_v<LayoutS> : 0];
-    alignas(128) float p_exchange[kSplitsWork ? kBlockN * kBlockM : 0];  // P in float32 (put_p)
+    alignas(128) float p_exchange[kTwoRoles ? kBlockN * kBlockM : 0];  // P in float32 (put_p)
     alignas(128) float lse[kStages * kBlockM];
-    alignas(128) float delta[kStages * kBlockM];
+    alignas(128) float neg_delta[kStages * kBlockM];
   };
   static_assert(sizeof(SharedStorage) == kTile.smem_bytes(kHeadDim, sizeof(Element)));
   // Two thread blocks of head dim 128 leave no shared memory for the tile.

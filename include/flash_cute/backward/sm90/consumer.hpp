@@ -30,8 +30,8 @@ struct BackwardConsumerSm90 {
   // exponentials while the other has products in flight.
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    auto steps = own.steps_of(tile);
-    auto const unmasked = own.unmasked(tile);
+    auto steps = steps_of<Traits>(own.params, tile);
+    auto const full_blocks = own.full(tile);
     float const scale_log2 = own.scale_log2();
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
@@ -61,7 +61,7 @@ struct BackwardConsumerSm90 {
     float first_lse = 0;
     auto wait_q = [&] {
       shared.ring_q.wait(at);
-      // The first LSE is loaded before S is issued, as the loads of the others wait behind S.
+      // The first LSE is loaded before S is issued, as the loads of the others wait after S.
       if constexpr (!kLseDeltaMma) first_lse = own.first_lse(cS, at.stage);
     };
     auto const issue_scores = score_issuer();
@@ -86,7 +86,7 @@ struct BackwardConsumerSm90 {
         if (own.warpgroup == 1) first_exponentials.sync(2 * kWarpgroupThreads);
       }
       wait_products<1>(acc_s);
-      if (!steps.is_full(unmasked)) {
+      if (!steps.is_full(full_blocks)) {
         own.mask_scores(tile, tile.n_begin, steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)

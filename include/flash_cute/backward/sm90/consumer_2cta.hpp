@@ -51,8 +51,8 @@ struct BackwardDvConsumer2Cta {
 
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    auto steps = own.steps_of(tile);
-    auto const unmasked = own.unmasked(tile);
+    auto steps = steps_of<Traits>(own.params, tile);
+    auto const full_blocks = own.full(tile);
     float const scale_log2 = own.scale_log2();
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
@@ -81,7 +81,7 @@ struct BackwardDvConsumer2Cta {
       issue_product(GMMA::ScaleOut::Zero, mma_s, k_slices.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage),
                     acc_s);
       wait_products<0>(acc_s);
-      if (!steps.is_full(unmasked)) {
+      if (!steps.is_full(full_blocks)) {
         own.mask_scores(tile, first_own_key<Traits>(tile), steps.block, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
@@ -144,7 +144,7 @@ struct BackwardDkConsumer2Cta {
 
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
-    auto steps = own.steps_of(tile);
+    auto steps = steps_of<Traits>(own.params, tile);
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)

@@ -1,4 +1,4 @@
-// What the preprocess kernel computes for each query: the LSE in base 2 and (negative) delta = dLSE -
+// What the preprocess kernel computes for each query: the LSE in base 2 and neg_delta = dLSE -
 // rowsum(dO O), as floats or as BF16 terms for LseDeltaMma.
 #pragma once
 
@@ -37,7 +37,7 @@ struct LseDeltaBlock {
   }
 
   CUTE_DEVICE float lse(int row) const { return sees_keys(row) ? params.lse[lse_offset + row] : INFINITY; }
-  // Sinks count for queries that see no key, too.
+  // Of a query that sees no key, too.
   CUTE_DEVICE float given_lse(int row) const {
     return is_valid(row) ? params.lse[lse_offset + row] : INFINITY;
   }
@@ -51,19 +51,18 @@ struct LseDeltaBlock {
       params.workspace.lse_delta.lse[offset + row] = lse_in_base_2(lse);
     }
   }
-  CUTE_DEVICE void store_delta(int row, float delta) const {
+  CUTE_DEVICE void store_delta(int row, float neg_delta) const {
     if constexpr (Traits::kLseDeltaMma) {
-      if (has_terms(row)) terms_of(row)[1] = terms_in_bf16(delta);
+      if (has_terms(row)) terms_of(row)[1] = terms_in_bf16(neg_delta);
     } else {
-      params.workspace.lse_delta.delta[offset + row] = delta;
+      params.workspace.lse_delta.neg_delta[offset + row] = neg_delta;
     }
   }
 
  private:
   CUTE_DEVICE bool is_valid(int row) const { return row < count; }
   CUTE_DEVICE bool sees_keys(int row) const {
-    if constexpr (Traits::kRanges) return is_valid(row) && sees_ranges(params, sequence, first_row + row);
-    return is_valid(row);
+    return is_valid(row) && BackwardMask<Traits::kMasking>::sees_any_key(params, sequence, first_row + row);
   }
   CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.lse_delta.log2_terms_of_row; }
   // Rows without terms are those whose terms would lie past the sequence's end, where loads give zeros.
@@ -84,7 +83,7 @@ struct DeltaOperands {
   static constexpr int kArrivals = 2;
   BackwardParams const& params;
   BackwardMaps const& maps;
-  Element* out;  // dO lies behind it
+  Element* out;  // dO lies after it
   Barrier& full;
 
   // Issues the loads, in one thread. begin: the block's first row in the sequence.

@@ -3,8 +3,8 @@
 // reduction.
 #pragma once
 
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/sm90/tile_ring.hpp"
-#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/sm90/bulk_copy.hpp"
 #include "flash_cute/core/sm90/cluster.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
@@ -77,7 +77,7 @@ struct DqAccumulator {
   }
 
   // Stages a part of dQ for DqAccumulateWriter, which has the fence between these stores and its reads by
-  // TMA. A fence here would wait for stores that are queued behind products.
+  // TMA. A fence here would wait for stores that are queued after products.
   template <class Accumulator>
   CUTE_DEVICE void put(Accumulator const& acc_dq, AtDS const& at_ds) {
     constexpr int kPartFloats =

@@ -11,23 +11,23 @@ namespace flash_cute {
 // The thread that fetches. The accumulators of a (sequence, KV head) pair are complete when every warpgroup
 // has made all its additions for every tile of the pair. M blocks are taken dynamically by all thread blocks,
 // in the order of DqConvertOrder; a thread block takes one when its shared memory for it is free.
-template <class Traits, class Mask>
+template <class Traits>
 struct DqConvertLoader {
   static constexpr int kBlockM = Traits::kBlockM, kFloats = Traits::kDqWarpgroupFloats;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;
-  Mask const& mask;
+  WindowMask const& mask;
 
   CUTE_DEVICE void run() {
     BackwardWorkspace const& workspace = params.workspace;
     ProblemShape const& shape = params.shape;
     BatchBlocks const queries{params.lengths.cu_seqlens_q, shape.seqlen_q, shape.batch, kBlockM};
-    DqConvertOrder<Mask> const order{params, mask, queries};
+    DqConvertOrder const order{params, mask, queries};
     int complete_pair = -1;
     // Waits until an M block's accumulator is complete and calls fetch(the coordinates of its rows, it).
     auto visit = [&](int index, auto&& fetch) {
-      typename DqConvertOrder<Mask>::Block const block = order(index);
+      typename DqConvertOrder::Block const block = order(index);
       if (!block.exists) return;
       QuerySequence const& s = block.sequence;
       if (block.pair != complete_pair) {

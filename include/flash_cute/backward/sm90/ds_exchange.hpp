@@ -2,9 +2,9 @@
 // from all keys of the tile. One thread of each block does it.
 #pragma once
 
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/sm90/tensor_maps.hpp"
 #include "flash_cute/backward/sm90/tile_ring.hpp"
-#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/sm90/cluster.hpp"
 #include "flash_cute/core/sm90/tma.hpp"
 

@@ -18,10 +18,10 @@ namespace flash_cute {
 // consumers to convert or, in a cluster, exchange dS with the peer.
 enum class ProducerWarp { load, dq_accumulate_0, dq_accumulate_1, dq_convert, ds_exchange = dq_convert };
 
-template <class Traits, class Mask>
+template <class Traits>
 __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
     backward_kernel_sm90(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ KvTileScheduler<Mask> const order,
+                         __grid_constant__ KvTileScheduler const order,
                          __grid_constant__ BackwardMaps const maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
@@ -62,13 +62,13 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     auto const role = ProducerWarp(cutlass::canonical_warp_idx_sync());
     if (elect_one_sync()) {
       if (role == ProducerWarp::load) {
-        BackwardProducerSm90<Traits, Mask>{shared, params, order, maps}.run();
+        BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
       } else if (role <= ProducerWarp::dq_accumulate_1) {
         DqAccumulateWriter<Traits>{shared, params, int(role) - int(ProducerWarp::dq_accumulate_0)}.run();
       } else if constexpr (Traits::kInCluster) {
         DsExchange<Traits>{shared, params, maps}.run();
       } else if (params.workspace.dq.tiles_finished) {
-        DqConvertLoader<Traits, Mask>{shared, params, maps, order.mask}.run();
+        DqConvertLoader<Traits>{shared, params, maps, order.mask}.run();
       }
     }
   } else {

@@ -1,5 +1,5 @@
-// LSE and delta by an extra MMA: products with ones add -LSE / scale to each query's column of S, and the
-// (negative) delta to its column of dP. So P = exp2(S c) and dS = P dP, and no thread loads LSE or delta.
+// LSE and delta by an extra MMA: products with ones add -LSE / scale to each query's column of S, and
+// neg_delta to its column of dP. So P = exp2(S c) and dS = P dP, and no thread loads LSE or delta.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

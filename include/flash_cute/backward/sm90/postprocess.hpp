@@ -9,10 +9,10 @@
 namespace flash_cute {
 
 // One thread block for each M block of a head, with as many threads as compute dQ in the main kernel.
-template <class Traits, class Mask>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kConsumers* kWarpgroupThreads)
     backward_postprocess_sm90(__grid_constant__ BackwardParams const params,
-                              __grid_constant__ Mask const mask) {
+                              __grid_constant__ WindowMask const mask) {
   using TileDq = typename Traits::TileDq;
   cudaGridDependencySynchronize();
   ProblemShape const& shape = params.shape;

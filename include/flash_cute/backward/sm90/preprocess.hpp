@@ -17,9 +17,10 @@ struct PreprocessStorage {
 
 // One thread block for each M block of a head, and a thread for each of its rows. With kZeroFills the first
 // zero_fill_blocks thread blocks do the work of backward_zero_fill, which saves a launch (512: 0.5 to 2%).
-template <class Traits, bool kZeroFills, class Mask>
+template <class Traits, bool kZeroFills>
 __global__ void __launch_bounds__(Traits::kBlockM)
-    backward_preprocess_sm90(__grid_constant__ BackwardParams const params, __grid_constant__ Mask const mask,
+    backward_preprocess_sm90(__grid_constant__ BackwardParams const params,
+                             __grid_constant__ WindowMask const mask,
                              __grid_constant__ BackwardMaps const maps, int zero_fill_blocks) {
   constexpr int kBlockM = Traits::kBlockM;
   cudaGridDependencySynchronize();
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   SinkShare<typename Traits::Element> of_sink{params.sinks, head};
   // Queries that see no key are cut off the sequence: its first block has them.
   if (params.sinks.shares && of_head == s.first_block) {
-    Sequence const whole = sequence_for<Family::sm80>(params, mask, s.index);
+    Sequence const whole = sequence(params.shape, params.lengths, mask, s.index);
     int64_t const first = (params.lengths.cu_seqlens_q ? 0 : s.index * params.lse_batch_stride) +
                           int64_t(head) * shape.seqlen_q + whole.queries.begin;
     int const blind = smaller(whole.used, whole.mask.fully_masked_rows());
@@ -70,9 +71,9 @@ __global__ void __launch_bounds__(Traits::kBlockM)
   float const lse = stats.lse(row), dlse = stats.dlse(row);
   if (has_dout) shared.full.wait(0);
   stats.store_lse(row, lse);
-  float const delta = dlse - (has_dout ? operands.dot(row) : 0.f);
-  stats.store_delta(row, delta);
-  if (params.sinks.shares) of_sink.add(stats.given_lse(row), lse == INFINITY ? dlse : delta);
+  float const neg_delta = dlse - (has_dout ? operands.dot(row) : 0.f);
+  stats.store_delta(row, neg_delta);
+  if (params.sinks.shares) of_sink.add(stats.given_lse(row), lse == INFINITY ? dlse : neg_delta);
   of_sink.template store<kBlockM>(block_index, shared.sums);
 }
 

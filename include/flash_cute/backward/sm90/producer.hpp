@@ -3,20 +3,20 @@
 #pragma once
 
 #include "flash_cute/backward/gqa_reduce.hpp"
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/sm90/dq_convert.hpp"
 #include "flash_cute/backward/sm90/tensor_maps.hpp"
 #include "flash_cute/backward/sm90/tile_ring.hpp"
-#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/sm90/tma.hpp"
 
 namespace flash_cute {
 
-template <class Traits, class Mask>
+template <class Traits>
 struct BackwardProducerSm90 {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kTileN = Traits::kTileN;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
-  KvTileScheduler<Mask> const& order;
+  KvTileScheduler const& order;
   BackwardMaps const& maps;
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
@@ -51,7 +51,7 @@ struct BackwardProducerSm90 {
       arrived.arrive_and_expect_tx(sizeof(int));
       arrived.wait(at_index.phase);
       index = *static_cast<int volatile*>(&shared.tile_index);
-      // The condition always holds; it orders the arrival behind the read.
+      // The condition always holds; it orders the arrival after the read.
       if (index >= 0) arrive_at_peer(shared.ring_tile_index.empty[0]);
     }
     at_index.advance();
@@ -61,7 +61,7 @@ struct BackwardProducerSm90 {
   CUTE_DEVICE void publish(KvTile const& tile) {
     auto& full = shared.ring_tiles.acquire(at_tiles);
     shared.tiles[at_tiles.stage] = tile;
-    if constexpr (Traits::kSplitsGroups) {
+    if constexpr (Traits::kPartsOfGroups) {
       shared.sum_indices[at_tiles.stage] = GqaSums<Traits>::sum_index(params, tile);
     }
     full.arrive();
@@ -85,7 +85,7 @@ struct BackwardProducerSm90 {
     };
     TmaCoord const coord_q = TmaCoord::of_queries(varlen, tile, rows.q);
     TmaCoord coord_dout = TmaCoord::of_queries(varlen, tile, rows.dout);
-    if (!params.dout.data) coord_dout.shift = VarlenCoord::kBound;  // past the end, so zeros arrive
+    if (!params.dout.data) coord_dout.shift = RaggedCoord::kBound;  // past the end, so zeros arrive
     auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* target, TmaCoord const& coord) {
       int const row = steps.block * kBlockM;
       if constexpr (Traits::kInCluster) {
@@ -119,7 +119,8 @@ struct BackwardProducerSm90 {
         load_lse_delta(arrived, shared.lse_delta.terms[at.stage]);
       } else {
         load_floats(arrived, params.workspace.lse_delta.lse, shared.lse_delta.lse + at.stage * kBlockM);
-        load_floats(arrived, params.workspace.lse_delta.delta, shared.lse_delta.delta + at.stage * kBlockM);
+        load_floats(arrived, params.workspace.lse_delta.neg_delta,
+                    shared.lse_delta.neg_delta + at.stage * kBlockM);
       }
       load_queries(maps.q, arrived, shared.q + at.stage * Traits::kStageElements, coord_q);
       at.advance();

@@ -19,14 +19,14 @@ struct BackwardMaps {
 };
 
 // The coordinates of a sequence: `shift` is added to a row of the sequence, `plane` and `bound` are the last
-// two coordinates. They are (0, entry, 0) for uniform batches, and for varlen what VarlenCoord explains.
+// two coordinates. They are (0, entry, 0) for uniform batches, and for varlen what RaggedCoord explains.
 struct TmaCoord {
   int shift, plane, bound;
 
   FLASH_CUTE_HOST_DEVICE static TmaCoord of(bool varlen, int entry, int entry_rows, int first_row,
                                             int length) {
     if (!varlen) return {0, entry, 0};
-    return {VarlenCoord::kBound - length, entry * entry_rows + first_row + length, VarlenCoord::kBound};
+    return {RaggedCoord::kBound - length, entry * entry_rows + first_row + length, RaggedCoord::kBound};
   }
   FLASH_CUTE_HOST_DEVICE static TmaCoord of_keys(bool varlen, KvTile const& tile, int entry_rows) {
     Sequence const& s = tile.sequence;

@@ -16,7 +16,7 @@ CUTE_DEVICE int first_own_key(KvTile const& tile) {
 // The head of K and V. Elsewhere head_kv counts the splits of a KV head's query heads as heads of their own.
 template <class Traits>
 CUTE_DEVICE int head_of_keys(BackwardParams const& params, KvTile const& tile) {
-  return Traits::kSplitsGroups ? tile.head_kv / params.gqa_splits : tile.head_kv;
+  return Traits::kPartsOfGroups ? tile.head_kv / params.gqa_parts : tile.head_kv;
 }
 
 // Calls visit(tile) for each tile that the producer publishes, in one thread.

@@ -3,9 +3,9 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/backward/kernel.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/sm90/lse_delta_mma.hpp"
-#include "flash_cute/backward/tiles.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/sm90/pipeline.hpp"
@@ -21,16 +21,14 @@ struct DqConvertBlock {
   int head, row, plane, bound;
 };
 
-// splits_groups: may a tile have only some of the query heads that share its keys (see GqaSums)? This is a
-// kernel of its own, as the code for it costs the main loop 1 to 2% (head dims 64 and 128, H200).
-template <class Instance_, BackwardTile tile, bool splits_groups = false>
+template <class Instance_, BackwardKernel kernel>
 struct BackwardTraitsSm90 {
-  static constexpr bool kSplitsGroups = splits_groups;
+  static constexpr bool kPartsOfGroups = kernel.heads == TileHeads::part;
   using Instance = Instance_;
-  static constexpr bool kRanges = Instance::variant == Variant::ranges;
+  static constexpr Masking kMasking = kernel.masking;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr BackwardTile kTile = tile;
+  static constexpr BackwardTile kTile = kernel.tile;
   static_assert(kTile.warps() > 0 && kTile.warps() % 4 == 0,
                 "this head dim has no row in backward/tiles.hpp");
   // kTileN keys of a tile, of which a thread block has kBlockN: all, or half in a cluster.
@@ -53,9 +51,9 @@ struct BackwardTraitsSm90 {
   // The main loop of head dim 64 needs 240 registers (232: 3% slower at 16k). Producer warps with 40 spill at
   // 192, and at 256 where groups are split.
   static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
-  static constexpr int kProducerRegisters = kHeadDim == 64 && !kRanges                         ? 24
-                                            : kHeadDim == 192 || (kInCluster && kSplitsGroups) ? 56
-                                                                                               : 40;
+  static constexpr int kProducerRegisters = kHeadDim == 64 && kMasking == Masking::window       ? 24
+                                            : kHeadDim == 192 || (kInCluster && kPartsOfGroups) ? 56
+                                                                                                : 40;
   static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;
   static_assert(kConsumerRegisters % 8 == 0);
 
@@ -182,7 +180,7 @@ struct BackwardTraitsSm90 {
   // LSE and delta of each stage, where no MMA adds them.
   struct LseDeltaRows {
     alignas(128) float lse[kStages * kBlockM];
-    alignas(128) float delta[kStages * kBlockM];
+    alignas(128) float neg_delta[kStages * kBlockM];
   };
 
   struct SharedStorage {

@@ -2,14 +2,13 @@
 // and the store of dK and dV.
 #pragma once
 
-#include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
+#include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
 #include "flash_cute/backward/sm90/tensor_maps.hpp"
 #include "flash_cute/backward/sm90/tile_ring.hpp"
-#include "flash_cute/backward/tile_scheduler.hpp"
 #include "flash_cute/core/sm90/tma.hpp"
 #include "flash_cute/core/special_registers.hpp"
 
@@ -18,6 +17,7 @@ namespace flash_cute {
 template <class Traits>
 struct BackwardConsumerWarpgroup {
   using Element = typename Traits::Element;
+  using Mask = BackwardMask<Traits::kMasking>;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
@@ -68,31 +68,16 @@ struct BackwardConsumerWarpgroup {
     }
   }
 
-  CUTE_DEVICE auto steps_of(KvTile const& tile) const { return flash_cute::steps_of<Traits>(params, tile); }
-
-  // M blocks whose queries all see all of this warpgroup's keys; with key ranges, of the tile's, as its steps
-  // know.
-  CUTE_DEVICE auto unmasked(KvTile const& tile) const {
-    if constexpr (Traits::kRanges) {
-      return WalkKnows{};
-    } else {
-      WindowMask const& mask = tile.sequence.mask;
-      int const begin = first_own_key<Traits>(tile) + key_warp() / 4 * 64;
-      return begin + 64 <= mask.seqlen_k ? mask.unmasked_rows(begin, 64, kBlockM) : BlockRange{0, 0};
-    }
+  // M blocks whose queries all see all of this warpgroup's keys.
+  CUTE_DEVICE auto full(KvTile const& tile) const {
+    return Mask::full_blocks(tile, first_own_key<Traits>(tile) + key_warp() / 4 * 64, 64, kBlockM);
   }
 
   // Applies the mask to S^T of an M block, whose first key is n_begin.
   template <class Coords, class Scores>
   CUTE_DEVICE void mask_scores(KvTile const& tile, int n_begin, int block, Coords const& cS,
                                Scores& acc_s) const {
-    if constexpr (Traits::kRanges) {
-      apply_transposed<kBlockM, Traits::kBlockN>(ranges_mask<Traits>(params, tile), n_begin, block * kBlockM,
-                                                 cS, acc_s);
-    } else {
-      apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, PlainRows{}, n_begin,
-                          block * kBlockM, cS, acc_s);
-    }
+    Mask::template apply<Traits>(params, tile, n_begin, block * kBlockM, cS, acc_s);
   }
 
   // Releases a stage that this warp's products have read, with one arrival for each warp.
@@ -143,7 +128,7 @@ struct BackwardConsumerWarpgroup {
       flash_cute::compute_ds(acc_ds, acc_p);
     } else {
       flash_cute::compute_ds<QueryAxis::columns>(
-          acc_ds, acc_p, of_query<QueryAxis::columns>(shared.lse_delta.delta + stage * kBlockM, cS));
+          acc_ds, acc_p, of_query<QueryAxis::columns>(shared.lse_delta.neg_delta + stage * kBlockM, cS));
     }
   }
 
@@ -182,7 +167,7 @@ struct BackwardConsumerWarpgroup {
   // once. With GQA splits the rows are added to sums instead.
   template <bool kAllFit = false, class Accumulator>
   CUTE_DEVICE void store(KvGradient which, KvTile const& tile, Accumulator const& acc) const {
-    if constexpr (Traits::kSplitsGroups) {
+    if constexpr (Traits::kPartsOfGroups) {
       // The second condition is always true, but without it the main loop of head dim 128 has more spills.
       if (Traits::kInCluster || params.workspace.gqa.sums) {
         using Sums = GqaSums<Traits>;

@@ -10,13 +10,15 @@
 
 namespace flash_cute {
 
-template <class Traits, class Problem>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     forward_kernel_sm80(__grid_constant__ ForwardParams const params,
-                        __grid_constant__ Problem const problem) {
-  if constexpr (Problem::kVarlen) {
-    int const tiles = problem.order.tiles(), block = read_block_index();
-    if (problem.order.unwritten()) {  // each block zero fills its share beside the products of others
+                        __grid_constant__ typename Traits::Source const source) {
+  using Source = typename Traits::Source;
+  constexpr bool kSplitKeys = Traits::kKernel.keys == Keys::split;
+  if constexpr (Source::kVarlen) {
+    int const tiles = source.order.tiles(), block = read_block_index();
+    if (source.order.unwritten()) {  // each block zero fills its share beside the products of others
       constexpr int kWarps = Traits::kThreads / 32;
       int const clearing = larger(tiles, smaller(int(gridDim.x), params.device.multiprocessors));
       if (block < clearing) {
@@ -32,46 +34,39 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
 
   Tensor acc_o =
       partition_fragment_C(typename Traits::TiledMma{},
-                           Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});  // (MMA, MMA_M, MMA_D)
+                           Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});  // (MMA, MMA_M, MMA_D)
   clear(acc_o);
-  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
+  OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kRescaleThreshold> softmax(
+      params.softmax.scale_log2);
 
-  constexpr bool kInSharedMemory = Problem::kVarlen || Traits::kTileInSharedMemory;
+  constexpr bool kInSharedMemory = Source::kVarlen || Traits::kTileInSharedMemory;
   auto const of_block = tile_of_block<kInSharedMemory>(
-      [&] { return find_tile<Traits>(problem, Problem::kVarlen ? int(blockIdx.x) : read_block_index()); });
+      [&] { return cta_tile<Traits>(source, Source::kVarlen ? int(blockIdx.x) : read_block_index()); });
   auto coords_of = [](int thread) {
     return typename Traits::TiledMma{}.get_slice(thread).partition_C(
-        make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{}));
+        make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{}));
   };
-  ForwardMainloopSm80<Traits>::run(params, problem, of_block.get(), shared, thread, softmax, acc_o);
+  ForwardMainloopSm80<Traits>::run(params, source, of_block.get(), shared, thread, softmax, acc_o);
 
   auto const& tile = of_block.get();
   Tensor cO = coords_of(thread);
-  auto const& mask = mask_of(problem, tile);
-  auto const& rows = rows_of(problem);
-  if (!Problem::kSplits && params.sinks.logits) {
-    close_rows<typename Traits::Element>(params.sinks, softmax, tile, rows, cO);
-  } else {
-    softmax.close();
-  }
-  if constexpr (Problem::kSplits) {
-    if (tile.slot != PartTile::kWhole) {
-      finish_part(softmax, acc_o);
-      store_partial(problem.partial, tile, 0, rows, softmax, cO, acc_o);
+  auto const& mask = mask_of(source, tile);
+  auto const& rows = rows_of(source);
+  finalize_rows<Traits>(params, softmax, tile, rows, cO);
+  if constexpr (kSplitKeys) {
+    if (tile.slot != SplitTile::kUnsplit) {
+      normalize_split(softmax, acc_o);
+      store_partial(source.partial, tile, 0, rows, softmax, cO, acc_o);
       return;
     }
   }
-  if (Problem::kSplits && params.sinks.logits) {
-    finish_rows_with_sinks<typename Traits::Element>(params.sinks, softmax, mask, tile, rows, cO, acc_o);
-  } else {
-    finish_rows(softmax, mask, tile.m_begin, rows, cO, acc_o);
-  }
-  store_lse(params, problem, tile, mask.seqlen_q, rows, softmax, cO);
-  RowCoord const first = problem.operands.query(tile, tile.m_begin);
+  normalize_rows<Traits>(params, softmax, mask, tile, rows, cO, acc_o);
+  store_lse(params, source, tile, mask.seqlen_q, rows, softmax, cO);
+  RowCoord const first = source.operands.query(tile, tile.m_begin);
   Tensor out = local_tensor<typename Traits::Element>(params.out, first.entry, tile.head, first.row,
-                                                      Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>{});
+                                                      Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
   store_rows(out.data().get(), params.out.row_stride, params.out.head_stride, rows,
-             mask.seqlen_q - tile.m_begin, params.shape.head_dim, acc_o, cO);
+             mask.seqlen_q - tile.m_begin, params.shape.head_dim_v(), acc_o, cO);
 }
 
 }  // namespace flash_cute

@@ -15,66 +15,62 @@ namespace flash_cute {
 template <class Tile, class Mask>
 struct MaskedTile : Tile {
   Mask mask;
-  decltype(std::declval<Mask>().unmasked(0, 0, 0)) unmasked;
+  decltype(std::declval<Mask>().full(0, 0, 0)) full_blocks;
 };
 
-// The rows of a tile: only where keys are split do several heads share one.
-template <class Problem>
-CUTE_DEVICE decltype(auto) rows_of(Problem const& problem) {
-  if constexpr (Problem::kSplits) {
-    return (problem.rows());
-  } else {
-    return PlainRows{};
-  }
+// The rows of a tile. Only where rows are loaded by their addresses do several heads share one.
+template <class Source>
+  requires(!std::is_base_of_v<SplitSource, Source>)
+CUTE_DEVICE OneHead rows_of(Source const&) {
+  return {};
 }
-template <class Traits, class Problem>
-CUTE_DEVICE int tile_queries(Problem const& problem) {
-  if constexpr (Problem::kSplits) {
-    return problem.rows().tile_queries();
-  } else {
-    return Traits::kBlockM;
-  }
+CUTE_DEVICE PackGqa const& rows_of(SplitSource const& source) { return source.rows(); }
+template <class Traits>
+CUTE_DEVICE int queries_of(OneHead const&) {
+  return Traits::kBlockM;
+}
+template <class Traits>
+CUTE_DEVICE int queries_of(PackGqa const& rows) {
+  return rows.tile_queries();
 }
 
-template <class Traits, class Problem>
-CUTE_DEVICE auto find_tile(Problem const& problem, int index) {
-  typename Problem::Tile const tile = problem.tile(index);
-  if constexpr (Problem::kVarlen) {
-    auto const mask = problem.mask(tile);
-    return MaskedTile<typename Problem::Tile, std::remove_const_t<decltype(mask)>>{
-        tile, mask, mask.unmasked(tile.m_begin, tile_queries<Traits>(problem), Traits::kBlockN)};
-  } else {
-    return tile;
-  }
+// The tile of a thread block as it lies in shared memory.
+template <class Traits>
+CUTE_DEVICE TileCoord cta_tile(UniformSource const& source, int index) {
+  return source.tile(index);
+}
+template <class Traits, class Source>
+CUTE_DEVICE auto cta_tile(Source const& source, int index) {
+  typename Source::Tile const tile = source.tile(index);
+  auto const mask = source.mask(tile);
+  return MaskedTile<typename Source::Tile, std::remove_const_t<decltype(mask)>>{
+      tile, mask, mask.full(tile.m_begin, queries_of<Traits>(rows_of(source)), Traits::kBlockN)};
 }
 
-template <class Mask>
-CUTE_DEVICE Mask const& mask_of(UniformProblem<Mask> const& problem, TileCoord const& tile) {
-  return problem.mask(tile);
+CUTE_DEVICE WindowMask const& mask_of(UniformSource const& source, TileCoord const& tile) {
+  return source.mask(tile);
 }
-template <class Problem, class Tile, class Mask>
-CUTE_DEVICE Mask const& mask_of(Problem const&, MaskedTile<Tile, Mask> const& tile) {
+template <class Source, class Tile, class Mask>
+CUTE_DEVICE Mask const& mask_of(Source const&, MaskedTile<Tile, Mask> const& tile) {
   return tile.mask;
 }
 
-template <class Traits, class Mask>
-CUTE_DEVICE auto unmasked_blocks(UniformProblem<Mask> const& problem, TileCoord const& tile) {
-  return problem.mask(tile).unmasked(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
+template <class Traits>
+CUTE_DEVICE auto full_blocks_of(UniformSource const& source, TileCoord const& tile) {
+  return source.mask(tile).full(tile.m_begin, Traits::kBlockM, Traits::kBlockN);
 }
-template <class Traits, class Problem, class Tile, class Mask>
-CUTE_DEVICE auto const& unmasked_blocks(Problem const&, MaskedTile<Tile, Mask> const& tile) {
-  return tile.unmasked;
+template <class Traits, class Source, class Tile, class Mask>
+CUTE_DEVICE auto const& full_blocks_of(Source const&, MaskedTile<Tile, Mask> const& tile) {
+  return tile.full_blocks;
 }
 
-// The walk over the blocks of keys that a tile visits, and what it is made of.
-template <class Problem>
-using KvWalk = std::conditional_t<Problem::kRanges, RangeKvBlocks, KvBlocks>;
-template <class Traits, class Problem, class Tile, class Mask>
-CUTE_DEVICE auto visited_of(Problem const& problem, Tile const& tile, Mask const& mask) {
-  if constexpr (Problem::kRanges) {
-    return problem.kv_blocks(tile);
+// What the walk over the blocks of keys that a tile visits is made of.
+template <class Traits, class Source, class Tile, class Mask>
+CUTE_DEVICE auto visited_of(Source const& source, Tile const& tile, Mask const& mask) {
+  if constexpr (std::is_same_v<typename Source::Walk, KvBlocks>) {
+    return visited_blocks<Traits::kBlockN>(mask, queries_of<Traits>(rows_of(source)), tile);
   } else {
-    return visited_blocks<Traits::kBlockN>(mask, tile_queries<Traits>(problem), tile);
+    return source.walk(tile);
   }
 }
 
@@ -86,34 +82,36 @@ struct ForwardMainloopSm80 {
   static_assert(kStages == 1 || kStages == 2);
 
   // Goes through the visited blocks from the last to the first. With two stages, block n - 1 loads while
-  // block n is computed, and one barrier a block suffices; with one stage, K(n - 1) loads behind P(n) V(n),
-  // V(n - 1) behind Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
-  template <class Problem, class Tile, class Softmax, class Output>
-  CUTE_DEVICE static void run(ForwardParams const& params, Problem const& problem, Tile const& tile,
+  // block n is computed, and one barrier a block suffices; with one stage, K(n - 1) loads under P(n) V(n),
+  // V(n - 1) under Q K(n - 1)^T. V of the first block may arrive after its scores are computed.
+  template <class Source, class Tile, class Softmax, class Output>
+  CUTE_DEVICE static void run(ForwardParams const& params, Source const& source, Tile const& tile,
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
-    auto const& mask = mask_of(problem, tile);
+    auto const& mask = mask_of(source, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
-    auto const visited = visited_of<Traits>(problem, tile, mask);
-    using Walk = KvWalk<Problem>;
-    decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
-    if constexpr (!Problem::kRanges) {  // with key ranges a tile visits at least one
-      if (visited.empty()) return;
-    }
+    auto const visited = visited_of<Traits>(source, tile, mask);
+    using Walk = typename Source::Walk;
+    decltype(auto) full_blocks = full_blocks_of<Traits>(source, tile);
+    if (visited.empty()) return;
 
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});   // (N, D, STAGE)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});   // (N, D, STAGE)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{});    // (N, D, STAGE)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
 
     // Global memory to shared memory.
-    using Loads = std::conditional_t<Problem::kSplits, RowLoads<Traits, Problem, Tile, Mask>,
-                                     TileLoads<Traits, Problem, Tile, Mask>>;
-    Loads loads{params, problem, tile, mask, thread};
-    // Stages of neighbours in the walk differ, where blocks lie between them, too. left: blocks behind this
-    // one.
-    auto stage_of = [](int block, int left) { return (Problem::kRanges ? left : block) % kStages; };
-    auto load_k = [&](int block, int left) { loads.load_k(block, sK(_, _, stage_of(block, left))); };
-    auto load_v = [&](int block, int left) { loads.load_v(block, sV(_, _, stage_of(block, left))); };
+    LoadsSm80<Traits, Tile, Mask> loads{params, source, tile, mask, thread};
+    // Stages of neighbours in the walk differ, where blocks lie between them, too. remaining: blocks after
+    // this one.
+    auto stage_of = [](int block, int remaining) {
+      return (Walk::kNeighbours ? block : remaining) % kStages;
+    };
+    auto load_k = [&](int block, int remaining) {
+      loads.load_k(block, sK(_, _, stage_of(block, remaining)));
+    };
+    auto load_v = [&](int block, int remaining) {
+      loads.load_v(block, sV(_, _, stage_of(block, remaining)));
+    };
 
     // Shared memory to registers.
     typename Traits::TiledMma const mma;
@@ -130,22 +128,22 @@ struct ForwardMainloopSm80 {
     Tensor cS =
         thread_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{}));
 
-    int const first_block = Walk(visited).block, first_left = Walk(visited).left();
-    if constexpr (Problem::kSplits) loads.find_page(first_block);
+    int const first_block = Walk(visited).block, first_remaining = Walk(visited).remaining();
+    loads.start(first_block);
     loads.load_q(sQ);
-    load_k(first_block, first_left);
+    load_k(first_block, first_remaining);
     cp_async_fence();
-    load_v(first_block, first_left);
+    load_v(first_block, first_remaining);
     cp_async_fence();
     wait_for_loads<1>();
 
     for (Walk blocks(visited); !blocks.done(); blocks.advance()) {
-      int const stage = stage_of(blocks.block, blocks.left());
-      bool const first = blocks.is_first(), more = blocks.left() > 0;
+      int const stage = stage_of(blocks.block, blocks.remaining());
+      bool const first = blocks.is_first(), more = blocks.remaining() > 0;
       if constexpr (kStages == 2) {
         if (more) {
-          load_k(blocks.next(), blocks.left() - 1);
-          load_v(blocks.next(), blocks.left() - 1);
+          load_k(blocks.next(), blocks.remaining() - 1);
+          load_v(blocks.next(), blocks.remaining() - 1);
         }
         cp_async_fence();
       }
@@ -158,8 +156,8 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
-      if (!blocks.is_full(unmasked)) {
-        apply_mask<ComparedKeys>(mask, rows_of(problem), tile.m_begin, blocks.block * Traits::kBlockN, cS,
+      if (!blocks.is_full(full_blocks)) {
+        apply_mask<ComparedKeys>(mask, rows_of(source), tile.m_begin, blocks.block * Traits::kBlockN, cS,
                                  acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
@@ -168,7 +166,7 @@ struct ForwardMainloopSm80 {
 
       if constexpr (kStages == 1) {
         wait_for_loads<0>();
-        if (more) load_k(blocks.next(), blocks.left() - 1);
+        if (more) load_k(blocks.next(), blocks.remaining() - 1);
         cp_async_fence();
       } else if (first) {
         wait_for_loads<1>();
@@ -179,7 +177,7 @@ struct ForwardMainloopSm80 {
           [&](int n, int k) { copy(copy_v, tOsV(_, n, k, stage), tOrV_copy(_, n, k)); });
       wait_for_loads<0>();
       if constexpr (kStages == 1) {
-        if (more) load_v(blocks.next(), blocks.left() - 1);
+        if (more) load_v(blocks.next(), blocks.remaining() - 1);
         cp_async_fence();
       }
     }

@@ -6,7 +6,7 @@
 
 namespace flash_cute {
 
-// As of 16-bit types with one stage: K(n - 1) loads behind P(n) V(n), V(n - 1) behind Q K(n - 1)^T.
+// As of 16-bit types with one stage: K(n - 1) loads under P(n) V(n), V(n - 1) under Q K(n - 1)^T.
 template <class Traits>
   requires std::is_same_v<typename Traits::Element, float>
 struct ForwardMainloopSm80<Traits> {
@@ -16,25 +16,23 @@ struct ForwardMainloopSm80<Traits> {
   static constexpr int kWarps = Traits::kThreads / 32;
   static_assert(Traits::kStages == 1);
 
-  template <class Problem, class Tile, class Softmax, class Output>
-  CUTE_DEVICE static void run(ForwardParams const& params, Problem const& problem, Tile const& tile,
+  template <class Source, class Tile, class Softmax, class Output>
+  CUTE_DEVICE static void run(ForwardParams const& params, Source const& source, Tile const& tile,
                               SharedStorage& shared, int thread, Softmax& softmax, Output& acc_o) {
-    auto const& mask = mask_of(problem, tile);
+    auto const& mask = mask_of(source, tile);
     using Mask = std::remove_cvref_t<decltype(mask)>;
-    auto const visited = visited_of<Traits>(problem, tile, mask);
-    decltype(auto) unmasked = unmasked_blocks<Traits>(problem, tile);
-    if constexpr (!Problem::kRanges) {  // with key ranges a tile visits at least one
-      if (visited.empty()) return;
-    }
+    auto const visited = visited_of<Traits>(source, tile, mask);
+    decltype(auto) full_blocks = full_blocks_of<Traits>(source, tile);
+    if (visited.empty()) return;
 
-    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});            // (M, D)
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{})(_, _, 0);  // (N, D)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{})(_, _, 0);  // (N, D)
-    TileLoads<Traits, Problem, Tile, Mask> const loads{params, problem, tile, mask, thread};
+    Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});           // (M, D)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{})(_, _, 0);  // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{})(_, _, 0);  // (N, D)
+    TileLoads<Traits, Tile, Mask> const loads{params, source, tile, mask, thread};
     typename Traits::TiledMma const mma;
     Tensor cS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kBlockN>>{}));
 
-    KvWalk<Problem> blocks(visited);
+    typename Source::Walk blocks(visited);
     loads.load_q(sQ);
     loads.load_k(blocks.block, sK);
     cp_async_fence();
@@ -42,14 +40,14 @@ struct ForwardMainloopSm80<Traits> {
     cp_async_fence();
     wait_for_loads<1>();
     for (; !blocks.done(); blocks.advance()) {
-      bool const more = blocks.left() > 0;
+      bool const more = blocks.remaining() > 0;
       Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
       int const reader = read_thread_index();  // so that no address stays in a register between products
       WarpTiles const rows = warp_rows<kWarps>(reader), columns{0, 8};  // a warp has all columns
       multiply_rows<kExact, kHeadDim, false>(Tf32Tile<kBlockM>{shared.q}, rows, Tf32Tile<kBlockN>{shared.k},
                                              columns, acc_s);  // S = Q K^T
-      if (!blocks.is_full(unmasked)) {
-        apply_mask<ComparedKeys>(mask, PlainRows{}, tile.m_begin, blocks.block * kBlockN, cS, acc_s);
+      if (!blocks.is_full(full_blocks)) {
+        apply_mask<ComparedKeys>(mask, OneHead{}, tile.m_begin, blocks.block * kBlockN, cS, acc_s);
       }
       auto const correction = softmax.update(acc_s);
       wait_for_loads<0>();

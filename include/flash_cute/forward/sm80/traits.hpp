@@ -5,23 +5,25 @@
 
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/sm80/tensor_core.hpp"
-#include "flash_cute/forward/tiles.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 
 using namespace cute;
 
-template <class Instance_, ForwardTile tile>
+template <class Instance_, ForwardKernel kernel>
 struct ForwardTraitsSm80 {
   using Instance = Instance_;
+  using Source = SourceOf<kernel>;
+  static constexpr ForwardKernel kKernel = kernel;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr ForwardTile kTile = tile;
+  static constexpr ForwardTile kTile = kernel.tile;
   static_assert(kTile.warps > 0, "this head dim has no row in forward/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
-  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
   static constexpr int kThreads = kTile.warps * 32, kRowsOfWarp = kBlockM / kTile.warps;
-  static constexpr int kSlack = 0;  // see OnlineSoftmax
+  static constexpr int kRescaleThreshold = 0;  // see OnlineSoftmax
   // Of uniform batches. 64 would spill; 96 wins 2 to 5%, larger head dims lose up to 3%.
   static constexpr bool kTileInSharedMemory = kHeadDim < 128;
 
@@ -34,15 +36,16 @@ struct ForwardTraitsSm80 {
 
   using LayoutAtom = typename TensorCore::LayoutAtom;
   using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>>{}));
-  using LayoutKV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutK = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutV = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kBlockN>, Int<kHeadDimV>, Int<kStages>>{}));
   using LayoutVt =
-      decltype(composition(LayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>,
-                                              Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDim>>>{}));
+      decltype(composition(LayoutV{}, Layout<Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>,
+                                             Stride<Int<kBlockN>, _1, Int<kBlockN * kHeadDimV>>>{}));
 
   struct SharedStorage {
     alignas(128) Element q[cosize_v<LayoutQ>];
-    alignas(128) Element k[cosize_v<LayoutKV>];
-    alignas(128) Element v[cosize_v<LayoutKV>];
+    alignas(128) Element k[cosize_v<LayoutK>];
+    alignas(128) Element v[cosize_v<LayoutV>];
   };
 
   using LoadThreads = typename TensorCore::template LoadThreads<kThreads>;

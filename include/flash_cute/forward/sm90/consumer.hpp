@@ -6,17 +6,18 @@
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
-#include "flash_cute/forward/problem.hpp"
 #include "flash_cute/forward/sm90/epilogue.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 
 template <class Traits>
 struct ForwardConsumerSm90 {
   using Element = typename Traits::Element;
+  static constexpr bool kSplitKeys = Traits::kKernel.keys == Keys::split;
   using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>;
-  using TileO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDim>>;
+  using TileO = Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>;
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;
   ForwardMaps const& maps;
@@ -49,11 +50,11 @@ struct ForwardConsumerSm90 {
     Tensor acc_o = partition_fragment_C(mma_pv, TileO{});      // (MMA, MMA_M, MMA_D)
     Tensor rP = make_tensor<Element>(partition_shape_C(mma_qk, TileS{}));
     Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
-    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kSlack> softmax(params.softmax.scale_log2);
+    OnlineSoftmax<2 * decltype(size<1>(acc_o))::value, Traits::kRescaleThreshold> softmax(
+        params.softmax.scale_log2);
     WarpSchedulerBarrier<Traits::kConsumers> const products{warpgroup};
-    auto const& problem = tiles.problem;
-    constexpr bool kSplits = std::remove_cvref_t<decltype(problem)>::kSplits;
-    PackedRows const& rows = problem.rows();
+    auto const& source = tiles.source;
+    PackGqa const& rows = source.rows();
     ForwardEpilogueSm90<Traits> const epilogue{shared, maps, warpgroup, thread};
     auto& ring_q = shared.ring_q[warpgroup];
     products.begin();
@@ -64,7 +65,7 @@ struct ForwardConsumerSm90 {
     };
     auto wait_keys = [&](auto& ring, auto const& at) {
       ring.wait(at);
-      if constexpr (kSplits) cutlass::arch::fence_view_async_shared();  // no TMA has written them
+      if (Traits::kLoadsRows) cutlass::arch::fence_view_async_shared();  // no TMA has written them
     };
     auto issue_output = [&] {
       wait_keys(shared.ring_v, at_v);
@@ -76,31 +77,27 @@ struct ForwardConsumerSm90 {
       issue_scores(acc_first);
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
-    bool const closes_early = !kSplits && params.sinks.logits;
+    bool const is_early = finalizes_early<Traits>(params);
     auto store_tile = [&](auto tile) {
-      if (!closes_early) softmax.close();
+      if (!is_early) softmax.finalize();
       tile.m_begin = first_query(tile);
-      auto const& mask = problem.mask(tile);
-      if constexpr (kSplits) {
-        if (tile.slot != PartTile::kWhole) {
-          finish_part(softmax, acc_o);
-          if (warpgroup == 0 && thread == 0 && problem.partial.tiles) problem.partial.tiles[tile.slot] = tile;
-          store_partial(problem.partial, tile, warpgroup * (problem.partial.rows / rows.groups), rows,
-                        softmax, cO, acc_o);
+      auto const& mask = source.mask(tile);
+      if constexpr (kSplitKeys) {
+        if (tile.slot != SplitTile::kUnsplit) {
+          normalize_split(softmax, acc_o);
+          if (warpgroup == 0 && thread == 0 && source.partial.tiles) source.partial.tiles[tile.slot] = tile;
+          store_partial(source.partial, tile, warpgroup * (source.partial.rows / rows.groups), rows, softmax,
+                        cO, acc_o);
           return;
         }
       }
-      if (kSplits && params.sinks.logits) {
-        finish_rows_with_sinks<Element>(params.sinks, softmax, mask, tile, rows, cS, acc_o);
+      normalize_rows<Traits>(params, softmax, mask, tile, rows, cS, acc_o);
+      if (rows.heads.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
+        store_lse(params, source, tile, mask.seqlen_q, OneHead{}, softmax, cS);
       } else {
-        finish_rows(softmax, mask, tile.m_begin, rows, cS, acc_o);
+        store_lse(params, source, tile, mask.seqlen_q, rows, softmax, cS);
       }
-      if (rows.packed.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
-        store_lse(params, problem, tile, mask.seqlen_q, PlainRows{}, softmax, cS);
-      } else {
-        store_lse(params, problem, tile, mask.seqlen_q, rows, softmax, cS);
-      }
-      epilogue.store(acc_o, problem, tile);
+      epilogue.store(acc_o, source, tile);
     };
 
     auto tile = tiles.first();
@@ -108,14 +105,14 @@ struct ForwardConsumerSm90 {
     issue_first_scores();
     products.pass();
     wait_products<0>(acc_first);
-    for (int left = tiles.count();;) {
-      auto const& mask = problem.mask(tile);
-      auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
-      auto const unmasked = mask.unmasked(first_query(tile), rows.queries, Traits::kBlockN);
+    for (int remaining = tiles.count();;) {
+      auto const& mask = source.mask(tile);
+      auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
+      auto const full_blocks = mask.full(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
       auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
-        if (!blocks.is_full(unmasked)) {
+        if (!blocks.is_full(full_blocks)) {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
         return softmax.update(acc_s);
@@ -141,12 +138,9 @@ struct ForwardConsumerSm90 {
       }
 
       release(ring_q, at_q);
-      // Sinks count before the warpgroup waits for its turn. Behind the products, where few keys are seen,
-      // they would delay those of the other warpgroups: by 8% in all (head dim 64, a window of 128 keys,
-      // H200).
-      if (closes_early) close_rows<Element>(params.sinks, softmax, tile, rows, cS);
+      if (is_early) finalize_rows<Traits>(params, softmax, tile, rows, cS);
 
-      if (tiles.done(left)) {  // no product follows
+      if (tiles.done(remaining)) {  // no product follows
         issue_output();
         wait_products<0>(acc_o);
         store_tile(tile);
@@ -162,7 +156,7 @@ struct ForwardConsumerSm90 {
       store_tile(tile);
       tile = tiles.get(upcoming);
       if constexpr (!kRunsAhead) {
-        ring_q.wait(at_q);  // before the barrier, behind which it would delay the other warpgroup
+        ring_q.wait(at_q);  // before the barrier, after which it would delay the other warpgroup
         products.wait();
         issue_first_scores();
         products.pass();

@@ -19,9 +19,9 @@ struct ForwardEpilogueSm90 {
 
   // Stores the warpgroup's rows of O, which are finished; tile.m_begin is its first query. Returns while TMA
   // still reads them.
-  template <class Output, class Problem>
-  CUTE_DEVICE void store(Output const& acc_o, Problem const& problem,
-                         typename Problem::Tile const& tile) const {
+  template <class Output>
+  CUTE_DEVICE void store(Output const& acc_o, typename Traits::Source const& source,
+                         typename Traits::Source::Tile const& tile) const {
     typename Traits::MmaO const mma_o;
     auto const copy_o = make_tiled_copy_C(typename Traits::StoreAtom{}, mma_o);
     auto const thread_copy = copy_o.get_slice(warpgroup * kWarpgroupThreads + thread);
@@ -46,10 +46,10 @@ struct ForwardEpilogueSm90 {
       cutlass::arch::fence_view_async_shared();
       sync_warpgroup(warpgroup);
       if (thread == 0) {
-        auto const* const source = &sO(warpgroup * kWarpgroupRows, 0, stage);
-        problem.operands.template visit_coords<TmaOperand::out>(tile, tile.m_begin, [&](auto... coords) {
+        auto const* const first = &sO(warpgroup * kWarpgroupRows, 0, stage);
+        source.operands.template visit_coords<TmaOperand::out>(tile, tile.m_begin, [&](auto... coords) {
           store_panels<Traits::kColumnsO, Traits::kPanel, Traits::kBlockM>(
-              maps.out, source, part * Traits::kColumnsO, tile.head, coords...);
+              maps.out, first, part * Traits::kColumnsO, tile.head, coords...);
         });
       }
     }

@@ -12,14 +12,21 @@
 
 namespace flash_cute {
 
-// The warps of the producer warpgroup.
+// The warps of a producer warpgroup in which one loads.
 enum class ProducerWarp { load, zero_fill_0, zero_fill_1, schedule };
 
-template <class Traits, class Problem, class Scheduler>
+template <class Traits>
+using ProducerSm90 =
+    std::conditional_t<Traits::kLoadsRows, ForwardRowProducerSm90<Traits>, ForwardProducerSm90<Traits>>;
+
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
-    forward_kernel_sm90(__grid_constant__ ForwardParams const params, __grid_constant__ Problem const problem,
-                        __grid_constant__ Scheduler const scheduler,
+    forward_kernel_sm90(__grid_constant__ ForwardParams const params,
+                        __grid_constant__ typename Traits::Source const source,
+                        __grid_constant__ typename Traits::Scheduler const scheduler,
                         __grid_constant__ ForwardMaps const maps) {
+  using Source = typename Traits::Source;
+  using Producer = ProducerSm90<Traits>;
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(memory);
   int const warpgroup = cutlass::canonical_warp_group_idx();
@@ -27,39 +34,37 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers;
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
-    constexpr int kKvProducers = Problem::kSplits ? kWarpgroupThreads : 1;
-    constexpr int kProducerWarps = Problem::kSplits ? 4 : 1;
-    shared.ring_k.init(kConsumerWarps, kKvProducers);
-    shared.ring_v.init(kConsumerWarps, kKvProducers);
-    if constexpr (Scheduler::kDynamic) shared.tile_queue.init(kConsumerWarps + kProducerWarps);
+    shared.ring_k.init(kConsumerWarps, Producer::kArrivals);
+    shared.ring_v.init(kConsumerWarps, Producer::kArrivals);
+    if constexpr (Traits::Scheduler::kDynamic) shared.tile_queue.init(kConsumerWarps + Producer::kWarps);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   cudaGridDependencySynchronize();  // launched early: nothing above touches global memory
-  if constexpr (Problem::kSplits)
+  if constexpr (Traits::kKernel.keys == Keys::split)
     cudaTriggerProgrammaticLaunchCompletion();  // combine_kernel waits by itself
 
   // In this order: where loading and zero filling share what they know of the list, head dim 256 spills.
-  if constexpr (Problem::kVarlen) {
-    if constexpr (Problem::kSplits) {
-      shared.varlen_list.make(problem, scheduler.tile_counter);
+  if constexpr (Source::kVarlen) {
+    if constexpr (Traits::kKernel.keys == Keys::split) {
+      shared.varlen_list.make(source, scheduler.tile_counter);
     } else {
-      shared.varlen_list.template make<Traits::kThreads>(params, problem.limits, problem.order,
+      shared.varlen_list.template make<Traits::kThreads>(params, source.limits, source.order,
                                                          scheduler.tile_counter);
     }
-    if (warpgroup > 0 && blockIdx.x >= problem.tiles(shared.varlen_list)) return;
+    if (warpgroup > 0 && blockIdx.x >= source.tiles(shared.varlen_list)) return;
   }
   auto tiles = [&](unsigned lanes) {
-    return tiles_of(problem, scheduler, shared.varlen_list, shared.tile_queue, lanes);
+    return tiles_of(source, scheduler, shared.varlen_list, shared.tile_queue, lanes);
   };
   if (warpgroup == 0) {
     if constexpr (Traits::kMovesRegisters) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     }
-    if constexpr (Problem::kSplits) {
-      auto take = [&](auto& at) { take_tile(problem, scheduler, shared.varlen_list, shared.tile_queue, at); };
-      if (blockIdx.x < problem.tiles(shared.varlen_list)) {
-        ForwardRowProducerSm90<Traits>{shared, params, maps}.run(tiles(~0u), take);
+    if constexpr (Traits::kLoadsRows) {
+      auto take = [&](auto& at) { take_tile(source, scheduler, shared.varlen_list, shared.tile_queue, at); };
+      if (blockIdx.x < source.tiles(shared.varlen_list)) {
+        Producer{shared, params, maps}.run(tiles(~0u), take);
       }
       if (shared.varlen_list.unwritten) {
         constexpr int kWarps = kWarpgroupThreads / 32;
@@ -69,7 +74,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       return;
     }
     auto const warp = ProducerWarp(cutlass::canonical_warp_idx_sync());
-    if constexpr (Problem::kVarlen) {
+    if constexpr (Source::kVarlen) {
       if (warp == ProducerWarp::zero_fill_0 || warp == ProducerWarp::zero_fill_1) {
         if (shared.varlen_list.unwritten) {
           constexpr int kWarps = 2;
@@ -79,11 +84,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
         }
         return;
       }
-      if (blockIdx.x >= problem.tiles(shared.varlen_list)) return;
+      if (blockIdx.x >= source.tiles(shared.varlen_list)) return;
     }
-    if constexpr (Scheduler::kDynamic) {
+    if constexpr (Traits::Scheduler::kDynamic) {
       if (warp == ProducerWarp::schedule && elect_one_sync()) {
-        schedule_tiles(problem, scheduler, shared.varlen_list, shared.tile_queue);
+        schedule_tiles(source, scheduler, shared.varlen_list, shared.tile_queue);
       }
     }
     if (warp == ProducerWarp::load && elect_one_sync()) {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "flash_cute/core/sm90/tma.hpp"
-#include "flash_cute/forward/problem.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
 
@@ -13,6 +13,7 @@ using OperandConstant = std::integral_constant<TmaOperand, operand>;
 
 template <class Traits>
 struct ForwardProducerSm90 {
+  static constexpr int kWarps = 1, kArrivals = 1;  // that go through the tiles; of a stage of K or V
   static constexpr OperandConstant<TmaOperand::q> kOperandQ{};
   static constexpr OperandConstant<TmaOperand::k> kOperandK{};
   static constexpr OperandConstant<TmaOperand::v> kOperandV{};
@@ -25,9 +26,9 @@ struct ForwardProducerSm90 {
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
     auto tile = tiles.first();
-    for (int left = tiles.count();;) {
+    for (int remaining = tiles.count();;) {
       auto const upcoming = load(tile, tiles);
-      if (tiles.done(left)) return;
+      if (tiles.done(remaining)) return;
       tile = tiles.get(upcoming);
     }
   }
@@ -35,25 +36,29 @@ struct ForwardProducerSm90 {
  private:
   template <class Tile, class Tiles>
   CUTE_DEVICE auto load(Tile const& tile, Tiles& tiles) {
-    auto const& problem = tiles.problem;
-    PackedRows const& rows = problem.rows();
-    auto blocks = kv_blocks_of<Traits::kBlockN>(problem, tile);
+    auto const& source = tiles.source;
+    PackGqa const& rows = source.rows();
+    auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
 
     auto load_rows = [&]<TmaOperand operand, int kRows>(OperandConstant<operand>, Int<kRows>,
                                                         CUtensorMap const& map, auto& full, auto* target,
                                                         int used, int head, int row) {
-      problem.operands.template visit_coords<operand>(tile, row, [&](auto... coords) {
-        load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, full, target, used, 0, head, coords...);
+      constexpr int kColumns = operand == TmaOperand::v ? Traits::kHeadDimV : Traits::kHeadDim;
+      source.operands.template visit_coords<operand>(tile, row, [&](auto... coords) {
+        load_panels<kColumns, Traits::kPanel, kRows>(map, full, target, used, 0, head, coords...);
       });
     };
-    auto load_kv = [&](auto operand, CUtensorMap const& map, auto& ring, auto& at, auto* stages, int block) {
-      load_rows(operand, Int<Traits::kBlockN>{}, map, ring.acquire(at),
-                stages + at.stage * Traits::kStageElements, Traits::kBlockN, tile.head_kv,
+    auto load_kv = [&](auto operand, CUtensorMap const& map, auto& ring, auto& at, auto* stage, int block) {
+      load_rows(operand, Int<Traits::kBlockN>{}, map, ring.acquire(at), stage, Traits::kBlockN, tile.head_kv,
                 block * Traits::kBlockN);
       at.advance();
     };
-    auto load_k = [&](int block) { load_kv(kOperandK, maps.k, shared.ring_k, at_k, shared.k, block); };
-    auto load_v = [&](int block) { load_kv(kOperandV, maps.v, shared.ring_v, at_v, shared.v, block); };
+    auto load_k = [&](int block) {
+      load_kv(kOperandK, maps.k, shared.ring_k, at_k, shared.k + at_k.stage * Traits::kStageElementsK, block);
+    };
+    auto load_v = [&](int block) {
+      load_kv(kOperandV, maps.v, shared.ring_v, at_v, shared.v + at_v.stage * Traits::kStageElementsV, block);
+    };
 
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(blocks.block);
@@ -66,10 +71,10 @@ struct ForwardProducerSm90 {
     }
     at_q.advance();
     auto const upcoming = tiles.next();
-    int const requested_at = smaller(kRequestedAhead, blocks.left());
+    int const requested_at = smaller(kRequestedAhead, blocks.remaining());
     do {
-      if (blocks.left() > 0) load_k(blocks.next());
-      if (blocks.left() == requested_at) tiles.request();
+      if (blocks.remaining() > 0) load_k(blocks.next());
+      if (blocks.remaining() == requested_at) tiles.request();
       load_v(blocks.block);
     } while (blocks.advance());
     return upcoming;

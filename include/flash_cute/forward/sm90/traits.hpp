@@ -8,8 +8,7 @@
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/sm90/pipeline.hpp"
-#include "flash_cute/forward/plan.hpp"
-#include "flash_cute/forward/tiles.hpp"
+#include "flash_cute/forward/tile_source.hpp"
 #include "flash_cute/scheduler/dynamic_scheduler.hpp"
 #include "flash_cute/scheduler/split_list.hpp"
 
@@ -22,31 +21,36 @@ struct ForwardMaps {
   CUtensorMap q, k, v, out;
 };
 
-// kSplits: do producers find rows, of keys that are cut into parts?
-template <class Instance_, ForwardTile tile, bool kSplits_ = Instance_::variant == Variant::split>
+template <class Instance_, ForwardKernel kernel>
 struct ForwardTraitsSm90 {
   using Instance = Instance_;
+  using Source = SourceOf<kernel>;
+  using Scheduler = std::conditional_t<kernel.tiles == Tiles::taken, DynamicScheduler, StaticScheduler>;
+  static constexpr ForwardKernel kKernel = kernel;
   using Element = typename ElementOf<Instance::element>::type;
 
-  static constexpr ForwardTile kTile = tile;
+  static constexpr ForwardTile kTile = kernel.tile;
   static_assert(kTile.warps > 0 && kTile.warps % 4 == 0, "this head dim has no row in forward/tiles.hpp");
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kStagesQ = kTile.stages_q;
   // With a second stage for Q, a tile's first scores are computed while O of the tile before leaves.
   static constexpr bool kRunsAhead = kStagesQ > 1;
-  static constexpr int kHeadDim = Instance::head_dim;
-  static constexpr int kSlack = 8;  // see OnlineSoftmax
+  static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
+  static constexpr int kRescaleThreshold = 8;  // see OnlineSoftmax
 
   // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them registers of the
   // producer.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static constexpr bool kSplits = kSplits_;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kConsumers == 1 ? 88 : kSplits ? 88 : 24;
+  static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by the whole producer warpgroup
+  static constexpr int kProducerRegisters = kConsumers == 3   ? 32
+                                            : kConsumers == 1 ? 88
+                                            : kLoadsRows      ? 88
+                                                              : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 1 ? 168
-                                            : kSplits         ? 208
+                                            : kLoadsRows      ? 208
                                                               : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
@@ -61,32 +65,33 @@ struct ForwardTraitsSm90 {
   static_assert(size<1>(typename MmaQK::AtomShape_MNK{}) == kBlockN,
                 "CuTe makes do with narrow products where it has none of this many keys");
   using MmaPV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kHeadDimV>, Int<kBlockN>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       ConsumerLayout{}));
 
   // Tiles lie in panels of 128 (or 64) bytes a row, which TMA swizzles and WGMMA reads; V's rows are its k
   // dimension.
-  static constexpr int kPanel = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kPanel = kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 ? 64 : 32;
   template <class Wide, class Narrow>
   using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
   using AtomQK = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
   using AtomVt = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
   using LayoutQ = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesQ>>{}));
   using LayoutK = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
-  using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
+  using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
 
   // O leaves through shared memory: at once where there is room for it, else panel by panel.
-  static constexpr int kStagesO = kRunsAhead ? 1 : 2, kColumnsO = kRunsAhead ? kHeadDim : kPanel;
-  static constexpr int kPartsO = kHeadDim / kColumnsO;
+  static constexpr int kStagesO = kRunsAhead ? 1 : 2, kColumnsO = kRunsAhead ? kHeadDimV : kPanel;
+  static constexpr int kPartsO = kHeadDimV / kColumnsO;
   using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
   using MmaO = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockM>, Int<kColumnsO>, _16>, GMMA::Major::K,
                            GMMA::Major::MN>(),
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  static constexpr int kStageElements = kBlockN * kHeadDim, kStageElementsQ = kBlockM * kHeadDim;
+  static constexpr int kStageElementsQ = kBlockM * kHeadDim, kStageElementsK = kBlockN * kHeadDim,
+                       kStageElementsV = kBlockN * kHeadDimV;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
@@ -95,7 +100,7 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup releases its own rows
     TmaRing<kStages> ring_k, ring_v;
-    std::conditional_t<kSplits, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
+    std::conditional_t<kernel.keys == Keys::split, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
     TileQueue tile_queue;
   };
 };

@@ -1,0 +1,117 @@
+"""The backward on the CPU, by PyTorch's own CPU flash attention in float32; see forward.py."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_cute._cpu import key_ranges
+from flash_cute._cpu.key_ranges import flash_blocks
+from flash_cute._cpu.sequences import FLOAT, entries, offsets_of, places, scale_and_window
+from flash_cute._cpu.windows import Window
+
+_ops = torch.ops.flash_cute
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def backward(*args, **options):
+    """flash_cute::_backward: dq, dk, dv and dsinks like q, k, v and sinks."""
+    _ops._backward_cpu.default(*args, **options)
+    return _backward(*args, **options)
+
+
+def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
+    """flash_cute::_backward_varlen: likewise."""
+    tensors = dout, dlse, q, k, v, out, lse
+    _ops._backward_varlen_cpu.default(*tensors, cu_seqlens_q, cu_seqlens_k, *args, **options)
+    return _backward(*tensors, *args, **offsets_of(cu_seqlens_q, cu_seqlens_k), **options)
+
+
+def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
+              seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None, needs_dq=True, needs_dkv=True,
+              ranges=None, deterministic=False,
+              **options) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Likewise the backward; gradients that are not needed are empty."""
+    mask = scale_and_window(q, causal, **options)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
+    gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    packed = cu_seqlens_q is not None
+    dout, dlse, q, k, v, out, lse, dq, dk, dv = entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
+    dense = all(tensor is None for tensor in lengths)
+    dsinks = None if sinks is None else torch.zeros(q.shape[1], **FLOAT)
+    for queries, keys, first in [(..., ..., 0)] if dense else places(q, k, *lengths):
+        of_queries = [x[queries] for x in (dout, dlse, q, out, lse)]
+        seen = ranges if dense else key_ranges.of_sequence(ranges, queries, first)
+        dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask, seen)
+        if sinks is not None:
+            window = Window.of(of_queries[2].shape[2], k[keys].shape[2], *mask[1:])
+            blind = key_ranges.blind(window, seen)
+            dsinks += _gradient_of_sinks(*of_queries[:2], *of_queries[3:], sinks, blind)
+    needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
+    asked = (gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
+    return *asked, q.new_empty(0) if sinks is None else dsinks.to(sinks.dtype)
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    ranges: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """backward where all the rows count, in float32."""
+    window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
+    dq, dk, dv = (torch.zeros(x.shape, **FLOAT) for x in (q, k, v))
+    if not (q.numel() and k.numel()):
+        return dq, dk, dv
+
+    def widened(x: torch.Tensor, column: float | torch.Tensor = 0.0) -> torch.Tensor:
+        wide = torch.empty(*x.shape[:3], x.shape[3] + 1, **FLOAT)
+        wide[..., :-1], wide[..., -1] = x, column
+        return wide
+
+    # PyTorch's kernel knows no dlse, but takes rowsum(dout * out) from the gradients of the weights: one more
+    # column makes that the sum less dlse, and changes nothing else.
+    q, k, v, dout, out = widened(q), widened(k), widened(v), widened(dout, 1.0), widened(out, -dlse)
+    lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
+    if ranges is not None:  # queries that see no key have weights of exp(-inf), whatever they hold
+        blind = key_ranges.blind(window, ranges).expand(lse.shape)
+        lse = lse.masked_fill(blind, torch.inf)
+        q, dout, out = (x.masked_fill_(blind.unsqueeze(-1), 0) for x in (q, dout, out))
+    for rows, keys, added in flash_blocks(window, ranges):
+        of_rows = (x[:, :, rows] for x in (out, lse))
+        parts = _flash_backward(
+            *(dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows),
+            *(0.0, added is None and window.causal),
+            attn_mask=added,
+            scale=softmax_scale,
+        )
+        for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            whole[:, :, where] += part[..., :-1]
+    return dq, dk, dv
+
+
+def _gradient_of_sinks(
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+    blind: torch.Tensor,
+) -> torch.Tensor:
+    """float32 (heads,), of results with sinks, (batch, heads, seqlen[, head_dim]).
+
+    blind: booleans that broadcast to lse, which queries see no key.
+    """
+    delta = (dout.float() * out.float()).sum(-1)
+    delta = delta.masked_fill(blind, 0)  # whatever dout holds there
+    sinks = sinks.float().unsqueeze(-1)
+    weights = (sinks - lse).exp().where(sinks != -torch.inf, 0)
+    return (weights * (dlse - delta)).sum((0, 2))

@@ -1,0 +1,46 @@
+"""What torch.autocast does to a call's tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from flash_cute._torch import private
+from flash_cute._torch.checks import require_stored
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(tensor.device.type) if autocast_concerns(tensor) else tensor.dtype
+
+
+def autocast_concerns(tensor: torch.Tensor) -> bool:
+    device = tensor.device.type
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    # Not any device that autocast is available for: dynamo can't trace that question.
+    return eligible and device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
+
+
+def as_cast(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for the tensor as autocast gives it to forward; without autocast the tensor itself."""
+    return torch.empty_like(tensor, dtype=autocast_dtype(tensor)) if private.autocast_is_enabled() else tensor
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(autocast_dtype(tensor))
+
+
+def cast(q, k, v, lengths, how=_autocast):
+    """The operands as autocast gives them to PyTorch's own attention, and lengths; a cache stays as it is.
+
+    Sinks of q's dtype are read as float32 where that one changes.
+    """
+    if not private.autocast_is_enabled():
+        return q, k, v, lengths
+    require_stored("forward", q=q, k=k, v=v)
+    if "sinks" in lengths and lengths["sinks"].dtype == q.dtype:
+        lengths = lengths | {"sinks": lengths["sinks"].float()}
+    k, v = (k, v) if is_cache(k, lengths) else (how(k), how(v))
+    return how(q), k, v, lengths
+
+
+def is_cache(k: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
+    return "block_table" in lengths or ("cu_seqlens_q" in lengths and k.dim() == 4 and not k.is_nested)

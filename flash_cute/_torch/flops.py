@@ -1,0 +1,35 @@
+"""The formulas of FLOP counters (torch.utils.flop_counter)."""
+
+from __future__ import annotations
+
+
+def forward(q: tuple[int, ...], k: tuple[int, ...], v, *args, block_table=None, **kwargs) -> int:
+    """As PyTorch counts its own attention: both products of all pairs, those that a mask hides too."""
+    return 4 * q[0] * q[1] * q[2] * _keys(k, block_table) * q[3]
+
+
+def _keys(k: tuple[int, ...], block_table: tuple[int, int] | None) -> int:
+    """The keys of a sequence that has all rows of a batch's entry, or of its pages."""
+    return k[2] * (block_table[1] if block_table else 1)
+
+
+def forward_varlen(q, k, v, cu_seqlens_q, *args, block_table=None, **kwargs) -> int:
+    """Likewise, as if every sequence had keys of mean number: the lengths are on the device."""
+    total_q, heads, head_dim = q
+    mean_k = _keys(k, block_table) if len(k) == 4 else -(-k[0] // max(1, cu_seqlens_q[0] - 1))
+    return 4 * heads * head_dim * total_q * mean_k
+
+
+def forward_out(q, k, v, out, *args, cu_seqlens_q=None, **kwargs) -> int:
+    if cu_seqlens_q is None:
+        return forward(q, k, v, **kwargs)
+    return forward_varlen(q, k, v, cu_seqlens_q, **kwargs)
+
+
+def backward(dout, dlse, q, k, v, *args, **kwargs) -> int:
+    """Five products in place of two."""
+    return forward(q, k, v) * 5 // 2
+
+
+def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, *args, **kwargs) -> int:
+    return forward_varlen(q, k, v, cu_seqlens_q) * 5 // 2

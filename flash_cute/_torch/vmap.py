@@ -1,0 +1,107 @@
+"""The operators under torch.vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from flash_cute._torch import library, private
+from flash_cute._torch.fakes import RESULTS
+from flash_cute.options import LENGTHS
+from flash_cute.wording import OURS
+
+TENSORS = "q", "k", "v", *LENGTHS, "sinks", *RESULTS
+
+
+def register(op, rule, tensor_names=TENSORS) -> None:
+    """op's rule under vmap. torch.library.register_vmap has none for tensors that only have a keyword."""
+    names = private.argument_names(op)
+
+    def kernel(keyset, *args, **kwargs):
+        named = dict(zip(names, args, strict=False)) | kwargs
+        tensors = {name: named.pop(name) for name in tensor_names if name in named}
+        transform = private.current_transform()
+        unmapped = lambda tensors, options: op(**tensors, **options)  # noqa: E731
+        return private.run_vmap_rule(transform, partial(rule, op), unmapped, tensors, named)
+
+    library.impl(op.name(), kernel, "FuncTorchBatched", with_keyset=True)
+
+
+def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor | None:
+    """The tensor with what vmap maps over in front."""
+    if tensor is None:
+        return None
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def into_batch(op, info, in_dims, tensors, options):
+    """The mapped dimension becomes a part of the batch; with sinks, which all of a batch share, a loop."""
+    if tensors.get("sinks") is not None:
+        return _one_by_one(op, info, in_dims, tensors, options)
+    if tensors.get("block_table") is not None:
+        raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
+
+    def folded(name: str, dim: int | None) -> torch.Tensor | None:
+        if name == "ranges" and tensors[name] is not None:
+            batch = mapped(tensors["q"], in_dims[0]["q"], info).shape[1]
+            return _folded_ranges(tensors[name], dim, info, batch)
+        tensor = mapped(tensors[name], dim, info)
+        if tensor is None:
+            return None
+        if tensor.dim() == 1:
+            accepted = "(batch,)" if name in LENGTHS else "(batch, heads, seqlen, head_dim)"
+            raise ValueError(f"{OURS}{name} has shape (); {accepted} is accepted")
+        tensor = tensor.flatten(0, 1)
+        return tensor.contiguous() if name in LENGTHS else tensor
+
+    folds = {name: folded(name, in_dims[0][name]) for name in tensors}
+    q, dim = tensors["q"], in_dims[0]["q"]
+    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
+    results = op(**folds, **options)
+    is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
+    return (
+        tuple(
+            result if empty else result.unflatten(0, (info.batch_size, batch))
+            for result, empty in zip(results, is_empty, strict=True)
+        ),
+        tuple(None if empty else 0 for empty in is_empty),
+    )
+
+
+def _folded_ranges(ranges: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
+    """Of all calls: an entry for each sequence, or the only one of them all."""
+    if dim is None and ranges.shape[0] == 1:
+        return ranges
+    ranges = mapped(ranges, dim, info)
+    if ranges.dim() > 1 and ranges.shape[1] == 1:
+        ranges = ranges.expand(-1, batch, *ranges.shape[2:])
+    return ranges.flatten(0, 1).contiguous()
+
+
+def _one_by_one(op, info, in_dims, tensors, options):
+    def entry(index: int) -> dict[str, torch.Tensor | None]:
+        dims = in_dims[0]
+        return {
+            name: x if x is None or dims[name] is None else x.select(dims[name], index)
+            for name, x in tensors.items()
+        }
+
+    results = [op(**entry(index), **options) for index in range(info.batch_size)]
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def refusing(what: str) -> Callable[..., NoReturn]:
+    """A rule, or a kernel under vmap, that says what can't be mapped."""
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(f"{OURS}vmap can't map {what}")
+
+    return refuse
+
+
+refuse_packed = refusing("packed sequences; pack those of all its entries into one call")
+refuse_out = refusing("a call with out; leave it out")

@@ -1,0 +1,234 @@
+"""Caches of keys and values, contiguous and in pages, and keys that are cut into parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.caches import LAYOUTS, LENGTHS, PAGE_SIZES, for_kernel, in_pages
+from support.cases import (
+    BUCKETS,
+    DTYPES,
+    MASKS,
+    PACKED,
+    SEEDS,
+    Sequence,
+    make_ragged,
+    matrix,
+)
+from support.tolerance import assert_ragged
+
+import flash_cute
+
+
+def check_pages(kernel, sequences, packed, mask, page_size, layout="rows first", dtype=torch.bfloat16,
+                heads=(4, 2), head_dim=64, **options):  # fmt: skip
+    sequences = for_kernel(sequences, kernel)
+    batch = make_ragged(sequences, heads, head_dim, dtype, kernel.device, packed)
+    k, v, arguments = in_pages(batch, page_size, layout)
+    assert_ragged(kernel.forward(batch.q, k, v, **arguments, **mask.options, **options), batch, mask)
+
+
+@matrix(count=[41, 256, 257], packed=PACKED)  # up to 256 (SplitOrder::kFewSequences), as in BATCHES
+def test_many_sequences(kernel, count, packed):
+    sequences = [Sequence(1 + i % 3, 1 + 389 * i % 1531) for i in range(count)]
+    sequences[3], sequences[7], sequences[-1] = Sequence(0, 90), Sequence(2, 0), Sequence(1, 9000)
+    check_pages(kernel, tuple(sequences), packed, MASKS["causal"], 64)
+
+
+@matrix(layout=LAYOUTS.keys(), page_size=PAGE_SIZES, packed=PACKED)
+def test_layouts_and_page_sizes(kernel, layout, page_size, packed):
+    check_pages(kernel, LENGTHS["used and left padding"], packed, MASKS["causal"], page_size, layout)
+
+
+def test_pages_are_shared(kernel):
+    """Sequences may begin with the same pages."""
+    device = kernel.device
+    k, v = (torch.randn(9, 2, 16, 64, device=device).bfloat16() for _ in range(2))
+    table = torch.tensor([[4, 2, 7], [4, 2, 0], [4, 1, 0]], dtype=torch.int32, device=device)
+    used = torch.tensor([48, 40, 17], dtype=torch.int32, device=device)
+    q = torch.randn(3, 4, 1, 64, device=device).bfloat16()
+    out, lse = kernel.forward(q, k, v, block_table=table, seqused_k=used)
+    for b in range(3):
+        rows = [x[table[b].long()].transpose(0, 1).flatten(1, 2)[None, :, : used[b]] for x in (k, v)]
+        alone = kernel.forward(q[b : b + 1], *rows)
+        torch.testing.assert_close(out[b : b + 1], alone[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[b : b + 1], alone[1], atol=1e-4, rtol=1e-4)
+
+
+def cache(device, page_size=16) -> dict[str, torch.Tensor]:
+    """q (2, 4, 1, 64), and pages of 2 heads for two sequences of three pages."""
+    q = torch.randn(2, 4, 1, 64, device=device).bfloat16()
+    k, v = (torch.randn(8, 2, page_size, 64, device=device).bfloat16() for _ in range(2))
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    return {"q": q, "k": k, "v": v, "block_table": table}
+
+
+WRONG = {
+    "a table of one dimension": (
+        lambda t: {"block_table": t["block_table"][0]},
+        "block_table must have shape",
+    ),
+    "a table of another batch": (lambda t: {"block_table": t["block_table"][:1]}, "where the batch is 2"),
+    "a table of int64": (lambda t: {"block_table": t["block_table"].long()}, "block_table dtype torch.int64"),
+    "a table without pages": (
+        lambda t: {"block_table": t["block_table"][:, :0]},
+        "block_table must have shape",
+    ),
+    "a table of strides": (
+        lambda t: {"block_table": t["block_table"].repeat(1, 2)[:, ::2]},
+        "block_table must be contiguous in its last dimension, got stride 2",
+    ),
+    "pages of three dimensions": (lambda t: {"k": t["k"][0], "v": t["v"][0]}, "k 3 dimensions page_size"),
+    "a head_dim of 60": (
+        lambda t: {name: t[name][..., :60] for name in "qkv"},
+        "head_dim of a cache must be a multiple of 8, got 60",
+    ),
+    "columns that are not neighbours": (
+        lambda t: {"k": t["k"].mT.contiguous().mT},
+        "k is a cache, which is not copied; its last dimension must have stride 1, got 16",
+    ),
+    "rows of an odd stride": (
+        lambda t: {"v": torch.nn.functional.pad(t["v"], (0, 3))[..., :64]},
+        "v is a cache, which is not copied; its stride of dimension 2 must be a multiple of 8, got 67",
+    ),
+    "no page": (lambda t: {"k": t["k"][:0], "v": t["v"][:0]}, "k must have at least one page"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_caches(device, name):
+    """One sentence, and the next call is as good as ever."""
+    tensors = cache(device)
+    change, words = WRONG[name]
+    wrong = tensors | change(tensors)
+    with pytest.raises(ValueError, match=r"flash_cute\.forward: ") as error:
+        flash_cute.forward(**wrong)
+    assert all(word in str(error.value) for word in words.split(" ")), str(error.value)
+
+
+def test_offsets_of_keys_are_refused(device):
+    tensors = cache(device)
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    tensors["q"] = tensors["q"][:, :, 0]
+    with pytest.raises(ValueError, match="cu_seqlens_k must be None where k is a cache"):
+        flash_cute.forward_varlen(**tensors, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def test_vmap_is_refused(device):
+    tensors = cache(device)
+    with pytest.raises(NotImplementedError, match="can't map a cache in pages"):
+        torch.vmap(lambda q: flash_cute.forward(**tensors | {"q": q}))(tensors["q"][None])
+
+
+def test_compiled(kernel):
+    """The table and the lengths are inputs of the graph."""
+    tensors = cache(kernel.device)
+    call = torch.compile(flash_cute.forward, fullgraph=True, backend="aot_eager")
+    used = torch.tensor([40, 7], dtype=torch.int32, device=kernel.device)
+    for result, expected in zip(
+        call(**tensors, seqused_k=used), flash_cute.forward(**tensors, seqused_k=used), strict=True
+    ):
+        assert torch.equal(result, expected)
+
+
+def test_values_are_checked_on_request(device, monkeypatch):
+    monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
+    tensors = cache(device)
+    used = torch.tensor([48, 16], dtype=torch.int32, device=device)
+    tensors["block_table"][1, 1] = 99  # behind the length
+    flash_cute.forward(**tensors, seqused_k=used)
+    tensors["block_table"][0, 2] = 8
+    with pytest.raises(ValueError, match="sequence 0 has page 8 in block_table; 0 to 7 are accepted"):
+        flash_cute.forward(**tensors, seqused_k=used)
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_lengths_and_tables(kernel):
+    """Captured once; then lengths, tables and what the pages hold change under it."""
+    device = kernel.device
+    tensors, used = cache(device, page_size=256), torch.tensor([700, 3], dtype=torch.int32, device=device)
+    flash_cute.forward(**tensors, seqused_k=used)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = flash_cute.forward(**tensors, seqused_k=used)
+    for lengths in ([700, 3], [1, 768], [0, 0], [256, 257]):
+        used.copy_(torch.tensor(lengths))
+        tensors["block_table"].copy_(torch.randperm(8)[:6].view(2, 3))
+        tensors["k"].normal_()
+        graph.replay()
+        for result, expected in zip(results, flash_cute.forward(**tensors, seqused_k=used), strict=True):
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", BUCKETS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("window", [None, (9500, 0)], ids=["causal", "window"])
+def test_batch_invariance(kernel, head_dim, dtype, window):
+    """A query's bits are those that it has alone: in any batch, packed or paged, in chunks of any size."""
+    device, heads_q, heads_kv = kernel.device, 4, 2
+    lengths = [3000, 1, 20000, 1024, 1025, 77]  # up to 20 parts
+    options = {"causal": True, "window": window, "batch_invariant": True}
+    k, v = ([torch.randn(n, heads_kv, head_dim, device=device).to(dtype) for n in lengths] for _ in range(2))
+    queries = [SEEDS.choice([1, 2, 17, 70, 300]) for _ in lengths]
+    queries = [min(n, rows) for n, rows in zip(queries, lengths, strict=True)]
+    q = [torch.randn(n, heads_q, head_dim, device=device).to(dtype) for n in queries]
+
+    def alone(b: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of sequence b, of which the last one of the slice stands at its own key."""
+        end = lengths[b] - queries[b] + rows.stop
+        part = [x.transpose(0, 1)[None] for x in (q[b][rows], k[b][:end], v[b][:end])]
+        out, lse = flash_cute.forward(*part, **options)
+        return out[0].transpose(0, 1), lse[0]
+
+    expected = [alone(b, slice(0, n)) for b, n in enumerate(queries)]
+    for b, n in enumerate(queries):
+        cut = SEEDS.randint(0, n)
+        for rows in (slice(0, cut), slice(cut, n)):
+            if rows.start < rows.stop:
+                out, lse = alone(b, rows)
+                assert torch.equal(out, expected[b][0][rows])
+                assert torch.equal(lse, expected[b][1][:, rows])
+
+    chosen = [SEEDS.randrange(len(lengths)) for _ in range(SEEDS.choice([3, 50]))]
+    offsets = [torch.tensor([0, *(len(x[b]) for b in chosen)], device=device).cumsum(0).int() for x in (q, k)]
+    packed = [torch.cat([x[b] for b in chosen]) for x in (q, k, v)]
+    results = [flash_cute.forward_varlen(*packed, *offsets, **options)]
+    page_size = SEEDS.choice([1, 16, 64, 100])
+    pages = [-(-n // page_size) for n in lengths]
+    table = torch.zeros(len(chosen), max(pages), dtype=torch.int32)
+    order = torch.randperm(sum(pages), dtype=torch.int32)
+    caches = [
+        torch.zeros(sum(pages), page_size, heads_kv, head_dim, device=device, dtype=dtype) for _ in range(2)
+    ]
+    own = list(order.split(pages))
+    for b, n in enumerate(lengths):
+        for cached, source in zip(caches, (k[b], v[b]), strict=True):
+            rows = torch.arange(n)
+            cached[own[b].long()[rows // page_size].to(device), (rows % page_size).to(device)] = source
+    for row, b in enumerate(chosen):
+        table[row, : pages[b]] = own[b]
+    used = torch.tensor([lengths[b] for b in chosen], dtype=torch.int32, device=device)
+    results.append(
+        flash_cute.forward_varlen(
+            packed[0],
+            *(x.transpose(1, 2) for x in caches),
+            offsets[0],
+            seqused_k=used,
+            block_table=table.to(device),
+            **options,
+        )
+    )
+    for out, lse in results:
+        begin = 0
+        for b in chosen:
+            rows = slice(begin, begin := begin + queries[b])
+            assert torch.equal(out[rows], expected[b][0])
+            assert torch.equal(lse[:, rows], expected[b][1])
+
+
+def test_batch_invariance_is_refused_on_the_cpu():
+    q = torch.randn(1, 1, 4, 64).bfloat16()
+    with pytest.raises(ValueError, match="batch_invariant must be False on the CPU"):
+        flash_cute.forward(q, q, q, batch_invariant=True)

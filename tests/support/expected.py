@@ -1,0 +1,127 @@
+"""Attention of one sequence over the keys that its queries see, as written in a textbook, and its gradients.
+
+It shares nothing with flash_cute: (heads, rows, head_dim) and booleans in, with sinks as one more column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from support.precision import RoundedProducts
+
+# What rounding to a type, or to TF32, adds to a number at most, relative to it.
+EPSILONS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, "tf32": 2**-11}
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """q (heads_q, rows, head_dim), k, v (heads_kv, keys, head_dim), sees (rows, keys), sinks (heads_q,)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sees: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    tf32: bool = False
+
+    @property
+    def fully_masked(self) -> torch.Tensor:
+        """(heads_q, rows): who has neither a key nor a sink."""
+        no_key = ~self.sees.any(-1).expand(self.q.shape[0], -1)
+        return no_key if self.sinks is None else no_key & self.sinks.isneginf().unsqueeze(-1)
+
+    @property
+    def epsilon(self) -> float:
+        return EPSILONS["tf32" if self.tf32 else self.q.dtype]
+
+    def leaves(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """q, k, v and sinks in dtype; what no query sees may hold NaN, and is 0."""
+        hidden = ~self.sees.any(-2).unsqueeze(-1)
+        tensors = [self.q, self.k.masked_fill(hidden, 0), self.v.masked_fill(hidden, 0)]
+        tensors += [] if self.sinks is None else [self.sinks]
+        return [x.detach().to(dtype).requires_grad_() for x in tensors]
+
+    def attention(self, q, k, v, sinks=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of the leaves, in their type; lse in float32 or wider."""
+        group = q.shape[0] // k.shape[0]
+        k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+        scores = (self.product(q, k.mT) * self.scale).masked_fill(~self.sees, -torch.inf)
+        if sinks is not None:
+            column = torch.where(sinks.isneginf(), -torch.inf, sinks)  # no sink has no gradient
+            scores = torch.cat((scores, column[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1).masked_fill(self.fully_masked.unsqueeze(-1), 0)
+        out = self.product(weights[..., : k.shape[1]], v)
+        lse = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1)
+        return out, lse
+
+    def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a @ b in their type; of 16 bits by float32, as a CPU is slow at its own such products."""
+        if a.device.type == "cpu" and a.element_size() == 2:
+            return (a.float() @ b.float()).to(a.dtype)
+        if self.tf32 and a.dtype == torch.float32:
+            with RoundedProducts():
+                return a @ b
+        return a @ b
+
+    def forward(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return self.attention(*self.leaves(dtype))
+
+    def rounded_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """In q's type; sinks come to rounded results without them, as where parts of the keys are merged."""
+        results = replace(self, sinks=None).forward(self.q.dtype)
+        if self.sinks is None:
+            return results
+        (out, lse), sinks = results, self.sinks.float().unsqueeze(-1)
+        whole = torch.logaddexp(lse, sinks)
+        share = (lse - whole).exp().masked_fill(lse.isneginf(), 0).to(out.dtype)
+        return out * share.unsqueeze(-1), whole
+
+    def gradients(self, dout: torch.Tensor, dlse: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """By autograd, of q, k, v and sinks. What comes back to fully masked rows does not count."""
+        with torch.enable_grad():
+            leaves = self.leaves(dtype)
+            out, lse = self.attention(*leaves)
+        no_key = ~self.sees.any(-1)
+        dout = dout.to(dtype).masked_fill(no_key.unsqueeze(-1), 0)
+        return torch.autograd.grad(
+            (out, lse),
+            leaves,
+            (dout, dlse.to(lse.dtype).masked_fill(self.fully_masked, 0)),
+            materialize_grads=True,
+        )
+
+    def gradients_of_rounded_out(self, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor]:
+        """As FlashAttention has them: in float32 with weights, their gradients and out rounded to q's type.
+
+        Of few numbers PyTorch's own may happen to be exact, where any such backward is not.
+        """
+        dtype, group = self.q.dtype, self.q.shape[0] // self.k.shape[0]
+        q, k, v, *sinks = (x.detach() for x in self.leaves(torch.float32))
+        lse = self.attention(q, k, v, *sinks)[1]
+        k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+        dout = dout.float().masked_fill(~self.sees.any(-1, keepdim=True), 0)
+        dlse, lse = dlse.masked_fill(self.fully_masked, 0), lse.masked_fill(self.fully_masked, torch.inf)
+        # The forward's scores again, but not to the bit: another kernel sums them.
+        scores = self.product(q.flip(-1), k.flip(-1).mT) * self.scale
+        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(~self.sees, 0)
+        delta = dlse - (dout * self.rounded_forward()[0]).sum(-1)
+        of_scores = self.rounded(weights * (self.product(dout, v.mT) + delta.unsqueeze(-1))) * self.scale
+        products = (of_scores, k), (of_scores.mT, q), (self.rounded(weights).mT, dout)
+        found = [self.product(*pair) for pair in products]
+        found[1:] = (x.unflatten(0, (-1, group)).sum(1) for x in found[1:])
+        found = [x.to(dtype) for x in found]
+        return found + [((s.unsqueeze(-1) - lse).exp() * delta).sum(-1) for s in sinks]
+
+    def chance_of_sinks(self, dout: torch.Tensor) -> torch.Tensor:
+        """(heads_q,): the variance of what rounding out adds to a sink's gradient, a sum over all rows."""
+        out, lse = self.forward(torch.float64)
+        shares = (self.sinks.double().unsqueeze(-1) - lse).exp().masked_fill(~self.sees.any(-1), 0)
+        steps = dout.double().where(self.sees.any(-1, keepdim=True), 0) * out * self.epsilon
+        return (shares.unsqueeze(-1) * steps).square().sum((1, 2)) / 3
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.q.dtype).float()

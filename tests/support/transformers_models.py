@@ -1,0 +1,127 @@
+"""Small models of transformers of random weights, and the same ones with other attention beside them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from support.tolerance import assert_within_rule
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
+DTYPE = torch.bfloat16
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+BOTH = {"d_model": 64, "dropout": 0.0, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+BOTH |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+BOTH |= {name: SIZES[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id")}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+WINDOWED = GROUPED | {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
+# As many are taken as there are, so that rounding does not choose others.
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", SIZES | GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "qwen": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 6}),
+    "one layer of two with a window": ("Qwen2ForCausalLM", "Qwen2Config", WINDOWED),
+    "sinks": ("GptOssForCausalLM", "GptOssConfig", GROUPED | EXPERTS | {"head_dim": 16, "sliding_window": 6}),
+    "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
+}
+BATCH, LENGTH = 3, 20
+
+
+def build(name: str, device) -> torch.nn.Module:
+    """The model in float32 on the CPU's random weights, so that they are the same on every device."""
+    model_class, config_class, sizes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**sizes)
+    return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").to(device)
+
+
+class Trio:
+    """A model with our attention and with eager attention in bfloat16, and with SDPA in float64."""
+
+    def __init__(self, name: str, device):
+        rounded = build(name, device).to(DTYPE).eval()
+        self.yardstick, self.oracle = rounded, copy.deepcopy(rounded).double()
+        self.ours = copy.deepcopy(rounded)
+        self.ours.set_attn_implementation("cute_attention")
+        self.oracle.set_attn_implementation("eager" if name == "sinks" else "sdpa")  # SDPA has no sinks
+        self.all = self.ours, self.yardstick, self.oracle
+
+
+def tokens(device, batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length), device=device)
+
+
+def padding(kind: str, device, length: int = LENGTH) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    mask = torch.ones(BATCH, length, dtype=torch.long, device=device)
+    if kind in ("left", "both"):
+        mask[0, :7] = 0
+        mask[2, : length - 1] = 0
+    if kind in ("right", "both"):
+        mask[1, length - 4 :] = 0
+    return mask
+
+
+def assert_logits(trio: Trio, inputs: dict, present: torch.Tensor | None = None) -> None:
+    """present: bool (batch, length), the tokens to compare."""
+    ours, yardstick, oracle = (model(**inputs).logits.detach() for model in trio.all)
+    if present is not None:
+        ours, yardstick, oracle = (logits[present] for logits in (ours, yardstick, oracle))
+    assert ours.isfinite().all()
+    assert_within_rule("logits", ours, yardstick, oracle)
+
+
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+MAKE = transformers.masking_utils
+
+
+def as_trio(model: torch.nn.Module, device) -> Trio:
+    trio = Trio.__new__(Trio)
+    trio.yardstick = model.to(device, DTYPE).eval()
+    trio.oracle, trio.ours = copy.deepcopy(trio.yardstick).double(), copy.deepcopy(trio.yardstick)
+    trio.ours.set_attn_implementation("cute_attention")
+    trio.oracle.set_attn_implementation("sdpa")
+    trio.all = trio.ours, trio.yardstick, trio.oracle
+    return trio
+
+
+class Chosen(transformers.LogitsProcessor):
+    """Makes generate() choose given tokens."""
+
+    def __init__(self, sequences: torch.Tensor):
+        self.sequences = sequences
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -1e9).scatter(1, self.sequences[:, ids.shape[1], None], 0.0)
+
+
+def assert_generated(trio: Trio, cache: str | None, **inputs) -> None:
+    """The logits of each step, along the tokens that our model chooses."""
+    results = []
+    for model in trio.all:
+        options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        if results:
+            options["logits_processor"] = transformers.LogitsProcessorList([Chosen(results[0].sequences)])
+        elif cache:
+            options |= {"cache_implementation": cache, "disable_compile": True}
+        results.append(model.generate(**inputs, max_new_tokens=9, **options))
+    assert_within_rule("logits", *(torch.stack(result.logits, 1) for result in results))

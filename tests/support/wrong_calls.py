@@ -1,0 +1,174 @@
+"""Calls with one mistake each, and what a sentence about it looks like."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from support.cases import SHAPES, make_inputs
+
+
+def inputs(device) -> dict[str, torch.Tensor]:
+    """q (2, 6, 150, 64), k and v (2, 2, 190, 64)."""
+    return dict(zip("qkv", make_inputs(SHAPES["grouped_heads"], torch.bfloat16, device), strict=True))
+
+
+def resized(tensors: dict[str, torch.Tensor], names: str, **changes: int) -> dict[str, torch.Tensor]:
+    """The tensors so named, random and of the same kind, with some of their sizes changed."""
+    dims = "batch", "heads", "seqlen", "head_dim"
+    sizes = {name: dict(zip(dims, tensors[name].shape, strict=True)) | changes for name in names}
+    return {
+        name: torch.randn(*size.values(), device=tensors[name].device).to(tensors[name].dtype)
+        for name, size in sizes.items()
+    }
+
+
+def nested(tensor: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
+    """(batch, heads, ragged, head_dim), as a batch of sequences of unequal lengths."""
+    sequences = [part.transpose(0, 1) for part in tensor]
+    return torch.nested.nested_tensor(sequences, layout=layout).transpose(1, 2)
+
+
+def lengths(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype=torch.int32):
+    """An argument of that name, and of the kind that lengths and offsets are, all of them 1."""
+    return {name: torch.ones(shape, dtype=dtype, device=tensors["q"].device)}
+
+
+WRONG_VALUES = {
+    "q of three dimensions": (lambda t: {"q": t["q"][0]}, "q 3 dimensions 4"),
+    "k of five dimensions": (lambda t: {"k": t["k"][None]}, "k 5 dimensions 4"),
+    "v of no dimensions": (lambda t: {"v": t["v"].sum()}, "v 0 dimensions 4"),
+    "all float64": (
+        lambda t: {n: x.double() for n, x in t.items()},
+        "q torch.float64 float16 bfloat16 float32",
+    ),
+    "all int32": (lambda t: {n: x.int() for n, x in t.items()}, "q torch.int32 float16 bfloat16"),
+    "q is quantized": (
+        lambda t: {
+            "q": torch.quantize_per_tensor(t["q"].float().cpu(), 0.1, 0, torch.qint8).to(t["q"].device)
+        },
+        "q",
+    ),
+    "k is quantized": (
+        lambda t: {
+            "k": torch.quantize_per_tensor(t["k"].float().cpu(), 0.1, 0, torch.qint8).to(t["k"].device)
+        },
+        "k quantized torch.float16",
+    ),
+    "all float8": (
+        lambda t: {n: x.to(torch.float8_e4m3fn) for n, x in t.items()},
+        "q dtype torch.float8_e4m3fn",
+    ),
+    "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype torch.float16 q torch.bfloat16"),
+    "v of another dtype": (lambda t: {"v": t["v"].float()}, "v dtype torch.float32 q torch.bfloat16"),
+    "k is nested": (lambda t: {"k": nested(t["k"])}, "k nested"),
+    "q is nested": (lambda t: {"q": nested(t["q"])}, "q nested layout torch.strided torch.jagged"),
+    "k is jagged": (lambda t: {"k": nested(t["k"], torch.jagged)}, "k nested"),
+    "q is jagged": (lambda t: {"q": nested(t["q"], torch.jagged)}, "q nested k not"),
+    "all jagged, heads last but one": (
+        lambda t: {n: nested(x, torch.jagged).transpose(1, 2) for n, x in t.items()},
+        "q nested 4 ragged dimension 1 (batch, heads, ragged, head_dim)",
+    ),
+    "all jagged, each for itself": (
+        lambda t: {n: nested(x, torch.jagged) for n, x in t.items()},
+        "k v nested different offsets",
+    ),
+    "jagged and lengths": (
+        lambda t: {n: nested(x, torch.jagged) for n, x in t.items()} | {"seqused_k": t["q"]},
+        "seqused_k nested",
+    ),
+    "v is sparse": (lambda t: {"v": t["v"].to_sparse()}, "v torch.sparse_coo"),
+    "heads that do not divide": (lambda t: resized(t, "q", heads=5), "q 5 k 2 heads"),
+    "fewer query heads": (lambda t: resized(t, "q", heads=1), "q 1 k 2 heads"),
+    "no K/V heads": (lambda t: resized(t, "kv", heads=0), "q 6 k 0 heads"),
+    "k of another batch": (lambda t: resized(t, "kv", batch=3), "k batch 3 2"),
+    "k of another head_dim": (lambda t: resized(t, "kv", head_dim=32), "k head_dim 32 64"),
+    "v of another batch": (lambda t: resized(t, "v", batch=1), "v k"),
+    "v of other heads": (lambda t: resized(t, "v", heads=6), "v k"),
+    "v of another seqlen": (lambda t: resized(t, "v", seqlen=191), "v k 191 190"),
+    "v of another head_dim": (lambda t: resized(t, "v", head_dim=32), "v k 32 64"),
+    "head_dim over 256": (lambda t: resized(t, "qkv", head_dim=264), "head_dim 264 256"),
+    "head_dim of 0": (lambda t: resized(t, "qkv", head_dim=0), "head_dim 0 256"),
+    "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
+    "right is negative": (lambda t: {"window": (3, -1)}, "window right -1 >= 0"),
+    "window is negative": (lambda t: {"window": -7}, "window -7 >= 0"),
+    "left is enormous": (lambda t: {"window": (2**70, 0)}, f"window left {2**70}"),
+    "right is enormous": (lambda t: {"window": (0, 2**63)}, f"window right {2**63}"),
+    "right is negative, causal": (lambda t: {"window": (3, -1), "causal": True}, "window right -1 >= 0"),
+    "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
+    "scale is infinite": (lambda t: {"softmax_scale": math.inf}, "softmax_scale inf finite"),
+    "scale is zero": (lambda t: {"softmax_scale": 0.0}, "softmax_scale 0 > 0"),
+    "scale is negative": (lambda t: {"softmax_scale": -1.0}, "softmax_scale -1 > 0"),
+    "scale overflows float32": (lambda t: {"softmax_scale": 1e300}, "softmax_scale 1e+300"),
+    "no such family": (lambda t: {"family": "sm70"}, "family sm70 sm80"),
+    "a type that torch's stable ABI does not know": (
+        lambda t: {"q": torch.empty(t["q"].shape, dtype=torch.float8_e8m0fnu, device=t["q"].device)},
+        "q dtype torch.float8_e8m0fnu torch.float16 and torch.bfloat16",
+    ),
+    "seqused of such a type": (
+        lambda t: {"seqused_k": torch.empty(2, dtype=torch.uint4, device=t["q"].device)},
+        "seqused_k dtype torch.uint4 torch.int32",
+    ),
+    "seqused of int64": (lambda t: lengths(t, "seqused_q", (2,), torch.int64), "seqused_q int64 torch.int32"),
+    "seqused of bfloat16": (lambda t: lengths(t, "seqused_k", (2,), torch.bfloat16), "seqused_k torch.int32"),
+    "leftpad of bools": (lambda t: lengths(t, "leftpad_k", (2,), torch.bool), "leftpad_k torch.bool int32"),
+    "a seqused for another batch": (lambda t: lengths(t, "seqused_q", (3,)), "seqused_q (3,) (2,) batch 2"),
+    "a seqused of two dimensions": (lambda t: lengths(t, "seqused_k", (2, 1)), "seqused_k (2, 1) (2,)"),
+    "a leftpad of no dimensions": (lambda t: lengths(t, "leftpad_k", ()), "leftpad_k () (2,)"),
+    "seqused with strides": (
+        lambda t: {"seqused_q": lengths(t, "x", (4,))["x"][::2]},
+        "seqused_q stride 2 contiguous",
+    ),
+    "an expanded leftpad": (
+        lambda t: {"leftpad_k": lengths(t, "x", (1,))["x"].expand(2)},
+        "leftpad_k stride 0 contiguous",
+    ),
+}
+WRONG_PACKED = {
+    "q of four dimensions": (lambda t: {"q": t["q"][None]}, "q 4 dimensions 3 (total, heads, head_dim)"),
+    "v of two dimensions": (lambda t: {"v": t["v"][0]}, "v 2 dimensions 3 (total, heads, head_dim)"),
+    "q of float32": (lambda t: {"q": t["q"].float()}, "k torch.bfloat16 q torch.float32"),
+    "v of another total": (lambda t: {"v": t["v"][1:]}, "v k 379 380"),
+    "heads that do not divide": (lambda t: {"q": t["q"][:, :5]}, "q 5 k 2 heads"),
+    "k of another head_dim": (lambda t: {n: t[n][..., :32] for n in "kv"}, "k head_dim 32 64"),
+    "q is nested": (lambda t: {"q": nested(t["q"][None], torch.jagged)}, "q nested dense"),
+    "offsets of int64": (lambda t: lengths(t, "cu_seqlens_q", (3,), torch.int64), "cu_seqlens_q int64 int32"),
+    "offsets of another batch": (
+        lambda t: lengths(t, "cu_seqlens_k", (2,)),
+        "cu_seqlens_k (2,) (3,) batch 2",
+    ),
+    "offsets of two dimensions": (
+        lambda t: lengths(t, "cu_seqlens_q", (1, 3)),
+        "cu_seqlens_q (1, 3) (batch + 1,)",
+    ),
+    "empty offsets": (lambda t: lengths(t, "cu_seqlens_q", (0,)), "cu_seqlens_q (0,) (batch + 1,)"),
+    "offsets with strides": (
+        lambda t: {"cu_seqlens_q": lengths(t, "x", (5,))["x"][::2]},
+        "cu_seqlens_q stride 2",
+    ),
+    "as many lengths as offsets": (lambda t: lengths(t, "seqused_q", (3,)), "seqused_q (3,) (2,) batch 2"),
+    "leftpad of int64": (lambda t: lengths(t, "leftpad_k", (2,), torch.int64), "leftpad_k int64 int32"),
+    "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
+    "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
+}
+
+
+def assert_one_sentence(message: str, words: str, function: str = "forward") -> None:
+    """function: the name in front of the sentence; empty for an operator, which no face has called."""
+    assert message.startswith(f"flash_cute.{function}: " if function else "flash_cute: "), message
+    assert "\n" not in message, message
+    assert len(message) < 300, message
+    for leftover in (".cpp", ".hpp", "Exception raised", "c10", "RuntimeError", "aten::"):
+        assert leftover not in message, message
+    for word in words.split():
+        assert word in message, f"{word!r} is not in: {message}"
+
+
+def packed(device) -> dict[str, torch.Tensor]:
+    """Two sequences: q (300, 6, 64), k and v (380, 2, 64), cu_seqlens_q and cu_seqlens_k."""
+    tensors = {name: x.transpose(1, 2).flatten(0, 1) for name, x in inputs(device).items()}
+    offsets = {"cu_seqlens_q": [0, 150, 300], "cu_seqlens_k": [0, 100, 380]}
+    return tensors | {
+        name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in offsets.items()
+    }
