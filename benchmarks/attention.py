@@ -26,21 +26,10 @@ from pathlib import Path
 
 import torch
 
-from . import contenders, lengths, report, timing
-from .problem import (
-    ALL_DTYPES,
-    Problem,
-    add_direction,
-    add_precision,
-    paper_grid,
-    parse_shape,
-    parse_window,
-    result_name,
-)
-from .results import choose_device, environment, save
-from .timing import REGIMES
+from . import contenders, lengths, results, timing
+from .problem import ALL_DTYPES, MASKS, Problem, add_direction, add_grid, add_precision, of_grid
+from .report import publish
 
-MASKS = {"full": [False], "causal": [True], "both": [False, True]}
 MATMUL_SIZE = 8192
 COPY_BYTES = 2**30
 ESTIMATE = """\
@@ -71,18 +60,8 @@ def in_regime(samples: dict[str, list[float]], compared: dict[str, list[str]], s
     scales: what times are multiplied with, where they are.
     """
     samples = {name: [scales.get(name, 1) * us for us in values] for name, values in samples.items()}
-    times = {name: timing.summary(values) for name, values in samples.items()}
-    speedup = {
-        mine: {
-            rival: timing.paired_speedup(samples[mine], samples[rival])
-            for rival in rivals
-            if rival in samples
-        }
-        for mine, rivals in compared.items()
-        if mine in samples
-    }
-    rounds = max(map(len, samples.values()), default=0)
-    return {"rounds": rounds, "times_us": times, "rates": yardstick_rates(times), "speedup": speedup}
+    found = timing.compared(samples, compared)
+    return found | {"rates": yardstick_rates(found["times_us"])}
 
 
 def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, device, options) -> dict:
@@ -92,12 +71,11 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
     yardsticks sustained, and what they drew.
     """
     if options.lengths:
-        running, excluded, scales = lengths.prepare_all(mine + peers, problem, device)
-        compared = lengths.compared(mine, peers)
+        make, compared = lengths.preparer(problem, device), lengths.compared(mine, peers)
     else:
-        inputs = problem.inputs(device, options.layout)
-        running, excluded = contenders.prepare_all(mine + peers, problem, *inputs)
-        compared, scales = contenders.compared(mine, peers), {}
+        make = contenders.preparer(problem, problem.inputs(device, options.layout))
+        compared = contenders.compared(mine, peers)
+    running, excluded, scales = contenders.prepare_all(mine + peers, problem.direction, make)
     memory = {}
     if device.type == "cuda":
         its_own = {name: run for name, run in running.items() if name not in scales}
@@ -116,54 +94,28 @@ def measure(problem, mine: list[str], peers: list[str], yards: dict, steady, dev
 
 
 def problems(options) -> list[Problem] | list[lengths.Ragged]:
-    causal = MASKS[options.mask]
-    if options.lengths:
-        grid = options.tokens, options.hidden, options.head_dims
-        return lengths.problems(options.lengths, *grid, causal, options.dtype, options.direction)
-    if not options.shape:
-        grid = options.tokens, options.hidden, options.head_dims, options.seqlens
-        return paper_grid(*grid, causal, options.dtype, options.direction)
-    return [
-        Problem(*shape, is_causal, options.window, options.dtype, options.direction)
-        for shape in options.shape
-        for is_causal in causal
-    ]
-
-
-def add_regime(args: argparse.ArgumentParser) -> None:
-    how = "; ".join(f"{name}: {how}" for name, how in REGIMES.items())
-    args.add_argument("--regime", choices=[*REGIMES, "both"], default="both", help=how)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    if not options.lengths:
+        return of_grid(options)
+    grid = options.tokens, options.hidden, options.head_dims, MASKS[options.mask]
+    return lengths.problems(options.lengths, *grid, options.dtype, options.direction)
 
 
 def parser() -> argparse.ArgumentParser:
-    args = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention", description=__doc__.splitlines()[0], epilog=ESTIMATE
-    )
+    name = "attention or lengths, and the pass"
+    args = results.parser("attention", __doc__, name, epilog=ESTIMATE)
     add_direction(args)
-    add_regime(args)
-    args.add_argument(
-        "--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D", help="instead of the grid"
-    )
+    timing.add_regime(args)
+    add_grid(args)
     args.add_argument("--lengths", type=lengths.parse, action="append", metavar="KIND:N", help=lengths.HELP)
-    args.add_argument("--mask", choices=MASKS, default="both")
-    args.add_argument(
-        "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
-    )
     args.add_argument("--dtype", choices=ALL_DTYPES, default="bf16")
     add_precision(args)
     args.add_argument("--layout", choices=["bshd", "bhsd"], default="bshd", help="order in memory")
-    args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
-    args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
-    args.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
-    args.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
     args.add_argument(
         "--families", type=lambda text: text.split(","), help="ours (default: all that run here)"
     )
-    args.add_argument("--peers", type=lambda text: text.split(","), help="of " + ", ".join(contenders.PEERS))
+    args.add_argument(
+        "--peers", type=lambda text: text.split(","), help="of " + ", ".join(contenders.DENSE_PEERS)
+    )
     args.add_argument("--seconds", type=float, default=1.0, help="of bursts per cell")
     args.add_argument("--sustained-seconds", type=float, default=1.0, help="per contender and cell")
     args.add_argument("--sustained-rounds", type=int, default=1, help="turns of each contender in a cell")
@@ -173,24 +125,21 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument(
         "--baseline", type=Path, help="peers measured elsewhere (default: results/peers_h200.json on an H200)"
     )
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", help="of the result file (default: attention or lengths, and the pass)")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     return args
 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
     torch.set_float32_matmul_precision(options.precision)
-    device = choose_device(options.device)
-    direction = options.direction
+    device = results.choose_device(options.device)
+    asked = device, options.direction, options.dtype
     default_peers = contenders.PEERS_ON_CPU if device.type == "cpu" else contenders.DEFAULT_PEERS
     yards, steady = {}, ({}, {})
     if options.lengths:
-        mine = lengths.ours(options.families or contenders.families(device, direction))
+        mine = lengths.ours(options.families or contenders.families(*asked))
         default_peers = default_peers if device.type == "cuda" else ()
     else:
-        mine = options.families or contenders.mine(device, direction)
+        mine = options.families or contenders.mine(*asked)
         yards = yardsticks(device)
     peers = options.peers or list(default_peers)
     if options.regime != "burst":
@@ -199,12 +148,9 @@ def main(arguments: list[str] | None = None) -> Path:
         measure(problem, mine, peers, yards, steady, device, options)
         for problem in timing.progress(problems(options), "attention")
     ]
-    results = {"environment": environment(device), "ours": mine, "peers": peers, "cells": cells}
-    name = result_name("lengths" if options.lengths else "attention", direction)
-    path = save(results, options.name or name, options.output)
-    print(report.markdown(results, report.baseline_for(results, options.baseline)))
-    print(f"\nwritten to {path}")
-    return path
+    content = {"ours": mine, "peers": peers, "cells": cells}
+    name = "lengths" if options.lengths else "attention"
+    return publish("attention", options, device, content, name, baseline=options.baseline)
 
 
 if __name__ == "__main__":

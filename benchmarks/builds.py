@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import timing
-from .problem import Problem, add_direction, paper_grid, parse_shape, parse_window
+from .problem import Problem, add_direction, add_grid, of_grid
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,30 +99,10 @@ def speedups(builds: list[Build], problem: Problem, options: argparse.Namespace)
     for build in builds:
         build("prepare", problem=cell, packed=options.packed, deterministic=options.deterministic)
     samples: dict[Build, list[float]] = {build: [] for build in builds}
-    for _ in range(options.rounds):
-        for build in random.sample(builds, len(builds)):
-            samples[build].append(build(options.regime, seconds=options.seconds))
+    for build in timing.in_turns(builds, range(options.rounds)):
+        samples[build].append(build(options.regime, seconds=options.seconds))
     first = samples[builds[0]]
-    return [
-        statistics.median(before / after for before, after in zip(first, samples[build], strict=True))
-        for build in builds[1:]
-    ]
-
-
-def mean(ratios: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
-
-
-def problems(options: argparse.Namespace) -> list[Problem]:
-    numbers = [[int(part) for part in text.split(",")] for text in (options.head_dims, options.seqlens)]
-    masks = {"full": [False], "causal": [True], "both": [False, True]}[options.mask]
-    if not options.shape:
-        return paper_grid(options.tokens, options.hidden, *numbers, masks, options.dtype, options.direction)
-    return [
-        Problem(*shape, causal, options.window, options.dtype, options.direction)
-        for shape in options.shape
-        for causal in masks
-    ]
+    return [statistics.median(timing.paired_speedups(samples[build], first)) for build in builds[1:]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -134,13 +112,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--regime", choices=["burst", "sustained"], default="burst")
     args.add_argument("--rounds", type=int, default=15, help="turns of each build in a cell")
     args.add_argument("--seconds", type=float, default=1.0, help="of a turn in the sustained regime")
-    args.add_argument("--head-dims", default="64,128,256")
-    args.add_argument("--seqlens", default="512,1024,2048,4096,8192,16384")
-    args.add_argument("--tokens", type=int, default=16384)
-    args.add_argument("--hidden", type=int, default=2048)
-    args.add_argument("--mask", choices=["full", "causal", "both"], default="both")
-    args.add_argument("--shape", type=parse_shape, action="append", metavar="B,HQ,HKV,SQ,SK,D")
-    args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT", help="of --shape's problems")
+    add_grid(args)
     args.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
     args.add_argument("--packed", action="store_true", help="by forward_varlen, all of one length")
     args.add_argument("--deterministic", action="store_true")
@@ -156,13 +128,13 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, {options.direction}, {options.regime}, over {builds[0].name}")
     print(f"{'':<28}", *(f"{build.name:>10}" for build in builds[1:]))
     found: dict[int, list[list[float]]] = {}
-    for problem in problems(options):
+    for problem in of_grid(options):
         ratios = speedups(builds, problem, options)
         found.setdefault(problem.head_dim, []).append(ratios)
         name = f"{problem.head_dim} {problem.seqlen_q} {problem.mask} {problem.heads_q}/{problem.heads_kv}"
         print(f"{name:<28}", *(f"{ratio:>10.3f}" for ratio in ratios), flush=True)
     for head_dim, cells in found.items():
-        means = [mean(list(column)) for column in zip(*cells, strict=True)]
+        means = [statistics.geometric_mean(column) for column in zip(*cells, strict=True)]
         print(f"{f'mean of {head_dim}':<28}", *(f"{ratio:>10.3f}" for ratio in means))
 
 

@@ -11,17 +11,16 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import flash_cute
 
-from . import newer_flash
-from .contenders import Run, attempt
-from .problem import DTYPES, CannotRun, Problem
+from .contenders import Ours
+from .peers import PEERS, named
+from .peers.base import CONTIGUOUS, PAGED, CannotRun, Run, attempt
+from .problem import DTYPES, Problem
 
 SEED = 0
 REGIONS_BYTES = {"cuda": 300_000_000, "cpu": 50_000}  # of all regions together: several times an L2
@@ -30,9 +29,7 @@ CHECKED_QUERIES = 4  # of the last sequence, its last ones
 MOST_ERROR = 0.02  # of a result, relative, root mean square: several times what rounding P to 16 bits costs
 OURS, INVARIANT = "ours", "ours, batch invariant"
 PAGES = ", pages of "  # and their size, behind a contender's name
-XQA_PAGES, XQA_GROUPS = (64,), (4, 8, 32)  # each combination is compiled when it is first called
-
-Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a region's K and V
+CACHE_PEERS = tuple(named(CONTIGUOUS, PAGED))
 
 
 def parse_case(text: str) -> str:
@@ -163,125 +160,14 @@ class Cache:
         return self.references[page, causal]
 
 
-def ours(cache: Cache, page: int | None, *, family: str | None = None, batch_invariant: bool = False) -> Call:
-    cell = cache.cell
-    options = {"causal": cell.queries > 1, "family": family, "batch_invariant": batch_invariant}
-    if page:
-        options |= {"seqused_k": cache.used, "block_table": cache.table(page)}
-    if not cell.packed:
-        return partial(flash_cute.attention, cache.q, **options)
-    offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32, device=cache.device) * cell.queries
-    options["seqused_k"] = cache.used
-
-    def call(k, v):
-        return cache.padded(flash_cute.attention_varlen(cache.packed_q, k, v, offsets, **options))
-
-    return call
-
-
-def sdpa(cache: Cache, page: None, *, backend: SDPBackend) -> Call:
-    """PyTorch's, without a mask: its causal one is aligned top-left."""
-
-    def call(k, v):
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(cache.q, k, v, enable_gqa=True)
-
-    return call
-
-
-def flash3(cache: Cache, page: int | None) -> Call:
-    newer_flash.operators_3()
-    q, mask = cache.q.transpose(1, 2), newer_flash.Mask(cache.cell.queries > 1)
-    lengths = {"seqused_k": cache.used, "page_table": cache.table(page)} if page else {}
-
-    def call(k, v):
-        rows_first = k.transpose(1, 2), v.transpose(1, 2)
-        return newer_flash.forward_3(q, *rows_first, mask, **lengths)[0].transpose(1, 2)
-
-    return call
-
-
-@cache
-def infer() -> tuple:
-    """FlashInfer, and what its calls share: a workspace of its wrappers, and XQA's with semaphores."""
-    try:
-        import flashinfer.decode
-        import flashinfer.prefill
-        import flashinfer.xqa
-    except Exception as error:  # of any kind where the packages that it builds on are others
-        raise CannotRun(f"FlashInfer is not installed: {error}") from error
-    workspace, of_xqa, semaphores = (
-        torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (2**29, 2**29, 2**23)
-    )
-    return flashinfer, workspace, (of_xqa, semaphores.view(torch.uint32))
-
-
-def flashinfer(cache: Cache, page: int) -> Call:
-    """Its FlashAttention-2 on tensor cores, planned on the host for these lengths, which is not timed."""
-    module, workspace, _ = infer()
-    cell = cache.cell
-    counts = torch.tensor([0, *cache.pages_of(page)], dtype=torch.int32)
-    last = torch.tensor([(length - 1) % page + 1 for length in cell.lengths], dtype=torch.int32)
-    pages = counts.cumsum(0).to(torch.int32), cache.page_numbers(page), last
-    sizes = cell.heads_q, cell.heads_kv, cell.head_dim, page
-    dtypes = dict.fromkeys(("q_data_type", "kv_data_type"), cache.q.dtype)
-    if cell.queries == 1:
-        wrapper = module.decode.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend="fa2"
-        )
-        wrapper.plan(*pages, *sizes, **dtypes)
-    else:
-        wrapper = module.prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32) * cell.queries
-        wrapper.plan(offsets, *pages, *sizes, causal=True, **dtypes)
-    out = torch.empty_like(cache.packed_q)
-
-    def call(k, v):
-        wrapper.run(cache.packed_q, (k.transpose(1, 2), v.transpose(1, 2)), out=out)
-        return cache.padded(out)
-
-    return call
-
-
-def xqa(cache: Cache, page: int) -> Call:
-    """FlashInfer's port of TensorRT-LLM's kernel; it needs no plan."""
-    cell = cache.cell
-    if cell.packed or page not in XQA_PAGES or cell.heads_q // cell.heads_kv not in XQA_GROUPS:
-        raise CannotRun("not called with chunks, other pages or groups of heads")
-    module, _, shared = infer()
-    table, used = cache.table(page), cache.used.view(torch.uint32).unsqueeze(1)
-    q, mask = cache.q.transpose(1, 2).unsqueeze(1), None  # (batch, 1, queries, heads_q, head_dim)
-    if cell.queries == 1:
-        q = q.squeeze(2)
-    else:  # 32 bits of a query tell which of the new keys it sees
-        rows = [[(2 << query) - 1, 0] for query in range(cell.queries)]
-        rows = torch.tensor(rows, dtype=torch.int16, device=cache.device).repeat(len(cell.lengths), 1, 1)
-        mask = rows.view(torch.uint16)
-    out = torch.empty_like(q)
-    options = {"q_seq_len": cell.queries, "mask": mask}
-
-    def call(k, v):
-        rows_first = k.transpose(1, 2), v.transpose(1, 2)
-        module.xqa.xqa(q, *rows_first, table, used, out, *shared, cell.heads_kv, page, **options)
-        return out.view(len(cell.lengths), cell.queries, cell.heads_q, -1).transpose(1, 2)
-
-    return call
-
-
-CONTIGUOUS = {
-    "cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-    "flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
-    "flash3": flash3,
-}
-PAGED = {"flash3": flash3, "flashinfer": flashinfer, "xqa": xqa}
-PEERS = tuple(CONTIGUOUS | PAGED)
-UNMASKED = ("cudnn", "flash")
-
-
 def names(cell: Cell, pages: list[int], peers: list[str]) -> list[str]:
     """The contenders of a cell; sequences of mixed lengths are in pages only."""
-    contiguous = [] if cell.mixed else [OURS, INVARIANT, *(peer for peer in peers if peer in CONTIGUOUS)]
-    paged = [OURS, *(peer for peer in peers if peer in PAGED)]
+
+    def called_with(what: str) -> list[str]:
+        return [peer for peer in peers if peer in named(what)]
+
+    contiguous = [] if cell.mixed else [OURS, INVARIANT, *called_with(CONTIGUOUS)]
+    paged = [OURS, *called_with(PAGED)]
     return contiguous + [f"{name}{PAGES}{page}" for name in paged for page in pages]
 
 
@@ -299,12 +185,12 @@ def prepare(name: str, cache: Cache, family: str | None) -> tuple[list[Run], flo
     """(a contender's call of each region, its error); raises CannotRun where it has none that is right."""
     base, _, rows = name.partition(PAGES)
     page = int(rows) if rows else None
-    options = {OURS: {"family": family}, INVARIANT: {"family": family, "batch_invariant": True}}
-    make = partial(ours, **options[base]) if base in options else (PAGED if page else CONTIGUOUS)[base]
-    tried = attempt if base in options else attempt_theirs
-    call = tried(lambda: make(cache, page))
+    who, options, tried = PEERS.get(base), {}, attempt_theirs
+    if not who:
+        who, options, tried = Ours(family), {"batch_invariant": base == INVARIANT}, attempt
+    call = tried(lambda: who.cached(cache, page, **options))
     calls = [partial(call, k, v) for k, v in cache.regions(page)]
-    reference = cache.reference(page, cache.cell.queries > 1 and base not in UNMASKED)
+    reference = cache.reference(page, cache.cell.queries > 1 and who.hides_keys)
 
     def error() -> float:
         found = calls[0]()[-1:, :, -CHECKED_QUERIES:].float()

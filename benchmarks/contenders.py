@@ -1,217 +1,90 @@
-"""Who is measured: each family of ours, PyTorch's own kernels, and newer_flash's where they are installed.
-
-Forward, backward or one after the other.
+"""Who is measured: each family of ours, and the peers, in the forward, the backward or one after the other.
 
 A forward gives out and LSE, the others dq, dk and dv. A backward is called on what its own forward saved.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import deterministic as memory
 
 import flash_cute
+from flash_cute.families import refusals
 from flash_cute.precision import is_tf32
 
-from . import newer_flash
-from .problem import ALL_DTYPES, CannotRun, Problem
+from .peers import DETERMINISTIC, PEERS, named, with_modes
+from .peers.base import CONTIGUOUS, DENSE, PACKED, PAGED, Call, CannotRun, Peer, Run, Tensors, attempt, sifted
+from .problem import ALL_DTYPES, Problem
 
-aten = torch.ops.aten
 CPU = "cpu"  # our contender where there is no kernel family
-DETERMINISTIC = " deterministic"  # behind a family's or a peer's name
-Run = Callable[[], tuple[torch.Tensor, ...]]
-
-# Above this the scores of PyTorch's math, kept several times in float32, no longer fit beside the rest.
-MATH_SCORES_LIMIT = 2**31
-
-
-def operators_precision(q) -> dict[str, bool]:
-    """torch.get_float32_matmul_precision(), as our operators take it; their faces see to it themselves."""
-    return {"tf32": is_tf32(None, q.dtype)}
-
-
-def ours(problem: Problem, q, k, v, *, family: str | None) -> Run:
-    """Of float32 as torch.get_float32_matmul_precision() says."""
-    if problem.dtype == "fp32" and family == "sm90":
-        raise CannotRun("float32 has kernels of sm80")
-    return partial(flash_cute.forward, q, k, v, problem.causal, window=problem.window, family=family)
-
-
-def ours_backward(problem: Problem, q, k, v, dout, saved, *, family: str | None, deterministic: bool) -> Run:
-    left, right = problem.window or (None, None)
-    options = {"window_left": left, "window_right": right, "family": family, "deterministic": deterministic}
-    options |= operators_precision(q)
-    backward = torch.ops.flash_cute._backward
-    return partial(backward, dout, None, q, k, v, *saved, problem.causal, **options)
-
-
-def require_top_left_mask(problem: Problem) -> None:
-    """PyTorch's causal mask is aligned top-left, ours bottom-right: they agree on squares only."""
-    if problem.window is not None:
-        raise CannotRun("no window")
-    if problem.causal and problem.seqlen_q != problem.seqlen_k:
-        raise CannotRun("causal is top-left aligned")
-
-
-def require_no_groups(problem: Problem) -> None:
-    if problem.heads_q != problem.heads_kv:
-        raise CannotRun("no gradients of grouped heads")
-
-
-def expanded(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
-    """Each K/V head repeated for its query heads, outside the timing, for kernels without GQA."""
-    return tensor.repeat_interleave(problem.heads_q // problem.heads_kv, 1)
-
-
-def flash(problem: Problem, q, k, v) -> Run:
-    """FlashAttention-2 as PyTorch ships it; windows through the operator below, which takes (b, s, h, d)."""
-    if q.device.type == "cpu":
-        require_top_left_mask(problem)
-        k, v = expanded(problem, k), expanded(problem, v)
-        return partial(aten._scaled_dot_product_flash_attention_for_cpu, q, k, v, 0.0, problem.causal)
-    if problem.window is None:
-        return partial(aten._scaled_dot_product_flash_attention, q, k, v, 0.0, problem.causal)
-    left, right = (-1 if side is None else side for side in problem.window)
-    tokens_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    lengths = None, None, problem.seqlen_q, problem.seqlen_k
-    forward = partial(aten._flash_attention_forward, *tokens_first, *lengths, 0.0, problem.causal, False)
-
-    def run():
-        out, *others = forward(window_size_left=left, window_size_right=right)
-        return out.transpose(1, 2), *others
-
-    return run
-
-
-def flash_backward(problem: Problem, q, k, v, dout, saved) -> Run:
-    out, lse, *others = saved
-    if q.device.type == "cpu":
-        require_no_groups(problem)
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return partial(backward, dout, q, k, v, out, lse, 0.0, problem.causal)
-    if problem.window is None:
-        *lengths, seed, offset, _ = others
-        backward = aten._scaled_dot_product_flash_attention_backward
-        return partial(backward, dout, q, k, v, out, lse, *lengths, 0.0, problem.causal, seed, offset)
-    left, right = (-1 if side is None else side for side in problem.window)
-    tokens_first = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
-    lengths = None, None, problem.seqlen_q, problem.seqlen_k
-    seed, offset, _ = others
-    arguments = *tokens_first, lse, *lengths, 0.0, problem.causal, seed, offset
-    backward = partial(aten._flash_attention_backward, *arguments)
-
-    def run():
-        gradients = backward(window_size_left=left, window_size_right=right)
-        return tuple(gradient.transpose(1, 2) for gradient in gradients)
-
-    return run
-
-
-def flash_backward_deterministic(problem: Problem, q, k, v, dout, saved) -> Run:
-    """The same in PyTorch's deterministic mode, but for its filling of new memory."""
-    backward = flash_backward(problem, q, k, v, dout, saved)
-
-    def run():
-        enabled, fills = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-        torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False
-        try:
-            return backward()
-        finally:
-            memory.fill_uninitialized_memory = fills
-            torch.use_deterministic_algorithms(enabled)
-
-    return run
-
-
-def cudnn(problem: Problem, q, k, v) -> Run:
-    require_top_left_mask(problem)
-    return partial(aten._scaled_dot_product_cudnn_attention, q, k, v, None, True, 0.0, problem.causal)
-
-
-def cudnn_backward(problem: Problem, q, k, v, dout, saved) -> Run:
-    out, lse, *lengths, seed, offset, _ = saved
-    backward = aten._scaled_dot_product_cudnn_attention_backward
-    arguments = dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, problem.causal
-    return partial(backward, *arguments)
-
-
-def efficient(problem: Problem, q, k, v) -> Run:
-    require_top_left_mask(problem)
-    k, v = expanded(problem, k), expanded(problem, v)
-    return partial(aten._scaled_dot_product_efficient_attention, q, k, v, None, True, 0.0, problem.causal)
-
-
-def efficient_backward(problem: Problem, q, k, v, dout, saved) -> Run:
-    require_no_groups(problem)
-    backward = aten._scaled_dot_product_efficient_attention_backward
-    return partial(backward, dout, q, k, v, None, *saved, 0.0, [True, True, True, False], problem.causal)
-
-
-def math(problem: Problem, q, k, v) -> Run:
-    """SDPA's composite of matrix products and softmax; it gives no LSE."""
-    require_top_left_mask(problem)
-    if problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k > MATH_SCORES_LIMIT:
-        raise CannotRun("the score matrix is too large")
-    grouped = problem.heads_q != problem.heads_kv
-
-    def run():
-        with sdpa_kernel(SDPBackend.MATH):
-            attend = torch.nn.functional.scaled_dot_product_attention
-            return (attend(q, k, v, is_causal=problem.causal, enable_gqa=grouped),)
-
-    return run
-
-
-PEERS = {
-    "flash": flash,
-    "flash" + DETERMINISTIC: flash,
-    "cudnn": cudnn,
-    "efficient": efficient,
-    "math": math,
-}
-NEWER = {name + how: version for name, version in newer_flash.VERSIONS.items() for how in ("", DETERMINISTIC)}
-PEERS |= {name: partial(newer_flash.forward, version=version) for name, version in NEWER.items()}
-BACKWARDS = {
-    "flash": flash_backward,
-    "flash" + DETERMINISTIC: flash_backward_deterministic,
-    "cudnn": cudnn_backward,
-    "efficient": efficient_backward,
-}
-BACKWARDS |= {
-    name: partial(newer_flash.backward, version=version, deterministic=name.endswith(DETERMINISTIC))
-    for name, version in NEWER.items()
-}
-FREE_PEERS = tuple(name for name in PEERS if not name.endswith(DETERMINISTIC))
+FREE_PEERS = named(DENSE)
+DENSE_PEERS = with_modes(FREE_PEERS)
 DEFAULT_PEERS = ("flash", "cudnn")
 PEERS_ON_CPU = ("flash", "math")
 
 
-def serves(device: torch.device, family: str, backward: bool) -> str | None:
-    """The family whose kernels a device runs when asked for a compiled one; any of its kernels can tell."""
-    element, head_dims = next(iter(flash_cute.supported()["families"][family].items()))
-    q = torch.empty(1, 1, 1, head_dims[0], dtype=ALL_DTYPES.get(element, torch.float32), device=device)
-    try:
-        return flash_cute.explain(q, q, q, family=family, backward=backward)["family"]
-    except ValueError:
-        return None
+class Ours(Peer):
+    """A family of our kernels; None: whichever the device decides. Of float32 as torch is set."""
+
+    calls = frozenset({DENSE, PACKED, CONTIGUOUS, PAGED})
+    deterministic = True
+
+    def __init__(self, family: str | None):
+        self.family = family
+
+    def forward(self, problem, q, k, v, offsets=None, **lengths) -> Run:
+        options = {"causal": problem.causal, "window": problem.window, "family": self.family} | lengths
+        if offsets is None:
+            return partial(flash_cute.forward, q, k, v, **options)
+        return partial(flash_cute.forward_varlen, q, k, v, offsets, **options)
+
+    def backward(
+        self, problem, q, k, v, dout, saved, offsets=None, deterministic: bool = False, **lengths
+    ) -> Run:
+        left, right = problem.window or (None, None)
+        options = {"window_left": left, "window_right": right, "family": self.family} | lengths
+        # The operators take what their faces read from torch.get_float32_matmul_precision().
+        options |= {"deterministic": deterministic, "tf32": is_tf32(None, q.dtype)}
+        arguments = dout, None, q, k, v, *saved
+        if offsets is None:
+            return partial(torch.ops.flash_cute._backward, *arguments, problem.causal, **options)
+        arguments = *arguments, offsets, None, problem.causal
+        return partial(torch.ops.flash_cute._backward_varlen, *arguments, **options)
+
+    def cached(self, cache, page: int | None, batch_invariant: bool = False) -> Call:
+        cell = cache.cell
+        options = {"causal": cell.queries > 1, "family": self.family, "batch_invariant": batch_invariant}
+        if page:
+            options |= {"seqused_k": cache.used, "block_table": cache.table(page)}
+        if not cell.packed:
+            return partial(flash_cute.attention, cache.q, **options)
+        offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32, device=cache.device) * cell.queries
+        options["seqused_k"] = cache.used
+
+        def call(k, v):
+            return cache.padded(flash_cute.attention_varlen(cache.packed_q, k, v, offsets, **options))
+
+        return call
 
 
-def families(device: torch.device, direction: str = "forward") -> list[str]:
-    """Names of the compiled families that run on this device, once where two mean the same; or 'cpu'."""
+def families(device: torch.device, direction: str = "forward", dtype: str = "bf16") -> list[str]:
+    """The compiled families that run this here, or 'cpu'; says of the others why not."""
     if device.type == "cpu":
         return [CPU]
-    found = [serves(device, name, direction == "backward") for name in flash_cute.supported()["families"]]
-    return list(dict.fromkeys(filter(None, found)))
+    found = refusals(device, ALL_DTYPES[dtype], backward=direction != "forward")
+    for family, why in found.items():
+        if why:
+            print(f"{family} is left out: {why}", file=sys.stderr)
+    return [family for family, why in found.items() if not why]
 
 
-def mine(device: torch.device, direction: str) -> list[str]:
+def mine(device: torch.device, direction: str, dtype: str = "bf16") -> list[str]:
     """Names of our contenders: the families, and with a backward each deterministic, too."""
-    found = families(device, direction)
+    found = families(device, direction, dtype)
     return found if direction == "forward" else found + [family + DETERMINISTIC for family in found]
 
 
@@ -225,65 +98,74 @@ def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
     return {name: others(name) for name in mine}
 
 
-def prepare(name: str, problem: Problem, q, k, v, *dout) -> Run:
-    """The contender's call for these inputs, run once; raises CannotRun where it has no kernel for them."""
-    if name in PEERS:
-        forward, backward = PEERS[name], BACKWARDS.get(name)
-    else:
-        free = name.removesuffix(DETERMINISTIC)
-        family = None if free == CPU else free
-        forward = partial(ours, family=family)
-        backward = partial(ours_backward, family=family, deterministic=name != free)
-    arguments = problem, q, k, v, *dout
-    return in_direction(problem, forward(problem, q, k, v), backward and partial(backward, *arguments))
+def prepare(name: str, problem, q, k, v, *dout, offsets=None, **lengths) -> Run:
+    """The contender's call for these inputs, run once; raises CannotRun where it has no kernel for them.
 
+    lengths: of padded inputs, for ours.
+    """
+    free = name.removesuffix(DETERMINISTIC)
+    who = PEERS.get(free) or Ours(None if free == CPU else free)
+    if (given := DENSE if offsets is None else PACKED) not in who.calls:
+        raise CannotRun(f"not called with {given}")
+    if name != free and not who.deterministic:
+        raise CannotRun("has no deterministic gradients")
+    forward = who.forward(problem, q, k, v, offsets, **lengths)
 
-def in_direction(problem, forward: Run, backward: Callable[[tuple], Run] | None) -> Run:
-    """The problem's call, run once; backward makes one from what the forward gave, None where it cannot."""
+    def backward(saved: Tensors) -> Run:
+        return who.backward(problem, q, k, v, *dout, saved, offsets, deterministic=name != free, **lengths)
+
     if problem.direction == "forward":
         run = forward
-    elif backward is None:
-        raise CannotRun("no operator of its own for the gradients")
     elif problem.direction == "backward":
         run = attempt(lambda: backward(forward()))
     else:
 
-        def run():
+        def run() -> Tensors:
             return backward(forward())()
 
     attempt(run)
     return run
 
 
-def attempt(run: Callable):
-    """What the call gives; raises CannotRun where it has no kernel for its inputs."""
-    try:
-        return run()
-    except (RuntimeError, NotImplementedError, ValueError, CannotRun) as error:
-        raise CannotRun(f"{error}\n".splitlines()[0]) from error
+class Prepared(NamedTuple):
+    """A contender's call; how its results become those of the others; what its times are multiplied with.
+
+    Where there is such a factor, the call is of another problem, and no results are compared.
+    """
+
+    run: Run
+    alike: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
+    scale: float | None = None
 
 
-def prepare_all(names: list[str], problem: Problem, *inputs) -> tuple[dict[str, Run], dict[str, str]]:
-    """({name: its call}, {name: why it is left out}); left out is what has no kernel, or another result."""
-    running, excluded, first = {}, {}, None
-    for name in names:
-        try:
-            run = prepare(name, problem, *inputs)
-        except CannotRun as reason:
-            excluded[name] = str(reason)
-            continue
-        results = comparable(problem, run())
-        first = first or results
-        if all(map(agrees, results, first)):
-            running[name] = run
-        else:
-            excluded[name] = "its result differs"
-    return running, excluded
+def prepare_all(
+    names: list[str], direction: str, make: Callable[[str], Prepared]
+) -> tuple[dict[str, Run], dict[str, str], dict[str, float]]:
+    """({name: its call}, {name: why it is left out}, {name: what its times are to be multiplied with}).
+
+    Left out is what has no kernel, or another result than the first one.
+    """
+    prepared, excluded = sifted({name: partial(make, name) for name in names})
+    scales = {name: found.scale for name, found in prepared.items() if found.scale is not None}
+    running, first = {}, None
+    for name, found in prepared.items():
+        if name not in scales:
+            results = [found.alike(result) for result in comparable(direction, found.run())]
+            first = first or results
+            if not all(map(agrees, results, first)):
+                excluded[name] = "its result differs"
+                continue
+        running[name] = found.run
+    return running, excluded, scales
 
 
-def comparable(problem, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def preparer(problem: Problem, inputs: Tensors) -> Callable[[str], Prepared]:
+    return lambda name: Prepared(prepare(name, problem, *inputs))
+
+
+def comparable(direction: str, results: Tensors) -> Tensors:
     """Of what a call gave, that which all contenders give alike: out, or the gradients."""
-    return results[:1] if problem.direction == "forward" else results[:3]
+    return results[:1] if direction == "forward" else results[:3]
 
 
 def agrees(result: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,8 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_cute.integrations.sdpa  # noqa: F401
 
-from .report import source, table
-from .results import environment, save_and_show
+from .report import publish
 
 KERNELS = {
     "flash_cute": SDPBackend.FLASH_ATTENTION,
@@ -116,26 +115,6 @@ def measure_all(options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     return rows
 
 
-def markdown(results: dict) -> str:
-    """The table, and where it comes from."""
-    options, rows = results["options"], results["rows"]
-    tokens, heads, head_dim = (options[name] for name in ("tokens", "heads", "head_dim"))
-    flops = (
-        3.5 * 2 * heads * tokens**2 * head_dim
-    )  # a causal half of 4 a pair, and the backward's 2.5 times that
-    alone = {row["kernels"]: row["milliseconds"] for row in rows if row["gpus"] == 1}
-    lines = []
-    for row in rows:
-        milliseconds = row["milliseconds"]
-        speed = f"{flops / milliseconds / 1e9:.0f}", f"{alone[row['kernels']] / milliseconds:.2f}"
-        cells = row["rotation"] or "", f"{milliseconds:.1f}", *speed, f"{row['apart']:.1e}"
-        lines.append([row["kernels"], str(row["gpus"]), *cells])
-    titles = ["kernels", "GPUs", "K and V", "ms", "TFLOP/s", "times one GPU", "apart"]
-    sizes = f"Causal, bf16, {tokens} tokens, {heads} heads, head dim {head_dim}, forward and backward."
-    apart = "Apart: RMS of the difference from flash_cute on one GPU, of that of the results themselves."
-    return "\n".join([*source(results["environment"]), "", f"{sizes} {apart}", "", *table(titles, lines)])
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=131072)
@@ -155,12 +134,8 @@ def main() -> int:
     rows = measure_all(options, mesh)
     agree = all(row["apart"] <= APART for row in rows)
     if dist.get_rank() == 0:
-        results = {
-            "environment": environment(device),
-            "options": vars(options) | {"output": None},
-            "rows": rows,
-        }
-        save_and_show(results, markdown(results), "context-parallel", options.output)
+        content = {"options": vars(options) | {"output": None}, "rows": rows}
+        publish("context_parallel", options, device, content, "context-parallel")
         print("results agree" if agree else "results DO NOT AGREE")
     dist.destroy_process_group()
     return not agree

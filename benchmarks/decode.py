@@ -3,7 +3,7 @@
     python -m benchmarks.decode                                 all cells
     python -m benchmarks.decode --quick                         a few of them
     python -m benchmarks.decode --only decode --head-dims 128 --heads 32/8 --cases 1x8192,64x1-16384
-    python -m benchmarks.decode_report benchmarks/results/<device>/decode.json    table and plot again
+    python -m benchmarks.report benchmarks/results/<device>/decode.json    table and plot again
 
 A time is that of a call in a CUDA graph of calls back to back, 1 ms or longer, over regions of memory that
 are together several times as large as the L2: keys are read from memory, as when a model's layers follow each
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -35,12 +34,10 @@ import torch
 
 import flash_cute
 
-from . import caches, decode_report, timing
-from .attention import numbers
+from . import caches, report, results, timing
 from .caches import Cache, Cell
-from .contenders import Run, attempt
-from .problem import DTYPES, CannotRun
-from .results import choose_device, environment, save_and_show
+from .peers.base import CannotRun, Run, attempt, sifted
+from .problem import DTYPES, numbers
 
 KINDS = ("decode", "chunks", "append")
 ROUNDS = 7
@@ -120,12 +117,9 @@ def in_a_graph(calls: list[Run], device: torch.device) -> tuple[Run, int]:
 
 def captured(running: dict[str, list[Run]], excluded: dict[str, str], device: torch.device) -> dict:
     """Contender -> its graph; what cannot be captured is excluded. The calls own what the graphs read."""
-    graphs = {}
-    for name, calls in running.items():
-        try:
-            graphs[name] = caches.attempt_theirs(partial(in_a_graph, calls, device))
-        except CannotRun as reason:
-            excluded[name] = str(reason)
+    capture = {name: partial(in_a_graph, calls, device) for name, calls in running.items()}
+    graphs, failed = sifted({name: partial(caches.attempt_theirs, run) for name, run in capture.items()})
+    excluded |= failed
     return graphs
 
 
@@ -134,9 +128,8 @@ def replays(graphs: dict[str, tuple[Run, int]], device: torch.device) -> dict[st
     for replay, _ in graphs.values():
         replay()
     reads: dict[str, list] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name in random.sample(list(graphs), len(graphs)):
-            reads[name].append(timing.start(graphs[name][0], 1, device))
+    for name in timing.in_turns(graphs, range(ROUNDS)):
+        reads[name].append(timing.start(graphs[name][0], 1, device))
     timing.synchronize(device)
     return {name: [read() / graphs[name][1] for read in found] for name, found in reads.items()}
 
@@ -157,30 +150,19 @@ def rates(device: torch.device) -> dict[str, float]:
     return {"read_bytes": RATE_BYTES / min(us.values()) * 1e6, "copy_bytes": 2 * RATE_BYTES / copy * 1e6}
 
 
-def timed(samples: dict[str, list[float]], against: dict[str, list[str]]) -> dict:
-    """Times of all, and how many times as fast each of `against` is as those that it is compared with."""
-    speedup = {
-        name: {other: timing.paired_speedup(samples[name], samples[other]) for other in others}
-        for name, others in against.items()
-    }
-    times = {name: timing.summary(values) for name, values in samples.items()}
-    return {"rounds": ROUNDS, "times_us": times, "speedup": speedup}
-
-
 def measure(cell: Cell, pools, options) -> dict:
     cache = Cache(cell, pools)
-    running, errors, excluded = {}, {}, {}
-    for name in caches.names(cell, options.pages, options.peers):
-        try:
-            running[name], errors[name] = caches.prepare(name, cache, options.family)
-        except CannotRun as reason:
-            excluded[name] = str(reason)
+    names = caches.names(cell, options.pages, options.peers)
+    prepared, excluded = sifted(
+        {name: partial(caches.prepare, name, cache, options.family) for name in names}
+    )
+    running, errors = ({name: found[i] for name, found in prepared.items()} for i in range(2))
     samples = replays(captured(running, excluded, cache.device), cache.device)
     mine = [name for name in samples if name.startswith(caches.OURS)]
     against = {name: [other for other in samples if other != name] for name in mine}
-    measured = timed(samples, against)
+    measured = timing.compared(samples, against)
     regions = cell.regions(cache.device)
-    return {"cell": cell.to_json(), "regions": regions, **measured, "errors": errors, "excluded": excluded}
+    return {"problem": cell.to_json(), "regions": regions, **measured, "errors": errors, "excluded": excluded}
 
 
 class Rows:
@@ -248,16 +230,11 @@ def measure_append(cell: Append, device: torch.device) -> dict:
     contenders = {caches.OURS: partial(rows.append, None)}
     contenders |= {f"{caches.OURS}{caches.PAGES}{page}": partial(rows.append, page) for page in APPEND_PAGES}
     contenders[f"{caches.OURS}, slots"] = partial(rows.append, APPEND_PAGES[0], by_slots=True)
-    running, excluded = {}, {}
-    for name, make in contenders.items():
-        try:
-            running[name] = make()
-        except CannotRun as reason:
-            excluded[name] = str(reason)
+    running, excluded = sifted(contenders)
     running["copy"] = rows.copies()
     samples = replays(captured(running, excluded, device), device)
-    measured = timed(samples, {name: ["copy"] for name in samples if name != "copy"})
-    return {"cell": cell.to_json(), "regions": rows.regions, **measured, "excluded": excluded}
+    measured = timing.compared(samples, {name: ["copy"] for name in samples if name != "copy"})
+    return {"problem": cell.to_json(), "regions": rows.regions, **measured, "excluded": excluded}
 
 
 def problems(options, device: torch.device) -> tuple[list[Cell], list[Append]]:
@@ -319,7 +296,7 @@ def parser() -> argparse.ArgumentParser:
     def pages(text: str) -> list[int]:
         return [caches.parse_page(page) for page in text.split(",")]
 
-    args = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.splitlines()[0])
+    args = results.parser("decode", __doc__)
     args.add_argument("--quick", action="store_true", help="a few cells")
     args.add_argument("--only", type=listed(KINDS), default=list(KINDS), help="of " + ", ".join(KINDS))
     args.add_argument("--cases", type=cases, help="BATCHxKEYS or BATCHxLOW-HIGH, comma separated")
@@ -328,20 +305,17 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--head-dims", type=numbers)
     args.add_argument("--queries", type=numbers, help="of a sequence")
     args.add_argument("--pages", type=pages, default=PAGES, help="default: 64,16,1")
-    args.add_argument("--peers", type=listed(caches.PEERS), help="of " + ", ".join(caches.PEERS))
+    args.add_argument("--peers", type=listed(caches.CACHE_PEERS), help="of " + ", ".join(caches.CACHE_PEERS))
     args.add_argument("--family", help="ours (default: the device decides)")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="decode", help="of the result file")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     return args
 
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
-    device = choose_device(options.device)
+    device = results.choose_device(options.device)
     if options.peers is None:
-        options.peers = ["flash"] if device.type == "cpu" else list(caches.PEERS)
+        options.peers = ["flash"] if device.type == "cpu" else list(caches.CACHE_PEERS)
     cells, writes = problems(options, device)
     found = [rates(device)]
     largest = max((cell.numbers(device) for cell in cells), default=0)
@@ -350,9 +324,9 @@ def main(arguments: list[str] | None = None) -> Path:
     del pools
     written = [measure_append(cell, device) for cell in timing.progress(writes, "append")]
     found.append(rates(device))
-    results = {"environment": environment(device), "rates": found, "cells": measured, "appends": written}
-    path = save_and_show(results, decode_report.markdown(results), options.name, options.output)
-    decode_report.plot(results, path.with_suffix(".png"))
+    content = {"rates": found, "cells": measured, "appends": written}
+    path = report.publish("decode", options, device, content)
+    report.decode.plot(report.load(path), path.with_suffix(".png"))
     return path
 
 

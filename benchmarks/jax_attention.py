@@ -13,9 +13,7 @@ begin early. All of them read the same memory.
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -31,10 +29,9 @@ import torch
 import flash_cute  # noqa: F401  it registers PyTorch's operators
 from flash_cute.jax import attention
 
-from . import timing
+from . import results, timing
 from .problem import Problem, paper_grid
-from .report import MISSING, geometric_mean, shape_labels, source, table
-from .results import choose_device, environment, save_and_show
+from .report import publish
 
 JAX, TORCH, CUDNN, XLA = "flash_cute.jax", "flash_cute in PyTorch", "cuDNN in JAX", "XLA"
 GRID = {"cuda": (16384, 2048, [64, 128], [512, 1024, 2048, 4096, 16384]), "cpu": (128, 64, [32], [32, 64])}
@@ -97,7 +94,7 @@ def gpu_us(timed: dict[str, Timed], rounds: int = 12) -> dict[str, list[float]]:
         )
 
     of_a_call = {name: len(kernels([name])) for name in timed}
-    turns = [name for _ in range(rounds) for name in random.sample(list(timed), len(timed))]
+    turns = list(timing.in_turns(timed, range(rounds)))
     found = kernels(turns)
     if len(found) != sum(of_a_call[name] for name in turns):
         raise RuntimeError(f"{len(found)} kernels in {len(turns)} calls, {of_a_call} in one")
@@ -116,13 +113,12 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
             took = seconds_of(timed, 3) / 3
         calls[name] = max(3, round(ROUND_SECONDS / took))
     samples: dict[str, list[float]] = {name: [] for name in running}
-    for _ in timing.rounds(seconds):
-        for name in random.sample(list(running), len(running)):
-            samples[name].append(1e6 * seconds_of(running[name], calls[name]) / calls[name])
+    for name in timing.in_turns(running, timing.rounds(seconds)):
+        samples[name].append(1e6 * seconds_of(running[name], calls[name]) / calls[name])
     peers = [name for name in running if name != JAX]
     cell = {
         "problem": problem.to_json(),
-        "us": {name: timing.summary(values) for name, values in samples.items()},
+        "times_us": {name: timing.summary(values) for name, values in samples.items()},
         "over": {name: timing.paired_speedup(samples[JAX], samples[name]) for name in peers},
     }
     if device.type == "cuda":
@@ -133,41 +129,12 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     return cell
 
 
-def markdown(results: dict) -> str:
-    cells = results["cells"]
-    names, peers = list(cells[0]["us"]), list(cells[0]["over"])
-    lines = [
-        *source(results["environment"]),
-        "",
-        f"jax {results['environment']['jax']}. Times as fast as:",
-        "",
-    ]
-    header = ["", *(f"{name}, us" for name in names), *(f"times {name}" for name in peers)]
-    header.append("GPU: our time in JAX / in PyTorch")
-    rows = []
-    for cell, label in zip(cells, shape_labels(cells), strict=True):
-        problem = cell["problem"]
-        title = f"{problem['direction']}, head dim {problem['head_dim']}, {problem['mask']}, {label}"
-        times = [f"{cell['us'][name]['median']:.1f}" for name in names]
-        over = [f"{cell['over'][name]:.3f}" for name in peers]
-        share = f"{cell['gpu_share']:.3f}" if "gpu_share" in cell else MISSING
-        rows.append([title.replace("\n", ", "), *times, *over, share])
-    means = [f"{geometric_mean([cell['over'][name] for cell in cells]):.3f}" for name in peers]
-    rows.append(["all, geometric mean", *[MISSING] * len(names), *means, MISSING])
-    return "\n".join(lines + table(header, rows))
-
-
 def main(arguments: list[str] | None = None) -> Path:
-    args = argparse.ArgumentParser(
-        prog="python -m benchmarks.jax_attention", description=__doc__.splitlines()[0]
-    )
+    args = results.parser("jax_attention", __doc__, "jax-attention")
     args.add_argument("--seqlen", type=int, nargs="+", help="a part of the grid")
     args.add_argument("--seconds", type=float, default=0.4, help="per problem")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="jax-attention", help="of the result file")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
-    device = choose_device(options.device)
+    device = results.choose_device(options.device)
     *sizes, seqlens = GRID[device.type]
     problems = [
         problem
@@ -175,8 +142,8 @@ def main(arguments: list[str] | None = None) -> Path:
         for problem in paper_grid(*sizes, options.seqlen or seqlens, [False, True], "bf16", direction)
     ]
     cells = [measure(problem, device, options.seconds) for problem in timing.progress(problems, "jax")]
-    results = {"environment": environment(device) | {"jax": jax.__version__}, "cells": cells}
-    return save_and_show(results, markdown(results), options.name, options.output)
+    content = {"jax": jax.__version__, "cells": cells}
+    return publish("jax_attention", options, device, content, "jax-attention")
 
 
 if __name__ == "__main__":

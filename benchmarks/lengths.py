@@ -5,26 +5,17 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 import flash_cute
 
-from . import newer_flash
-from .contenders import (
-    CPU,
-    CannotRun,
-    Run,
-    agrees,
-    aten,
-    attempt,
-    comparable,
-    in_direction,
-    operators_precision,
-    prepare,
-)
+from .contenders import CPU, Prepared, prepare
+from .peers.base import CannotRun, Tensors, attempt
 from .problem import Problem
 
 SEED = 0
@@ -54,10 +45,18 @@ class Ragged:
     causal: bool
     dtype: str
     direction: str = "forward"
+    window: ClassVar[None] = None
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def seqlen_q(self) -> int:
+        """The longest."""
+        return max(self.lengths)
+
+    seqlen_k = seqlen_q
 
     def alike(self, batch: int, seqlen: int) -> Problem:
         """The dense problem of `batch` sequences of one length."""
@@ -79,7 +78,7 @@ class Ragged:
         return tuple(tensor[0].transpose(0, 1) for tensor in self.alike(1, self.tokens).inputs(device))
 
     def to_json(self) -> dict:
-        whole = self.alike(len(self.lengths), max(self.lengths)).to_json()
+        whole = self.alike(len(self.lengths), self.seqlen_q).to_json()
         work = {"flops": self.visited_flops(1, 1), "bytes": self.alike(1, self.tokens).bytes}
         return whole | work | {"lengths": self.name, "tokens": self.tokens}
 
@@ -151,61 +150,29 @@ def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
     return {name: rivals[how](family) for name, (family, how) in split.items() if how in rivals}
 
 
-def prepare_all(
-    names: list[str], problem: Ragged, device: torch.device
-) -> tuple[dict[str, Run], dict[str, str], dict[str, float]]:
-    """({name: its call}, {name: why it is left out}, {name: what its times are to be multiplied with}).
+def preparer(problem: Ragged, device: torch.device) -> Callable[[str], Prepared]:
+    """What prepares a contender: ours packed, padded or dense, or a peer packed.
 
-    The last is for "dense mean", our dense call of sequences as long as the mean: multiplied, its time is
-    what the batch would take at the rate at which the dense call does its blocks.
+    "dense mean" is our dense call of sequences as long as the mean: its time is multiplied to what the batch
+    would take at the rate at which the dense call does its blocks.
     """
     inputs = problem.inputs(device)
     offsets = torch.tensor([0, *problem.lengths]).cumsum(0).to(device, torch.int32)
-    running, excluded, scales, first = {}, {}, {}, None
-    for name in names:
+
+    def make(name: str) -> Prepared:
         family, _, how = name.partition(" ")
-        family = None if family == CPU else family
-        try:
-            if how == DENSE:
-                running[name], scales[name] = dense(problem, inputs, offsets, family, device)
-                continue
-            if how == PACKED:
-                run = packed(problem, *inputs, offsets=offsets, family=family)
-            elif how == PADDED:
-                run, rows = padded(problem, inputs, family)
-            elif name in PEERS:
-                run = PEERS[name](problem, *inputs, offsets=offsets)
-            else:
-                raise CannotRun("not called with packed sequences")
-        except CannotRun as reason:
-            excluded[name] = str(reason)
-            continue
-        results = comparable(problem, run())
+        if how == DENSE:
+            return dense(problem, inputs, offsets, family, device)
         if how == PADDED:
-            results = [result.transpose(1, 2).flatten(0, 1)[rows] for result in results]
-        first = first or results
-        if all(map(agrees, results, first)):
-            running[name] = run
-        else:
-            excluded[name] = "its result differs"
-    return running, excluded, scales
+            return padded(problem, inputs, family)
+        return Prepared(prepare(family if how == PACKED else name, problem, *inputs, offsets=offsets))
+
+    return make
 
 
-def packed(problem: Ragged, q, k, v, *dout, offsets, family: str | None) -> Run:
-    forward = partial(flash_cute.forward_varlen, q, k, v, offsets, None, problem.causal, family=family)
-
-    def backward(saved):
-        arguments = *dout, None, q, k, v, *saved, offsets, None, problem.causal
-        return partial(
-            torch.ops.flash_cute._backward_varlen, *arguments, family=family, **operators_precision(q)
-        )
-
-    return in_direction(problem, forward, backward)
-
-
-def padded(problem: Ragged, inputs, family: str | None) -> tuple[Run, torch.Tensor]:
-    """The call on a batch padded with zeros, and which of its rows are the packed ones."""
-    batch, longest = len(problem.lengths), max(problem.lengths)
+def padded(problem: Ragged, inputs: Tensors, family: str) -> Prepared:
+    """Our call on a batch padded with zeros."""
+    batch, longest = len(problem.lengths), problem.seqlen_q
     if batch * longest > MOST_PADDING * problem.tokens:
         raise CannotRun(f"more than {MOST_PADDING} times the tokens")
     used = torch.tensor(problem.lengths, dtype=torch.int32, device=inputs[0].device)
@@ -216,29 +183,23 @@ def padded(problem: Ragged, inputs, family: str | None) -> tuple[Run, torch.Tens
         whole[rows] = tensor
         return whole.unflatten(0, (batch, longest)).transpose(1, 2)
 
-    q, k, v, *dout = map(pad, inputs)
-    options = {"seqused_q": used, "seqused_k": used, "family": family}
-
-    def backward(saved):
-        arguments = *dout, None, q, k, v, *saved, problem.causal
-        return partial(torch.ops.flash_cute._backward, *arguments, **options, **operators_precision(q))
-
-    forward = partial(flash_cute.forward, q, k, v, problem.causal, **options)
-    return in_direction(problem, forward, backward), rows
+    run = prepare(family, problem, *map(pad, inputs), seqused_q=used, seqused_k=used)
+    return Prepared(run, alike=lambda result: result.transpose(1, 2).flatten(0, 1)[rows])
 
 
-def dense(problem: Ragged, inputs, offsets, family: str | None, device: torch.device) -> tuple[Run, float]:
+def dense(problem: Ragged, inputs: Tensors, offsets, family: str, device: torch.device) -> Prepared:
     """Our dense call of problem.mean(), and the batch's visited blocks over its own.
 
     Of both directions the blocks are the backward's, which does most of the work.
     """
     mean = problem.mean()
     alike = mean.inputs(device)
-    run = prepare(family or CPU, mean, *alike)
-    options = {"causal": problem.causal, "family": family, "backward": problem.direction != "forward"}
-    explain = partial(flash_cute.explain, internals=True, **options)
+    run = prepare(family, mean, *alike)
+    options = {"causal": problem.causal, "family": None if family == CPU else family}
+    explain = partial(flash_cute.explain, internals=True, backward=problem.direction != "forward", **options)
     whole, its_own = attempt(partial(explain, *inputs[:3], cu_seqlens_q=offsets)), explain(*alike[:3])
-    return run, problem.visited_flops(*tile(whole)) / mean.visited_flops(*tile(its_own))
+    scale = problem.visited_flops(*tile(whole)) / mean.visited_flops(*tile(its_own))
+    return Prepared(run, scale=scale)
 
 
 def tile(plan: dict) -> tuple[int, int]:
@@ -246,37 +207,3 @@ def tile(plan: dict) -> tuple[int, int]:
     if plan["family"] == CPU:
         return 1, 1
     return plan["block_m"] // plan["packed_heads"], plan["block_n"]
-
-
-def flash(problem: Ragged, q, k, v, *dout, offsets) -> Run:
-    """FlashAttention-2 as PyTorch ships it: what torch.nn.attention.varlen.varlen_attn calls."""
-    lengths = offsets, offsets, max(problem.lengths), max(problem.lengths)
-    forward = partial(aten._flash_attention_forward, q, k, v, *lengths, 0.0, problem.causal, False)
-
-    def backward(saved):
-        out, lse, seed, offset, _ = saved
-        arguments = *dout, q, k, v, out, lse, *lengths, 0.0, problem.causal, seed, offset
-        return partial(aten._flash_attention_backward, *arguments)
-
-    return in_direction(problem, forward, backward)
-
-
-def cudnn(problem: Ragged, q, k, v, *dout, offsets) -> Run:
-    lengths = offsets, offsets, max(problem.lengths), max(problem.lengths)
-    forward = partial(aten._cudnn_attention_forward, q, k, v, None, *lengths, True, 0.0, problem.causal)
-
-    def backward(saved):
-        out, lse, *_, seed, offset, _ = saved
-        arguments = *dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, problem.causal
-        return partial(aten._cudnn_attention_backward, *arguments)
-
-    return in_direction(problem, forward, backward)
-
-
-def newer(problem: Ragged, q, k, v, *dout, offsets, version: newer_flash.Version) -> Run:
-    calls = newer_flash.packed(problem, q, k, v, dout, offsets=offsets, version=version)
-    return in_direction(problem, *calls)
-
-
-PEERS = {"flash": flash, "cudnn": cudnn}
-PEERS |= {name: partial(newer, version=version) for name, version in newer_flash.VERSIONS.items()}

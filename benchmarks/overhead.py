@@ -12,7 +12,6 @@ thread" is a step without.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -25,10 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_cute
 
-from . import contenders, timing
+from . import contenders, results, timing
 from .problem import Problem
-from .report import MISSING, table
-from .results import choose_device, environment, save_and_show
+from .report import publish
 
 TINY = [Problem(1, 2, 2, 64, 64, 64, causal=True), Problem(4, 8, 8, 128, 128, 128, causal=True)]
 CALLS = {"cuda": 400, "cpu": 2}  # of one sample
@@ -162,31 +160,13 @@ def measure(problem: Problem, device: torch.device, seconds: float) -> dict:
     return {"problem": problem.to_json(), "us": found}
 
 
-def markdown(cells: list[dict]) -> str:
-    lines = []
-    for cell in cells:
-        p, times = cell["problem"], cell["us"]
-        shape = f"({p['batch']}, {p['heads_q']}, {p['seqlen_q']}, {p['head_dim']}) {p['mask']}, {p['dtype']}"
-        measures = list(next(iter(times.values())))
-        rows = [
-            [name, *(f"{us[what]['median']:.1f}" if what in us else MISSING for what in measures)]
-            for name, us in times.items()
-        ]
-        lines += [f"{shape}, microseconds per call:", "", *table(["", *measures], rows), ""]
-    return "\n".join(lines).rstrip()
-
-
 def main(arguments: list[str] | None = None) -> Path:
-    args = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
+    args = results.parser("overhead", __doc__)
     args.add_argument("--seconds", type=float, default=8.0, help="per problem and measure")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="overhead", help="of the result file")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
-    device = choose_device(options.device)
+    device = results.choose_device(options.device)
     cells = [measure(problem, device, options.seconds) for problem in timing.progress(TINY, "overhead")]
-    results = {"environment": environment(device), "cells": cells}
-    return save_and_show(results, markdown(cells), options.name, options.output)
+    return publish("overhead", options, device, {"cells": cells})
 
 
 if __name__ == "__main__":

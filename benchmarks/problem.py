@@ -10,11 +10,8 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALL_DTYPES = DTYPES | {"fp32": torch.float32}
+MASKS = {"full": [False], "causal": [True], "both": [False, True]}  # of --mask: which are causal
 LSE_BYTES = 4
-
-
-class CannotRun(Exception):
-    """A contender has no kernel for a problem; the message says why."""
 
 
 class Work(NamedTuple):
@@ -127,6 +124,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def add_direction(args: argparse.ArgumentParser, *choices: str) -> None:
     """--pass, as options.direction: one of the choices, by default of all DIRECTIONS."""
     choices = choices or tuple(DIRECTIONS)
@@ -139,9 +140,39 @@ def add_precision(args: argparse.ArgumentParser) -> None:
     )
 
 
-def result_name(name: str, direction: str) -> str:
-    """Of a result file: name, and the direction unless it is the forward."""
-    return name if direction == "forward" else f"{name}-{direction}"
+def add_shapes(args: argparse.ArgumentParser) -> None:
+    metavar = "B,HQ,HKV,SQ,SK,D"
+    args.add_argument("--shape", type=parse_shape, action="append", metavar=metavar, help="may be repeated")
+    args.add_argument("--mask", choices=MASKS, default="both")
+    args.add_argument(
+        "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
+    )
+
+
+def add_grid(args: argparse.ArgumentParser) -> None:
+    """The papers' grid, which --shape takes the place of."""
+    add_shapes(args)
+    args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
+    args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
+    args.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
+    args.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
+
+
+def of_shapes(options: argparse.Namespace, shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Problem]:
+    return [
+        Problem(*shape, causal, options.window, dtype, options.direction)
+        for shape in shapes
+        for causal in MASKS[options.mask]
+        for dtype in dtypes
+    ]
+
+
+def of_grid(options: argparse.Namespace) -> list[Problem]:
+    """Those of --shape, or else the papers' grid."""
+    if options.shape:
+        return of_shapes(options, options.shape, [options.dtype])
+    grid = options.tokens, options.hidden, options.head_dims, options.seqlens
+    return paper_grid(*grid, MASKS[options.mask], options.dtype, options.direction)
 
 
 def paper_grid(

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.add_argument("--mask", choices=["full", "causal"], default="full")
     args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
-    args.add_argument("--who", help="a family of ours or a peer: " + ", ".join(contenders.PEERS))
+    args.add_argument("--who", help="a family of ours or a peer: " + ", ".join(contenders.DENSE_PEERS))
     args.add_argument("--launches", type=int, default=3)
     args.add_argument("--device", help="cpu runs a small form of it")
     options = args.parse_args(arguments)
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     shape = options.shape or DEFAULT_SHAPE[device.type]
     causal = options.mask == "causal"
     problem = Problem(*shape, causal, options.window, options.dtype, options.direction)
-    who = options.who or contenders.families(device, problem.direction)[-1]
+    who = options.who or contenders.families(device, problem.direction, problem.dtype)[-1]
     run = contenders.prepare(who, problem, *problem.inputs(device))
     timing.start(run, timing.WARM_UP_CALLS, device)
     with profiled(device):

@@ -8,21 +8,20 @@ arguments, or nearly so. FlexAttention is compiled, and its block mask is made b
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flash_cute
 from flash_cute import masks
 
-from . import timing
-from .report import digits, source, table
-from .results import choose_device, environment, save_and_show
+from . import results, timing
+from .peers.pytorch import Flex
+from .problem import numbers
+from .report import publish
 
 HEAD_DIMS, LENGTHS = (64, 128), (8192, 32768)
 HIDDEN = 2048  # heads x head_dim, at 8192 tokens; a quarter of the heads at 32768
@@ -87,7 +86,7 @@ CASES = {
 }
 
 
-def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
+def calls_of(case: Case, inputs, flex: Flex | None) -> dict[str, Callable]:
     """What is timed, by name: the forward and the backward of each contender."""
     q, k, v, dout = inputs
     tokens, device = q.shape[2], q.device
@@ -106,10 +105,7 @@ def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
         forwards["other"] = lambda: flash_cute.forward(q, k, v, **case.other)[0]
     if flex and case.mask_mod:
         ids = _images(tokens, device)[0]
-        mask = torch.compile(create_block_mask)(
-            lambda b, h, i, j: case.mask_mod(i, j, ids), None, None, tokens, tokens, device=device
-        )
-        forwards["flex"] = lambda: flex(q, k, v, block_mask=mask)
+        forwards["flex"] = flex.forward(lambda i, j: case.mask_mod(i, j, ids), q, k, v)
 
     calls = {}
     for name, forward in forwards.items():
@@ -122,7 +118,7 @@ def calls_of(case: Case, inputs, flex: Callable | None) -> dict[str, Callable]:
     return calls
 
 
-def measure(name: str, head_dim: int, tokens: int, device, seconds: float, flex: Callable | None) -> dict:
+def measure(name: str, head_dim: int, tokens: int, device, seconds: float, flex: Flex | None) -> dict:
     heads = max(1, HIDDEN // head_dim // (4 if tokens > 8192 else 1))
     heads = CASES[name].heads or (heads, heads)
     make = partial(torch.randn, dtype=torch.bfloat16, device=device)
@@ -137,65 +133,16 @@ def measure(name: str, head_dim: int, tokens: int, device, seconds: float, flex:
     }
 
 
-def speeds(cell: dict) -> dict[str, float | None]:
-    """How many times as fast ranges are as the others, in each pass."""
-    times = {call: summary["median"] for call, summary in cell["times_us"].items()}
-    return {
-        f"{peer}, {direction}": times[f"{peer}, {direction}"] / times[f"ranges, {direction}"]
-        if f"{peer}, {direction}" in times
-        else None
-        for direction in ("forward", "backward")
-        for peer in ("other", "flex")
-    }
-
-
-def markdown(results: dict) -> str:
-    lines = [
-        *source(results["environment"]),
-        "",
-        "Microseconds in bursts; then times as fast as the others:",
-        "",
-    ]
-    calls = [f"{who}, {way}" for way in ("forward", "backward") for who in ("ranges", "other", "flex")]
-    header = [
-        "mask",
-        "heads x tokens x head dim",
-        *calls,
-        *(f"over {name}" for name in speeds(results["cells"][0])),
-    ]
-    rows = []
-    for cell in results["cells"]:
-        times = cell["times_us"]
-        rows.append(
-            [
-                cell["mask"],
-                " x ".join(map(str, cell["shape"][1:])),
-                *(digits(times[call]["median"]) if call in times else "-" for call in calls),
-                *("-" if speed is None else f"{speed:.2f}" for speed in speeds(cell).values()),
-            ]
-        )
-    return "\n".join(lines + table(header, rows))
-
-
 def main(arguments: list[str] | None = None) -> Path:
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
-    args = argparse.ArgumentParser(prog="python -m benchmarks.ranges", description=__doc__.splitlines()[0])
+    args = results.parser("ranges", __doc__)
     args.add_argument("--masks", default=",".join(CASES), help="of these, comma separated")
     args.add_argument("--head-dims", type=numbers, default=HEAD_DIMS)
     args.add_argument("--tokens", type=numbers, help="default: 8192,32768, on the CPU 256")
     args.add_argument("--seconds", type=float, default=0.2, help="of measuring a cell")
     args.add_argument("--no-flex", action="store_true", help="without FlexAttention")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="ranges", help="of the result file")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
-    device = choose_device(options.device)
-    flex = None
-    if device.type == "cuda" and not options.no_flex:
-        torch._dynamo.config.recompile_limit = 1000
-        flex = torch.compile(flex_attention, dynamic=False)
+    device = results.choose_device(options.device)
+    flex = Flex() if device.type == "cuda" and not options.no_flex else None
     lengths = options.tokens or ([256] if device.type == "cpu" else LENGTHS)
     problems = [
         (mask, head_dim, tokens)
@@ -206,8 +153,7 @@ def main(arguments: list[str] | None = None) -> Path:
     cells = [
         measure(*problem, device, options.seconds, flex) for problem in timing.progress(problems, "ranges")
     ]
-    results = {"environment": environment(device), "cells": cells}
-    return save_and_show(results, markdown(results), options.name, options.output)
+    return publish("ranges", options, device, {"cells": cells})
 
 
 if __name__ == "__main__":

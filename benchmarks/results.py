@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -16,13 +17,8 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent / "results"
-PACKAGES = (
-    "flash_attn_3",
-    "xformers",
-    "flash-attn-4",
-    "nvidia-cutlass-dsl",
-    "flashinfer-python",
-)  # in which peers come
+# In which peers come.
+PACKAGES = ("flash_attn_3", "xformers", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
 
 
 def _output(*command: str) -> str | None:
@@ -57,10 +53,9 @@ def environment(device: torch.device) -> dict:
     """
     on_gpu = device.type == "cuda"
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name(device)
-        if on_gpu
-        else platform.processor() or platform.machine(),
+        "device": name,
         "driver": driver.splitlines()[0] if driver else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -86,12 +81,21 @@ def save(results: dict, name: str, folder: Path | None = None) -> Path:
     return path
 
 
-def save_and_show(results: dict, text: str, name: str, folder: Path | None = None) -> Path:
-    """save, with its Markdown beside the JSON and on the terminal."""
-    path = save(results, name, folder)
-    path.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\nwritten to {path}")
-    return path
+def parser(
+    program: str, doc: str, name: str | None = None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Of a program, with the options of all that write results.
+
+    doc: the program's, of which the first line is shown. name: of its result file, where it is not the
+    program's.
+    """
+    args = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{program}", description=doc.splitlines()[0], epilog=epilog
+    )
+    args.add_argument("--device", help="cpu runs a small form of it")
+    args.add_argument("--name", help=f"of the result file (default: {name or program})")
+    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
+    return args
 
 
 def choose_device(name: str | None) -> torch.device:

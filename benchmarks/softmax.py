@@ -9,7 +9,6 @@ rounds, beside them half their interquartile range.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,12 @@ import torch
 
 import flash_cute
 
-from . import timing
-from .report import MISSING, source, table
-from .results import choose_device, environment, save_and_show
+from . import results, timing
+from .problem import ALL_DTYPES
+from .report import publish
 
 COLUMNS = [2**power for power in (5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 20)]
 ODD_COLUMNS = [1000, 4099, 50257]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BYTES = {"cuda": 2**28, "cpu": 2**22}
 
 
@@ -62,13 +60,13 @@ def contenders(x: torch.Tensor, direction: str) -> dict[str, Callable]:
 
 
 def measure(columns: int, element: str, direction: str, device: torch.device, seconds: float) -> dict:
-    size = BYTES[device.type] // DTYPES[element].itemsize
+    size = BYTES[device.type] // ALL_DTYPES[element].itemsize
     rows = max(1, size // columns)
-    x = torch.randn(rows, columns, device=device).to(DTYPES[element])
+    x = torch.randn(rows, columns, device=device).to(ALL_DTYPES[element])
     samples = timing.burst(contenders(x, direction), device, seconds)
     cell = {"columns": columns, "rows": rows, "element": element, "direction": direction}
     cell["rounds"] = len(samples["ours"])
-    cell["us"] = {name: timing.summary(values) for name, values in samples.items()}
+    cell["times_us"] = {name: timing.summary(values) for name, values in samples.items()}
     tensors = 1.0 if direction == "forward" else 1.5  # copies that move as many bytes
     cell["of_a_copy"] = round(tensors * timing.paired_speedup(samples["ours"], samples["copy"]), 3)
     for name in ("torch", "triton"):
@@ -78,45 +76,20 @@ def measure(columns: int, element: str, direction: str, device: torch.device, se
     return cell
 
 
-def ratio(cell: dict, name: str) -> str:
-    if name not in cell:
-        return MISSING
-    over = cell[name]
-    return f"{over['median']:.3f} ±{(over['q75'] - over['q25']) / 2:.3f}"
-
-
-def report(results: dict) -> str:
-    header = ["direction", "type", "columns", "rows", "ours, us", "of a copy", "times torch", "times triton"]
-    body = [
-        [
-            *(str(cell[name]) for name in ("direction", "element", "columns", "rows")),
-            f"{cell['us']['ours']['median']:.1f}",
-            f"{cell['of_a_copy']:.2f}",
-            *(ratio(cell, name) for name in ("over_torch", "over_triton")),
-        ]
-        for cell in results["cells"]
-    ]
-    return "\n".join([*source(results["environment"]), "", *table(header, body)])
-
-
 def main(arguments: list[str] | None = None) -> Path:
-    args = argparse.ArgumentParser(prog="python -m benchmarks.softmax", description=__doc__.splitlines()[0])
+    args = results.parser("softmax", __doc__)
     args.add_argument("--columns", type=int, nargs="+", default=COLUMNS + ODD_COLUMNS)
-    args.add_argument("--element", choices=DTYPES, nargs="+", default=list(DTYPES))
+    args.add_argument("--element", choices=ALL_DTYPES, nargs="+", default=list(ALL_DTYPES))
     args.add_argument("--seconds", type=float, default=0.2, help="for each cell")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--name", default="softmax", help="of the result file")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
-    device = choose_device(options.device)
+    device = results.choose_device(options.device)
     cells = [
         measure(columns, element, direction, device, options.seconds)
         for direction in ("forward", "backward")
         for element in options.element
         for columns in timing.progress(options.columns, f"{direction}, {element}")
     ]
-    results = {"environment": environment(device), "cells": cells}
-    return save_and_show(results, report(results), options.name, options.output)
+    return publish("softmax", options, device, {"cells": cells})
 
 
 if __name__ == "__main__":

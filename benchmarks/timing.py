@@ -6,6 +6,7 @@ is first in one regime need not be first in the other, so a time, a ratio and a 
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -85,20 +86,26 @@ def rounds(seconds: float) -> Iterator[int]:
         yield i
 
 
+def in_turns(functions: Iterable, rounds: Iterable) -> Iterator:
+    """Each of them (or of their names) in every round, in another random order every time."""
+    names = list(functions)
+    for _ in rounds:
+        yield from random.sample(names, len(names))
+
+
 def burst(functions: dict[str, Callable], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Samples, in microseconds per call, of every function; sample i of each belongs to the same round."""
     calls = {
         name: max(1, round(BURST_US / first_timing(function, device))) for name, function in functions.items()
     }
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in rounds(seconds):
-        for name in random.sample(list(functions), len(functions)):
-            if device.type == "cuda":
-                time.sleep(IDLE_SECONDS)
-                torch.cuda._sleep(HEAD_START_CYCLES)
-            read = start(functions[name], calls[name], device)
-            synchronize(device)
-            samples[name].append(read())
+    for name in in_turns(functions, rounds(seconds)):
+        if device.type == "cuda":
+            time.sleep(IDLE_SECONDS)
+            torch.cuda._sleep(HEAD_START_CYCLES)
+        read = start(functions[name], calls[name], device)
+        synchronize(device)
+        samples[name].append(read())
     return samples
 
 
@@ -133,11 +140,10 @@ def sustained(
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     meters: dict[str, list[Meter]] = {name: [] for name in functions}
-    for _ in range(turns):
-        for name in random.sample(list(functions), len(functions)):
-            us, meter = back_to_back(functions[name], device, seconds)
-            samples[name].append(us)
-            meters[name].append(meter)
+    for name in in_turns(functions, range(turns)):
+        us, meter = back_to_back(functions[name], device, seconds)
+        samples[name].append(us)
+        meters[name].append(meter)
     return samples, {name: drawn(samples[name], meters[name]) for name in functions}
 
 
@@ -165,6 +171,18 @@ def paired_speedup(ours: list[float], theirs: list[float]) -> float:
     return round(statistics.median(paired_speedups(ours, theirs)), 4)
 
 
+def compared(samples: dict[str, list[float]], against: dict[str, list[str]]) -> dict:
+    """Times of all, and how many times as fast each of `against` is as those that it is compared with."""
+    speedup = {
+        mine: {other: paired_speedup(samples[mine], samples[other]) for other in others if other in samples}
+        for mine, others in against.items()
+        if mine in samples
+    }
+    times = {name: summary(values) for name, values in samples.items()}
+    rounds = max(map(len, samples.values()), default=0)
+    return {"rounds": rounds, "times_us": times, "speedup": speedup}
+
+
 def bytes_beside(function: Callable) -> int:
     """The most that a call has of the GPU's memory at one time, beside its results.
 
@@ -190,6 +208,11 @@ def graphed(function: Callable, calls: int = 1) -> Callable[[], None]:
         for _ in range(calls):
             function()
     return graph.replay
+
+
+def add_regime(args: argparse.ArgumentParser) -> None:
+    how = "; ".join(f"{name}: {how}" for name, how in REGIMES.items())
+    args.add_argument("--regime", choices=[*REGIMES, "both"], default="both", help=how)
 
 
 def progress(items: Iterable, title: str) -> Iterable:

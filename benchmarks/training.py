@@ -8,7 +8,6 @@ and under torch.compile. Contenders take turns, each back to back; ratios are wi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +16,8 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import timing
-from .report import source, table
-from .results import choose_device, environment, save_and_show
+from . import results, timing
+from .report import publish
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 import char_gpt
@@ -85,40 +83,11 @@ def measure(head_dim: int, context: int, compiled: bool, device: torch.device, s
     }
 
 
-def report(results: dict) -> str:
-    first = results["cells"][0]
-    header = [
-        "head dim",
-        "context",
-        "",
-        *first["tokens_per_second"],
-        *(f"times {name}" for name in first["over"]),
-    ]
-    body = [
-        [
-            str(cell["head_dim"]),
-            str(cell["context"]),
-            "compiled" if cell["compiled"] else "eager",
-            *(f"{rate['median'] / 1e6:.3f} M/s" for rate in cell["tokens_per_second"].values()),
-            *(
-                f"{over['median']:.3f} ({over['q25']:.3f} to {over['q75']:.3f})"
-                for over in cell["over"].values()
-            ),
-        ]
-        for cell in results["cells"]
-    ]
-    of = results["device_type"]
-    title = f"{LAYERS} layers of width {WIDTH[of]}, {TOKENS[of]} tokens a step, {TURNS} turns"
-    return "\n".join([*source(results["environment"]), "", title, "", *table(header, body)])
-
-
 def main(arguments: list[str] | None = None) -> Path:
-    args = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
+    args = results.parser("training", __doc__)
     args.add_argument("--seconds", type=float, default=0.3, help="of each turn")
-    args.add_argument("--device", help="cpu runs a small form of it")
-    args.add_argument("--output", type=Path, help="folder of results (default: benchmarks/results)")
     options = args.parse_args(arguments)
-    device = choose_device(options.device)
+    device = results.choose_device(options.device)
     cells = [
         (head_dim, context, compiled)
         for head_dim in HEAD_DIMS[device.type]
@@ -126,12 +95,12 @@ def main(arguments: list[str] | None = None) -> Path:
         for compiled in (False, True)
     ]
     one = partial(measure, device=device, seconds=options.seconds)
-    results = {
-        "environment": environment(device),
-        "device_type": device.type,
+    of = device.type
+    content = {
+        "size": {"layers": LAYERS, "width": WIDTH[of], "tokens": TOKENS[of], "turns": TURNS},
         "cells": [one(*cell) for cell in timing.progress(cells, "cells")],
     }
-    return save_and_show(results, report(results), "training", options.output)
+    return publish("training", options, device, content)
 
 
 if __name__ == "__main__":
