@@ -2,12 +2,15 @@
 
     python -m benchmarks.attention                                    the papers' grid, both regimes
     python -m benchmarks.attention --shape 1,32,4,8192,8192,128 --mask causal --window 1024,0 --regime burst
+    python -m benchmarks.attention --head-dims 192x128                 v with a head dim of its own
     python -m benchmarks.attention --lengths uniform:1:4096 --lengths lognormal:512      packed sequences
     python -m benchmarks.attention --pass backward                              gradients, also "both"
 
 Each cell times every family of ours and every peer; on a GPU an 8192^3 bf16 matrix product and a large copy
 too: in bursts beside every cell, sustained once in a run, as they need the time of two contenders. Results go
 to benchmarks/results/<device>/<name>.json; `python -m benchmarks.report` draws them.
+
+Where v has a head dim of its own, each family of ours is also timed on inputs padded to the wider of both.
 
 Of a backward the contenders are the bare operators and ours deterministic, too; both are a forward and its
 backward as one call.
@@ -140,6 +143,7 @@ def main(arguments: list[str] | None = None) -> Path:
         default_peers = default_peers if device.type == "cuda" else ()
     else:
         mine = options.families or contenders.mine(*asked)
+        mine = mine + contenders.at_one_width(mine, problems(options))
         yards = yardsticks(device)
     peers = options.peers or list(default_peers)
     if options.regime != "burst":

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import timing
-from .problem import Problem, add_direction, add_grid, of_grid
+from .problem import Problem, add_direction, add_grid, of_grid, width_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -127,15 +127,16 @@ def main() -> None:
     builds = [Build(folder) for folder in options.builds]
     print(f"{torch.cuda.get_device_name()}, {options.direction}, {options.regime}, over {builds[0].name}")
     print(f"{'':<28}", *(f"{build.name:>10}" for build in builds[1:]))
-    found: dict[int, list[list[float]]] = {}
+    found: dict[str, list[list[float]]] = {}
     for problem in of_grid(options):
         ratios = speedups(builds, problem, options)
-        found.setdefault(problem.head_dim, []).append(ratios)
-        name = f"{problem.head_dim} {problem.seqlen_q} {problem.mask} {problem.heads_q}/{problem.heads_kv}"
+        width = width_name(problem.head_dim, problem.head_dim_v)
+        found.setdefault(width, []).append(ratios)
+        name = f"{width} {problem.seqlen_q} {problem.mask} {problem.heads_q}/{problem.heads_kv}"
         print(f"{name:<28}", *(f"{ratio:>10.3f}" for ratio in ratios), flush=True)
-    for head_dim, cells in found.items():
+    for width, cells in found.items():
         means = [statistics.geometric_mean(column) for column in zip(*cells, strict=True)]
-        print(f"{f'mean of {head_dim}':<28}", *(f"{ratio:>10.3f}" for ratio in means))
+        print(f"{f'mean of {width}':<28}", *(f"{ratio:>10.3f}" for ratio in means))
 
 
 if __name__ == "__main__":

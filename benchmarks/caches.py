@@ -1,13 +1,14 @@
 """Caches of keys and values, contiguous and in pages, and who is measured on them, for benchmarks.decode.
 
 A cell's case is "64x8192", 64 sequences of 8192 keys, or "64x1-16384", 64 of lengths drawn between these. Its
-keys and values are stored token by token, (rows, heads_kv, head_dim), several times where one time fits into
+keys and values are stored token by token, (rows, heads_kv, width), several times where one time fits into
 L2: a contender is called on these *regions* in turn. Pages are in random order.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -60,6 +61,12 @@ class Cell:
     queries: int
     packed: bool = False
     dtype: str = "bf16"
+    head_dim_v: int | None = None  # of v, where it has its own
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of k and of v."""
+        return self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def lengths(self) -> list[int]:
@@ -83,20 +90,20 @@ class Cell:
     @property
     def bytes(self) -> int:
         """Of the keys and values of all sequences, read once."""
-        return 2 * sum(self.lengths) * self.heads_kv * self.head_dim * DTYPES[self.dtype].itemsize
+        return sum(self.lengths) * self.heads_kv * sum(self.widths) * DTYPES[self.dtype].itemsize
 
     @property
     def flops(self) -> int:
         shape = self.heads_q, self.heads_kv, self.queries
-        problems = (Problem(1, *shape, length, self.head_dim, causal=True) for length in self.lengths)
+        problems = (Problem(1, *shape, length, *self.widths, causal=True) for length in self.lengths)
         return sum(problem.flops for problem in problems)
 
     def regions(self, device: torch.device) -> int:
         return -(-REGIONS_BYTES[device.type] // self.bytes)
 
     def numbers(self, device: torch.device) -> int:
-        """In all regions of the keys."""
-        return self.regions(device) * self.rows * self.heads_kv * self.head_dim
+        """In all regions of the keys or of the values, whichever are wider."""
+        return self.regions(device) * self.rows * self.heads_kv * max(self.widths)
 
     def to_json(self) -> dict:
         return asdict(self) | {"tokens": sum(self.lengths), "bytes": self.bytes, "flops": self.flops}
@@ -116,18 +123,21 @@ class Cache:
         self.references: dict[tuple, torch.Tensor] = {}
 
     def padded(self, packed: torch.Tensor) -> torch.Tensor:
-        """(batch x queries, heads_q, head_dim) as (batch, heads_q, queries, head_dim)."""
+        """(batch x queries, heads_q, width) as (batch, heads_q, queries, width)."""
         return packed.unflatten(0, (-1, self.cell.queries)).transpose(1, 2)
 
     def regions(self, page: int | None) -> Iterator[list[torch.Tensor]]:
-        """Of each region K and V: (pages, heads_kv, page, head_dim), or (batch, heads_kv, keys, head_dim)."""
-        cell = self.cell
-        width, rows = cell.heads_kv * cell.head_dim, page or cell.lengths[0]
+        """Of each region K and V: (pages, heads_kv, page, width), or (batch, heads_kv, keys, width)."""
+        cell, rows = self.cell, page or self.cell.lengths[0]
         count = cell.rows // page if page else len(cell.lengths)
+
+        def part(pool: torch.Tensor, width: int, region: int) -> torch.Tensor:
+            shape = count, rows, cell.heads_kv, width
+            begin = region * cell.rows * cell.heads_kv * width
+            return pool[begin : begin + math.prod(shape)].view(shape).transpose(1, 2)
+
         for region in range(cell.regions(self.device)):
-            begin = region * cell.rows * width
-            parts = (pool[begin : begin + count * rows * width] for pool in self.pools)
-            yield [part.view(count, rows, cell.heads_kv, -1).transpose(1, 2) for part in parts]
+            yield [part(*pair, region) for pair in zip(self.pools, cell.widths, strict=True)]
 
     def pages_of(self, page: int) -> list[int]:
         """How many pages each sequence has."""

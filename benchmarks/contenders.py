@@ -6,21 +6,37 @@ A forward gives out and LSE, the others dq, dk and dv. A backward is called on w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 import flash_cute
 from flash_cute.families import refusals
 from flash_cute.precision import is_tf32
 
 from .peers import DETERMINISTIC, PEERS, named, with_modes
-from .peers.base import CONTIGUOUS, DENSE, PACKED, PAGED, Call, CannotRun, Peer, Run, Tensors, attempt, sifted
+from .peers.base import (
+    CONTIGUOUS,
+    DENSE,
+    PACKED,
+    PAGED,
+    Call,
+    CannotRun,
+    Peer,
+    Run,
+    Tensors,
+    attempt,
+    sifted,
+    turned,
+)
 from .problem import ALL_DTYPES, Problem
 
 CPU = "cpu"  # our contender where there is no kernel family
+ONE_WIDTH = " padded to one width"  # behind a family's name
 FREE_PEERS = named(DENSE)
 DENSE_PEERS = with_modes(FREE_PEERS)
 DEFAULT_PEERS = ("flash", "cudnn")
@@ -36,17 +52,17 @@ class Ours(Peer):
     def __init__(self, family: str | None):
         self.family = family
 
-    def forward(self, problem, q, k, v, offsets=None, **lengths) -> Run:
-        options = {"causal": problem.causal, "window": problem.window, "family": self.family} | lengths
+    def forward(self, problem, q, k, v, offsets=None, **given) -> Run:
+        options = {"causal": problem.causal, "window": problem.window, "family": self.family} | given
         if offsets is None:
             return partial(flash_cute.forward, q, k, v, **options)
         return partial(flash_cute.forward_varlen, q, k, v, offsets, **options)
 
     def backward(
-        self, problem, q, k, v, dout, saved, offsets=None, deterministic: bool = False, **lengths
+        self, problem, q, k, v, dout, saved, offsets=None, deterministic: bool = False, **given
     ) -> Run:
         left, right = problem.window or (None, None)
-        options = {"window_left": left, "window_right": right, "family": self.family} | lengths
+        options = {"window_left": left, "window_right": right, "family": self.family} | given
         # The operators take what their faces read from torch.get_float32_matmul_precision().
         options |= {"deterministic": deterministic, "tf32": is_tf32(None, q.dtype)}
         arguments = dout, None, q, k, v, *saved
@@ -88,31 +104,42 @@ def mine(device: torch.device, direction: str, dtype: str = "bf16") -> list[str]
     return found if direction == "forward" else found + [family + DETERMINISTIC for family in found]
 
 
+def at_one_width(mine: list[str], problems: Iterable[Problem]) -> list[str]:
+    """Names of ours padded to one width, where v has a width of its own: of those with free gradients."""
+    if all(problem.width_v == problem.head_dim for problem in problems):
+        return []
+    return [name + ONE_WIDTH for name in mine if not name.endswith(DETERMINISTIC)]
+
+
 def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
-    """Contender -> those that it is compared with: peers of its mode, deterministic also our free one."""
+    """Contender -> those that it is compared with: peers of its mode, deterministic also our free one.
+
+    A free one is compared with itself padded to one width, too.
+    """
 
     def others(name: str) -> list[str]:
         free, mode = name.removesuffix(DETERMINISTIC), name.endswith(DETERMINISTIC)
-        return [free] * mode + [peer for peer in peers if peer.endswith(DETERMINISTIC) == mode]
+        ours = [free] if mode else [other for other in mine if other == name + ONE_WIDTH]
+        return ours + [peer for peer in peers if peer.endswith(DETERMINISTIC) == mode]
 
-    return {name: others(name) for name in mine}
+    return {name: others(name) for name in mine if not name.endswith(ONE_WIDTH)}
 
 
-def prepare(name: str, problem, q, k, v, *dout, offsets=None, **lengths) -> Run:
+def prepare(name: str, problem, q, k, v, *dout, offsets=None, **options) -> Run:
     """The contender's call for these inputs, run once; raises CannotRun where it has no kernel for them.
 
-    lengths: of padded inputs, for ours.
+    options: of ours, as lengths of padded inputs.
     """
     free = name.removesuffix(DETERMINISTIC)
     who = PEERS.get(free) or Ours(None if free == CPU else free)
-    if (given := DENSE if offsets is None else PACKED) not in who.calls:
-        raise CannotRun(f"not called with {given}")
+    if (inputs := DENSE if offsets is None else PACKED) not in who.calls:
+        raise CannotRun(f"not called with {inputs}")
     if name != free and not who.deterministic:
         raise CannotRun("has no deterministic gradients")
-    forward = who.forward(problem, q, k, v, offsets, **lengths)
+    forward = who.forward(problem, q, k, v, offsets, **options)
 
     def backward(saved: Tensors) -> Run:
-        return who.backward(problem, q, k, v, *dout, saved, offsets, deterministic=name != free, **lengths)
+        return who.backward(problem, q, k, v, *dout, saved, offsets, deterministic=name != free, **options)
 
     if problem.direction == "forward":
         run = forward
@@ -134,7 +161,7 @@ class Prepared(NamedTuple):
     """
 
     run: Run
-    alike: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
+    alike: Callable[[Tensors], Iterable[torch.Tensor]] = lambda results: results
     scale: float | None = None
 
 
@@ -150,7 +177,7 @@ def prepare_all(
     running, first = {}, None
     for name, found in prepared.items():
         if name not in scales:
-            results = [found.alike(result) for result in comparable(direction, found.run())]
+            results = [*found.alike(comparable(direction, found.run()))]
             first = first or results
             if not all(map(agrees, results, first)):
                 excluded[name] = "its result differs"
@@ -160,7 +187,30 @@ def prepare_all(
 
 
 def preparer(problem: Problem, inputs: Tensors) -> Callable[[str], Prepared]:
-    return lambda name: Prepared(prepare(name, problem, *inputs))
+    def make(name: str) -> Prepared:
+        family = name.removesuffix(ONE_WIDTH)
+        if family != name:
+            return padded_to_one_width(problem, inputs, family)
+        return Prepared(prepare(name, problem, *inputs))
+
+    return make
+
+
+def padded_to_one_width(problem: Problem, inputs: Tensors, family: str) -> Prepared:
+    """Our call on inputs padded with zeros, outside the timing, to the wider of q's width and v's."""
+    if problem.width_v == problem.head_dim:
+        raise CannotRun("q and v are alike in width")
+    width = max(problem.head_dim, problem.width_v)
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        turns = not tensor.is_contiguous()  # rows of tokens stay first in memory
+        return turned(pad(turned(tensor, turns), (0, width - tensor.shape[-1])), turns)
+
+    alike = replace(problem, head_dim=width, head_dim_v=None)
+    run = prepare(family, alike, *map(widened, inputs), softmax_scale=problem.head_dim**-0.5)
+    of_q, of_v = problem.head_dim, problem.width_v
+    widths = [of_v] if problem.direction == "forward" else [of_q, of_q, of_v]
+    return Prepared(run, lambda results: [x[..., :n] for x, n in zip(results, widths, strict=True)])
 
 
 def comparable(direction: str, results: Tensors) -> Tensors:

@@ -37,7 +37,7 @@ import flash_cute
 from . import caches, report, results, timing
 from .caches import Cache, Cell
 from .peers.base import CannotRun, Run, attempt, sifted
-from .problem import DTYPES, numbers
+from .problem import DTYPES, HEAD_DIMS_HELP, all_widths, numbers
 
 KINDS = ("decode", "chunks", "append")
 ROUNDS = 7
@@ -53,12 +53,12 @@ CASES = {
 CHUNKS = {"cuda": (512, ["1x8192", "4x8192", "1x32768", "1x131072"]), "cpu": (16, ["2x70"])}
 APPENDS = {"cuda": [(8, 512), (64, 1)], "cpu": [(2, 5), (3, 1)]}  # sequences, and new rows of each
 HEADS = {"cuda": ["32/8", "32/1", "32/32"], "cpu": ["4/2"]}
-HEAD_DIMS = {"cuda": [128, 64], "cpu": [32]}
+HEAD_DIMS = {"cuda": [(128,), (64,)], "cpu": [(32,)]}
 QUICK = {  # of a GPU
     "cases": ["1x8192", "64x8192", "64x1-16384"],
     "chunks": ["1x32768"],
     "heads": ["32/8"],
-    "head_dims": [128],
+    "head_dims": [(128,)],
 }
 
 
@@ -238,7 +238,7 @@ def measure_append(cell: Append, device: torch.device) -> dict:
 
 
 def problems(options, device: torch.device) -> tuple[list[Cell], list[Append]]:
-    """Cells of decoding and of chunks, and of append_kv, as they are chosen."""
+    """Cells of decoding and of chunks, and of append_kv where v has no head dim of its own, as chosen."""
     kind = device.type
     chosen = {
         "cases": CASES[kind],
@@ -250,17 +250,17 @@ def problems(options, device: torch.device) -> tuple[list[Cell], list[Append]]:
     chosen |= {name: given for name in chosen if (given := getattr(options, name)) is not None}
     heads = [tuple(map(int, text.split("/"))) for text in chosen["heads"]]
     cells, writes = [], []
-    for dim in chosen["head_dims"]:
+    for dim, *of_v in chosen["head_dims"]:
         if "decode" in options.only:
             for queries in options.queries or ([1] if options.quick else [1, 4]):
                 for pair in heads:
-                    cells += [
-                        Cell(case, *pair, dim, queries, False, options.dtype) for case in chosen["cases"]
-                    ]
+                    shape = *pair, dim, queries, False, options.dtype, *of_v
+                    cells += [Cell(case, *shape) for case in chosen["cases"]]
         chunk = CHUNKS[kind][0]
         if "chunks" in options.only:
-            cells += [Cell(case, *heads[0], dim, chunk, True, options.dtype) for case in chosen["chunks"]]
-        if "append" in options.only:
+            shape = *heads[0], dim, chunk, True, options.dtype, *of_v
+            cells += [Cell(case, *shape) for case in chosen["chunks"]]
+        if "append" in options.only and not of_v:
             writes += [Append(*shape, *heads[0], dim, options.dtype) for shape in APPENDS[kind]]
     return cells, writes
 
@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--cases", type=cases, help="BATCHxKEYS or BATCHxLOW-HIGH, comma separated")
     args.add_argument("--chunks", type=cases, help="cases of chunks, likewise")
     args.add_argument("--heads", type=parse_heads, metavar="HQ/HKV,...", help="the first ones also of chunks")
-    args.add_argument("--head-dims", type=numbers)
+    args.add_argument("--head-dims", type=all_widths, metavar="D[xDV],...", help=HEAD_DIMS_HELP)
     args.add_argument("--queries", type=numbers, help="of a sequence")
     args.add_argument("--pages", type=pages, default=PAGES, help="default: 64,16,1")
     args.add_argument("--peers", type=listed(caches.CACHE_PEERS), help="of " + ", ".join(caches.CACHE_PEERS))

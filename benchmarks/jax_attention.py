@@ -34,7 +34,10 @@ from .problem import Problem, paper_grid
 from .report import publish
 
 JAX, TORCH, CUDNN, XLA = "flash_cute.jax", "flash_cute in PyTorch", "cuDNN in JAX", "XLA"
-GRID = {"cuda": (16384, 2048, [64, 128], [512, 1024, 2048, 4096, 16384]), "cpu": (128, 64, [32], [32, 64])}
+GRID = {
+    "cuda": (16384, 2048, [(64,), (128,)], [512, 1024, 2048, 4096, 16384]),
+    "cpu": (128, 64, [(32,)], [32, 64]),
+}
 ROUND_SECONDS = 0.012  # of each contender
 Timed = tuple[Callable[[], object], Callable[[object], object]]  # a call, and the wait for its result
 

@@ -36,7 +36,7 @@ HELP = "packed sequences of drawn lengths instead of the grid, may be repeated: 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Self-attention of sequences of these lengths, each with heads * head_dim hidden values to a token."""
+    """Self-attention of sequences of these lengths; heads, widths and the rest are a Problem's."""
 
     name: str  # how the lengths were drawn
     lengths: tuple[int, ...]
@@ -45,7 +45,12 @@ class Ragged:
     causal: bool
     dtype: str
     direction: str = "forward"
+    head_dim_v: int | None = None
     window: ClassVar[None] = None
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def tokens(self) -> int:
@@ -60,8 +65,8 @@ class Ragged:
 
     def alike(self, batch: int, seqlen: int) -> Problem:
         """The dense problem of `batch` sequences of one length."""
-        shape = batch, self.heads, self.heads, seqlen, seqlen, self.head_dim
-        return Problem(*shape, self.causal, None, self.dtype, self.direction)
+        shape = batch, self.heads, self.heads, seqlen, seqlen, self.head_dim, self.head_dim_v
+        return Problem(*shape, causal=self.causal, dtype=self.dtype, direction=self.direction)
 
     def mean(self) -> Problem:
         """As many sequences of the mean length as the tokens suffice for."""
@@ -74,7 +79,7 @@ class Ragged:
         return sum(part.visited_flops(block_m, block_n) for part in parts)
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Random (q, k, v), of a backward dout too, each (tokens, heads, head_dim)."""
+        """Random (q, k, v), of a backward dout too, each (tokens, heads, its head dim)."""
         return tuple(tensor[0].transpose(0, 1) for tensor in self.alike(1, self.tokens).inputs(device))
 
     def to_json(self) -> dict:
@@ -120,14 +125,14 @@ def problems(
     kinds: list[str],
     tokens: int,
     hidden: int,
-    head_dims: list[int],
+    head_dims: list[tuple[int, ...]],
     masks: list[bool],
     dtype: str,
     direction: str,
 ) -> list[Ragged]:
     return [
-        Ragged(kind, draw(kind, tokens), hidden // dim, dim, causal, dtype, direction)
-        for dim in head_dims
+        Ragged(kind, draw(kind, tokens), hidden // dim, dim, causal, dtype, direction, *of_v)
+        for dim, *of_v in head_dims
         for causal in masks
         for kind in kinds
     ]
@@ -184,7 +189,7 @@ def padded(problem: Ragged, inputs: Tensors, family: str) -> Prepared:
         return whole.unflatten(0, (batch, longest)).transpose(1, 2)
 
     run = prepare(family, problem, *map(pad, inputs), seqused_q=used, seqused_k=used)
-    return Prepared(run, alike=lambda result: result.transpose(1, 2).flatten(0, 1)[rows])
+    return Prepared(run, lambda results: [x.transpose(1, 2).flatten(0, 1)[rows] for x in results])
 
 
 def dense(problem: Ragged, inputs: Tensors, offsets, family: str, device: torch.device) -> Prepared:

@@ -13,7 +13,7 @@ from pathlib import Path
 import flash_cute
 
 from . import contenders, lengths, results, timing
-from .problem import DTYPES, Problem, add_direction, parse_shape, parse_window
+from .problem import DTYPES, SHAPE_METAVAR, Problem, add_direction, parse_shape, parse_window
 from .report import publish
 
 SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 256, 256, 32)}
@@ -74,7 +74,7 @@ def measure(cases: dict[str, Problem], device, seconds: float, regime: str, fami
 def main(arguments: list[str] | None = None) -> Path:
     args = results.parser("masks", __doc__, "masks, and the pass")
     add_direction(args, "forward", "backward")
-    args.add_argument("--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="of the causal problem")
+    args.add_argument("--shape", type=parse_shape, metavar=SHAPE_METAVAR, help="of the causal problem")
     args.add_argument("--group", type=int, help="query heads per K/V head (default: 8, on the CPU 2)")
     args.add_argument("--family", help="ours (default: the last that runs here)")
     args.add_argument("--window", type=parse_window, default=(1024, 0), metavar="LEFT,RIGHT")

@@ -12,26 +12,35 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALL_DTYPES = DTYPES | {"fp32": torch.float32}
 MASKS = {"full": [False], "causal": [True], "both": [False, True]}  # of --mask: which are causal
 LSE_BYTES = 4
+HEAD_DIMS_HELP = "DV: of v, where it has its own, as in 192x128"
+SHAPE_METAVAR = "B,HQ,HKV,SQ,SK,D[xDV]"  # of --shape
 
 
 class Work(NamedTuple):
-    """What one direction does: matrix products, and passes over tensors like q and k, and over the LSE."""
+    """What one direction does: products as wide as q and k, and as v and out, and passes over memory.
 
-    products: int
+    tensors: over pairs of tensors, one as wide as q and one as v. lse: over the LSE.
+    """
+
+    of_q: int
+    of_v: int
     tensors: int
     lse: int
 
 
 DIRECTIONS = {
-    "forward": Work(products=2, tensors=2, lse=1),  # q, k, v; out
-    "backward": Work(products=5, tensors=4, lse=1),  # q, k, v, out, dout; dq, dk, dv
-    "both": Work(products=7, tensors=6, lse=2),
+    "forward": Work(of_q=1, of_v=1, tensors=1, lse=1),  # q, k, v; out
+    "backward": Work(of_q=3, of_v=2, tensors=2, lse=1),  # q, k, v, out, dout; dq, dk, dv
+    "both": Work(of_q=4, of_v=3, tensors=3, lse=2),
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
+    """q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim).
+
+    head_dim_v: of v, where it has its own.
+    """
 
     batch: int
     heads_q: int
@@ -39,10 +48,15 @@ class Problem:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
+    head_dim_v: int | None = None
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     dtype: str = "bf16"
     direction: str = "forward"
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def mask(self) -> str:
@@ -74,7 +88,8 @@ class Problem:
     def visited_flops(self, block_m: int, block_n: int) -> int:
         """All products, of all visited_pairs."""
         pairs = self.visited_pairs(block_m, block_n) * self.batch * self.heads_q
-        return 2 * DIRECTIONS[self.direction].products * self.head_dim * pairs
+        work = DIRECTIONS[self.direction]
+        return 2 * (work.of_q * self.head_dim + work.of_v * self.width_v) * pairs
 
     @property
     def bytes(self) -> int:
@@ -82,7 +97,7 @@ class Problem:
         work = DIRECTIONS[self.direction]
         q = self.batch * self.heads_q * self.seqlen_q
         kv = self.batch * self.heads_kv * self.seqlen_k
-        row = self.head_dim * ALL_DTYPES[self.dtype].itemsize
+        row = (self.head_dim + self.width_v) * ALL_DTYPES[self.dtype].itemsize
         return work.tensors * (q + kv) * row + work.lse * q * LSE_BYTES
 
     def inputs(self, device, layout: str = "bshd", seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -92,15 +107,15 @@ class Problem:
         """
         generator = torch.Generator(device).manual_seed(seed)
 
-        def make(heads: int, seqlen: int) -> torch.Tensor:
+        def make(heads: int, seqlen: int, width: int) -> torch.Tensor:
             stored = (heads, seqlen) if layout == "bhsd" else (seqlen, heads)
-            values = torch.randn(self.batch, *stored, self.head_dim, generator=generator, device=device)
+            values = torch.randn(self.batch, *stored, width, generator=generator, device=device)
             values = values.to(ALL_DTYPES[self.dtype])
             return values if layout == "bhsd" else values.transpose(1, 2)
 
         q, kv = (self.heads_q, self.seqlen_q), (self.heads_kv, self.seqlen_k)
-        shapes = [q, kv, kv] if self.direction == "forward" else [q, kv, kv, q]
-        return tuple(make(*shape) for shape in shapes)
+        shapes = [(*q, self.head_dim), (*kv, self.head_dim), (*kv, self.width_v), (*q, self.width_v)]
+        return tuple(make(*shape) for shape in shapes[: 3 if self.direction == "forward" else 4])
 
     def to_json(self) -> dict:
         return asdict(self) | {"mask": self.mask, "flops": self.flops, "bytes": self.bytes}
@@ -114,18 +129,35 @@ def parse_window(text: str) -> tuple[int | None, int | None]:
     return sides[0], sides[-1]
 
 
+def width_name(head_dim: int, head_dim_v: int | None) -> str:
+    """'128', or '192/128' where v has a width of its own."""
+    return f"{head_dim}" if head_dim_v in (None, head_dim) else f"{head_dim}/{head_dim_v}"
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """'128' of all, or '192x128' of q and k and of v: one number, or two that differ."""
+    widths = tuple(dict.fromkeys(map(int, text.split("x"))))
+    if len(widths) > 2:
+        raise argparse.ArgumentTypeError(f"a head dim is D, or DxDV where v has its own, not {text!r}")
+    return widths
+
+
 def parse_shape(text: str) -> tuple[int, ...]:
-    """'batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim'."""
-    shape = tuple(int(length) for length in text.split(","))
-    if len(shape) != 6:
+    """'batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim', the last as parse_widths takes it."""
+    *lengths, widths = text.split(",")
+    if len(lengths) != 5:
         raise argparse.ArgumentTypeError(
             f"a shape is batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim, not {text!r}"
         )
-    return shape
+    return *map(int, lengths), *parse_widths(widths)
 
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def all_widths(text: str) -> list[tuple[int, ...]]:
+    return [parse_widths(part) for part in text.split(",")]
 
 
 def add_direction(args: argparse.ArgumentParser, *choices: str) -> None:
@@ -141,8 +173,9 @@ def add_precision(args: argparse.ArgumentParser) -> None:
 
 
 def add_shapes(args: argparse.ArgumentParser) -> None:
-    metavar = "B,HQ,HKV,SQ,SK,D"
-    args.add_argument("--shape", type=parse_shape, action="append", metavar=metavar, help="may be repeated")
+    args.add_argument(
+        "--shape", type=parse_shape, action="append", metavar=SHAPE_METAVAR, help="may be repeated"
+    )
     args.add_argument("--mask", choices=MASKS, default="both")
     args.add_argument(
         "--window", type=parse_window, metavar="LEFT,RIGHT", help="sliding window of --shape's problems"
@@ -154,13 +187,19 @@ def add_grid(args: argparse.ArgumentParser) -> None:
     add_shapes(args)
     args.add_argument("--tokens", type=int, default=16384, help="of each cell of the grid, over the batch")
     args.add_argument("--hidden", type=int, default=2048, help="heads x head dim in the grid")
-    args.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
+    args.add_argument(
+        "--head-dims",
+        type=all_widths,
+        default=[(64,), (128,), (256,)],
+        metavar="D[xDV],...",
+        help=HEAD_DIMS_HELP,
+    )
     args.add_argument("--seqlens", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16384])
 
 
 def of_shapes(options: argparse.Namespace, shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Problem]:
     return [
-        Problem(*shape, causal, options.window, dtype, options.direction)
+        Problem(*shape, causal=causal, window=options.window, dtype=dtype, direction=options.direction)
         for shape in shapes
         for causal in MASKS[options.mask]
         for dtype in dtypes
@@ -178,16 +217,16 @@ def of_grid(options: argparse.Namespace) -> list[Problem]:
 def paper_grid(
     tokens: int,
     hidden: int,
-    head_dims: list[int],
+    head_dims: list[tuple[int, ...]],
     seqlens: list[int],
     masks: list[bool],
     dtype: str,
     direction: str = "forward",
 ):
     """The grid of the FlashAttention papers: tokens and hidden size are fixed, heads = hidden / head_dim."""
-    return [
-        Problem(tokens // seqlen, *[hidden // dim] * 2, seqlen, seqlen, dim, causal, None, dtype, direction)
-        for dim in head_dims
-        for causal in masks
-        for seqlen in seqlens
-    ]
+
+    def problem(widths: tuple[int, ...], causal: bool, seqlen: int) -> Problem:
+        shape = tokens // seqlen, *[hidden // widths[0]] * 2, seqlen, seqlen, *widths
+        return Problem(*shape, causal=causal, dtype=dtype, direction=direction)
+
+    return [problem(widths, causal, seqlen) for widths in head_dims for causal in masks for seqlen in seqlens]

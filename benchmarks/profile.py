@@ -13,7 +13,15 @@ from contextlib import contextmanager
 import torch
 
 from . import contenders, timing
-from .problem import DTYPES, Problem, add_direction, parse_shape, parse_window
+from .problem import (
+    DTYPES,
+    SHAPE_METAVAR,
+    Problem,
+    add_direction,
+    parse_shape,
+    parse_window,
+    width_name,
+)
 from .results import choose_device
 
 DEFAULT_SHAPE = {"cuda": (1, 16, 16, 16384, 16384, 128), "cpu": (1, 2, 2, 128, 128, 64)}
@@ -43,9 +51,7 @@ def named_range(name: str, device: torch.device):
 def main(arguments: list[str] | None = None) -> None:
     args = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.splitlines()[0])
     add_direction(args)
-    args.add_argument(
-        "--shape", type=parse_shape, metavar="B,HQ,HKV,SQ,SK,D", help="default: 16k tokens, d128"
-    )
+    args.add_argument("--shape", type=parse_shape, metavar=SHAPE_METAVAR, help="default: 16k tokens, d128")
     args.add_argument("--mask", choices=["full", "causal"], default="full")
     args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -55,14 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = args.parse_args(arguments)
     device = choose_device(options.device)
     shape = options.shape or DEFAULT_SHAPE[device.type]
-    causal = options.mask == "causal"
-    problem = Problem(*shape, causal, options.window, options.dtype, options.direction)
+    mask = {"causal": options.mask == "causal", "window": options.window}
+    problem = Problem(*shape, **mask, dtype=options.dtype, direction=options.direction)
     who = options.who or contenders.families(device, problem.direction, problem.dtype)[-1]
     run = contenders.prepare(who, problem, *problem.inputs(device))
     timing.start(run, timing.WARM_UP_CALLS, device)
+    name = f"{who} {problem.mask} d{width_name(problem.head_dim, problem.head_dim_v)}"
     with profiled(device):
         for i in range(options.launches):
-            with named_range(f"{who} {problem.mask} d{problem.head_dim} launch {i}", device):
+            with named_range(f"{name} launch {i}", device):
                 run()
     print(
         f"{options.launches} launches of {who} on {problem}: run this under ncu or nsys (docs/profiling.md)"

@@ -56,6 +56,16 @@ void require_contiguous_in_last(Operand const& operand) {
           " must be contiguous in its last dimension, got stride ", operand.step);
 }
 
+void require_alike_but_for_the_last(Operand const& a, Operand const& b) {
+  auto leading = [](Operand const& operand) {
+    size_t const dims = operand.sizes.size();
+    return IntHeaderOnlyArrayRef(operand.sizes.data(), dims == 0 ? 0 : dims - 1);
+  };
+  require(a.sizes.size() == b.sizes.size() && std::ranges::equal(leading(a), leading(b)), a.name,
+          " has shape ", ShapeOf{a.sizes}, " and ", b.name, " ", ShapeOf{b.sizes},
+          "; they must be the same but for the last dimension");
+}
+
 // Is it a table of rotations for rows of this type and size? Returns how many columns are rotated.
 int rotary_dim(Operand const& cos, Operand const& sin, Operand const& k) {
   require(cos.type == k.type || cos.type == ScalarType::Float, "rotary_cos has dtype ", DtypeOf{cos.type},
@@ -106,18 +116,20 @@ AppendProblem validate_append(AppendOperands const& operands) {
   require(k_cache.sizes.size() == 4, "k_cache has ", k_cache.sizes.size(), " dimensions; 4, ",
           table || slots ? "(pages, heads, page_size, head_dim)" : "(batch, heads, capacity, head_dim)",
           ", are accepted");
-  require(std::ranges::equal(v.sizes, k.sizes), "v has shape ", ShapeOf{v.sizes}, " and k ", ShapeOf{k.sizes},
-          "; they must be the same");
-  require(std::ranges::equal(v_cache.sizes, k_cache.sizes), "v_cache has shape ", ShapeOf{v_cache.sizes},
-          " and k_cache ", ShapeOf{k_cache.sizes}, "; they must be the same");
+  require_alike_but_for_the_last(v, k);
+  require_alike_but_for_the_last(v_cache, k_cache);
 
   size_t const rows = packed ? 0 : 2;  // dimension of k and q
-  int64_t const head_dim = k.sizes.back(), heads = k.sizes[1];
+  int64_t const head_dim = k.sizes.back(), head_dim_v = v.sizes.back(), heads = k.sizes[1];
   require(k_cache.sizes[1] == heads, "k_cache has ", k_cache.sizes[1], " heads and k ", heads,
           "; they must be the same");
   require(k_cache.sizes[3] == head_dim, "k_cache has head_dim ", k_cache.sizes[3], " and k ", head_dim,
           "; they must be the same");
-  require(head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
+  require(v_cache.sizes[3] == head_dim_v, "v_cache has head_dim ", v_cache.sizes[3], " and v ", head_dim_v,
+          "; they must be the same");
+  for (int64_t const width : {head_dim, head_dim_v}) {
+    require(width % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", width);
+  }
   if (cu_seqlens) {
     require_type(*cu_seqlens, ScalarType::Int);
     require(cu_seqlens->sizes.size() == 1 && cu_seqlens->sizes[0] >= 1, "cu_seqlens has shape ",
@@ -174,9 +186,9 @@ AppendProblem validate_append(AppendOperands const& operands) {
           table ? "a sequence's pages" : "k_cache", ", which is ", width * page_size, ", got ", rows_k);
   require(entries * larger(rows_q, rows_k) <= kMaxLength, "k and q must have at most ", kMaxLength,
           " rows over the batch, got ", entries * larger(rows_q, rows_k));
-  require((heads * 2 + (q ? q->sizes[1] : 0)) * head_dim <= kMaxLength,
-          "a row of q, k and v must have at most ", kMaxLength, " elements over the heads, got ",
-          (heads * 2 + (q ? q->sizes[1] : 0)) * head_dim);
+  int64_t const elements = (heads * 2 + (q ? q->sizes[1] : 0)) * larger(head_dim, head_dim_v);
+  require(elements <= kMaxLength, "the heads of q, k and v, all as wide as the widest, must have at most ",
+          kMaxLength, " elements of a row, got ", elements);
 
   require(cos.has_value() == sin.has_value(), cos ? "rotary_sin" : "rotary_cos",
           " is None and the other of the two is not; both or neither are accepted");
@@ -197,6 +209,7 @@ AppendProblem validate_append(AppendOperands const& operands) {
           .heads_q = q ? int(q->sizes[1]) : 0,
           .heads_kv = int(heads),
           .head_dim = int(head_dim),
+          .head_dim_v = int(head_dim_v),
           .sequences = int(batch),
           .pages = int(pages),
           .page_size = int(page_size),
@@ -232,11 +245,13 @@ AppendProblem validate(AppendArguments const& arguments) {
   // Where a table or slots say which pages are used, those of V may lie between those of K: transformers'
   // caches are views of one buffer that are shifted by a page. A page of V is compared with that of K alone.
   bool const in_pages = block_table || slots;
-  std::array<int64_t, 4> sizes;
-  std::ranges::copy(k_cache.sizes(), sizes.begin());
-  if (in_pages) sizes[0] = 1;
+  std::array<int64_t, 4> sizes_k, sizes_v;
+  std::ranges::copy(k_cache.sizes(), sizes_k.begin());
+  std::ranges::copy(v_cache.sizes(), sizes_v.begin());
+  if (in_pages) sizes_k[0] = sizes_v[0] = 1;
   Operand of_k = *caches[0].operand, of_v = *caches[1].operand;
-  of_k.sizes = of_v.sizes = {sizes.data(), sizes.size()};
+  of_k.sizes = {sizes_k.data(), sizes_k.size()};
+  of_v.sizes = {sizes_v.data(), sizes_v.size()};
   require_memory_of_its_own({&of_v, &v_cache}, {{&of_k, &k_cache}});
   return problem;
 }

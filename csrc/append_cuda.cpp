@@ -64,7 +64,9 @@ Tensor append_kv_cuda(AppendArguments const& arguments) {
                   .slots = pointer<int64_t>(arguments.slots),
                   .slot_count = arguments.slots ? arguments.slots->size(0) : -1};
   params.head_dim = problem.head_dim;
-  params.pairs = Divisor(ceil_div(problem.head_dim * element_bytes(problem.element) / kAppendChunkBytes, 2));
+  params.head_dim_v = problem.head_dim_v;
+  int const chunks = problem.widest() * element_bytes(problem.element) / kAppendChunkBytes;
+  params.pairs = Divisor(ceil_div(chunks, 2));
   params.device = gpu_at(device_index).info;
 
   std::optional<Tensor> cos, sin;

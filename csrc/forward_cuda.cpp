@@ -36,7 +36,7 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   ProblemShape const& shape = params.shape;
   bool const varlen = call.launch.kernel.seqlens == Seqlens::varlen, packed = call.problem.packed;
 
-  Tensor out = given_out ? *given_out : allocate_like("out", q_whole);
+  Tensor out = given_out ? *given_out : allocate_out(q_whole, v_whole);
   int32_t const float32 = aoti_torch_dtype_float32();
   Tensor lse =
       packed ? allocate("lse", q_whole, float32, sizeof(float), {shape.heads_q, shape.seqlen_q})
@@ -84,7 +84,8 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
       .add("copies", reasons_to_copy(arguments, launch.kernel.seqlens == Seqlens::varlen))
-      .add("bucket", kernel.head_dim)
+      .add("bucket", kernel.bucket.qk)
+      .add("bucket_v", kernel.bucket.v)
       .add("block_m", launch.kernel.tile.block_m)
       .add("block_n", launch.kernel.tile.block_n)
       .add("stages", launch.kernel.tile.stages)
@@ -103,12 +104,13 @@ std::string plan_cuda(AttentionArguments const& arguments) {
 
 std::string compiled_kernels() {
   std::string list;
-  for (auto const& [pass, family, element, head_dim, variant, compiled] : compiled_instances()) {
+  for (auto const& [pass, family, element, head_dims, variant, compiled] : compiled_instances()) {
     JsonObject kernel;
     kernel.add("pass", name_of(pass))
         .add("family", name_of(family))
         .add("element", name_of(element))
-        .add("head_dim", head_dim)
+        .add("head_dim", head_dims.qk)
+        .add("head_dim_v", head_dims.v)
         .add("variant", name_of(variant));
     if (compiled) {
       ForwardTile const& tile = compiled->tile;

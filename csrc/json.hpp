@@ -41,6 +41,7 @@ class JsonObject {
 // What plans of all devices tell of the problem.
 inline JsonObject& add_problem(JsonObject& plan, AttentionProblem const& problem) {
   return plan.add("head_dim", problem.shape.head_dim)
+      .add("head_dim_v", problem.shape.head_dim_v)
       .add("softmax_scale", problem.softmax_scale)
       .add("window_left", problem.window_left)
       .add("window_right", problem.window_right);

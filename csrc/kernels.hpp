@@ -23,23 +23,23 @@ struct Gpu {
 // Asked of the runtime once; throws where it can't tell.
 FLASH_CUTE_API Gpu const& gpu_at(int index);
 
-// Where the kernels of an instance are launched that serves a head dim; `run` is null where there is none.
-// head_dim is the largest that it serves.
+// Where the kernels of an instance are launched that serves a call's head dims; `run` is null where there is
+// none. bucket: the largest head dims that it serves.
 struct ForwardEntry {
   Family family;
-  int head_dim;
+  HeadDims bucket;
   decltype(&ForwardLaunch<void>::run) run;
   decltype(&ForwardLaunch<void>::attributes) attributes;
 };
 struct BackwardEntry {
   Family family;
-  int head_dim;
+  HeadDims bucket;
   decltype(&BackwardLaunch<void>::run) run;
   decltype(&BackwardLaunch<void>::attributes) attributes;
 };
-FLASH_CUTE_API ForwardEntry forward_kernel(Family family, ElementType element, int head_dim,
+FLASH_CUTE_API ForwardEntry forward_kernel(Family family, ElementType element, HeadDims head_dims,
                                            Variant variant = Variant::plain);
-FLASH_CUTE_API BackwardEntry backward_kernel(Family family, ElementType element, int head_dim,
+FLASH_CUTE_API BackwardEntry backward_kernel(Family family, ElementType element, HeadDims head_dims,
                                              Variant variant = Variant::plain);
 
 struct SoftmaxKernels {
@@ -56,7 +56,7 @@ struct CompiledKernel {
   Pass pass;
   Family family;
   ElementType element;
-  int head_dim;
+  HeadDims head_dims;
   Variant variant;
   std::optional<CompiledTile> tile;
 };

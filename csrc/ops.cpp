@@ -168,9 +168,9 @@ void check_traced(TracedCall const& call) {
   }
   auto const& [out, lse, dout, dlse] = results;
   if (!out) return;
-  if (!lse) return validate_out(q, *out);
+  if (!lse) return validate_out(q, v, *out);
   validate_keys_of_backward(problem);
-  validate_backward(q, problem.packed, results);
+  validate_backward(q, v, problem.packed, results);
 }
 
 }  // namespace

@@ -190,6 +190,28 @@ Tensor allocate_like(char const* name, Tensor const& tensor) {
   });
 }
 
+Tensor allocate_out(Tensor const& q, Tensor const& v) {
+  int64_t const dims = q.dim(), width = v.size(v.dim() - 1);
+  if (width == q.size(dims - 1)) return allocate_like("out", q);
+  std::array<int64_t, 4> sizes{}, strides{};
+  std::copy(q.sizes().begin(), q.sizes().end(), sizes.begin());
+  sizes[dims - 1] = width;
+  // The other dimensions in q's order, the outermost first.
+  std::array<int64_t, 3> order{0, 1, 2};
+  std::stable_sort(order.begin(), order.begin() + dims - 1,
+                   [&](int64_t a, int64_t b) { return q.stride(a) > q.stride(b); });
+  strides[dims - 1] = 1;
+  int64_t step = larger<int64_t>(1, width);
+  for (int64_t place = dims - 1; place-- > 0;) {
+    strides[order[place]] = step;
+    step *= larger<int64_t>(1, sizes[order[place]]);
+  }
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  return allocated("out", step, element_bytes(q.scalar_type()),
+                   [&] { return empty_strided(q, dtype, sizes, strides, dims); });
+}
+
 Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
                 std::initializer_list<int64_t> sizes) {
   std::array<int64_t, 4> dims{}, strides{};

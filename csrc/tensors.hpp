@@ -63,6 +63,7 @@ Tensor as_contiguous(char const* name, Tensor const& tensor);  // the tensor its
 RangeParams range_params(std::optional<Tensor> const& ranges);
 Tensor allocate(char const* name, Tensor const& like, IntHeaderOnlyArrayRef sizes, ScalarType type);
 Tensor allocate_like(char const* name, Tensor const& like);  // as torch.empty_like
+Tensor allocate_out(Tensor const& q, Tensor const& v);       // of a forward: (..., v's head_dim), dense
 Tensor allocate(char const* name, Tensor const& like, int32_t dtype, int64_t element_bytes,
                 std::initializer_list<int64_t> sizes);
 

@@ -137,7 +137,7 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   }
   if (arguments.out) {
     Operand const out = operand("out", *arguments.out);
-    validate_out(q, out);
+    validate_out(q, v, out);
     require_stored(out, *arguments.out);
     require_memory_of_its_own({&out, &*arguments.out},
                               {{&q, &arguments.q}, {&k, &arguments.k}, {&v, &arguments.v}});
@@ -183,17 +183,19 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   }
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
-  for (size_t dim = 0; dim < dims_k; ++dim) {
+  for (size_t dim = 0; dim + 1 < dims_k; ++dim) {
     require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{sizes_v}, " and k ", ShapeOf{sizes_k},
-            "; they must be the same");
+            "; they must be the same but for the last dimension");
   }
-  int64_t const head_dim = sizes_q[dims - 1];
+  int64_t const head_dim = sizes_q[dims - 1], head_dim_v = sizes_v[dims_k - 1];
   require(packed || cached || sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
           "; they must be the same");
   require(sizes_k[dims_k - 1] == head_dim, "k has head_dim ", sizes_k[dims_k - 1], " and q ", head_dim,
           "; they must be the same");
   require(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim, "; 1 to ", kMaxHeadDim,
           " are accepted");
+  require(head_dim_v >= 1 && head_dim_v <= kMaxHeadDim, "head_dim of v is ", head_dim_v, "; 1 to ",
+          kMaxHeadDim, " are accepted");
   require(sizes_q[1] == sizes_k[1] || (sizes_k[1] > 0 && sizes_q[1] % sizes_k[1] == 0), "q has ", sizes_q[1],
           " heads and k ", sizes_k[1], "; the heads of q must be a multiple of those of k");
   int const rows = packed ? 0 : 2, rows_k = cached ? 2 : rows;
@@ -218,7 +220,9 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   require(!options.batch_invariant || q.device.type() != DeviceType::CPU,
           "batch_invariant must be False on the CPU, got True");
   if (ranges) validate_ranges(q, *ranges, batch, packed, options);
-  require(!cached || head_dim % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", head_dim);
+  for (int64_t const width : {head_dim, head_dim_v}) {
+    require(!cached || width % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", width);
+  }
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");
   require_rows("q", packed ? 1 : batch, sizes_q[1], sizes_q[rows]);
@@ -233,7 +237,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
 
   return {
       .shape = {int(batch), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]), int(seqlen_k),
-                int(head_dim)},
+                int(head_dim), int(head_dim_v)},
       .element = element,
       .softmax_scale = float(scale),
       .window_left = options.window_left,
@@ -249,9 +253,16 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   };
 }
 
-void validate_out(Operand const& q, Operand const& out) {
-  require(std::ranges::equal(out.sizes, q.sizes), "out has shape ", ShapeOf{out.sizes}, " and q ",
-          ShapeOf{q.sizes}, "; they must be the same");
+SizesOfOut::SizesOfOut(Operand const& q, Operand const& v) : count(q.sizes.size()) {
+  std::ranges::copy(q.sizes, sizes.begin());
+  sizes[count - 1] = v.sizes.back();
+}
+
+void validate_out(Operand const& q, Operand const& v, Operand const& out) {
+  SizesOfOut const expected(q, v);
+  require(std::ranges::equal(out.sizes, expected.get()), "out has shape ", ShapeOf{out.sizes}, "; ",
+          ShapeOf{expected.get()}, ", as q has shape ", ShapeOf{q.sizes}, " and v ", ShapeOf{v.sizes},
+          ", is accepted");
   require_type(out, q.type);
   require_same_device(out, q);
 }
@@ -274,7 +285,8 @@ AttentionProblem validate(BackwardArguments const& arguments) {
   BackwardOperands operands{operand("out", arguments.out), operand("lse", arguments.lse)};
   if (arguments.dout) operands[2].emplace(operand("dout", *arguments.dout));
   if (arguments.dlse) operands[3].emplace(operand("dlse", *arguments.dlse));
-  validate_backward(operand("q", arguments.attention.q), problem.packed, operands);
+  validate_backward(operand("q", arguments.attention.q), operand("v", arguments.attention.v), problem.packed,
+                    operands);
   require_stored(*operands[0], arguments.out);
   require_stored(*operands[1], arguments.lse);
   if (arguments.dout) require_stored(*operands[2], *arguments.dout);
@@ -287,17 +299,18 @@ void validate_keys_of_backward(AttentionProblem const& problem) {
   require_rows("k", problem.packed ? 1 : shape.batch, shape.heads_q, shape.seqlen_k);
 }
 
-void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands) {
+void validate_backward(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands) {
   require(operands[2] || operands[3], "neither dout nor dlse is given; at least one of them is needed");
   auto const& sizes = q.sizes;
   std::array<int64_t, 3> rows{sizes[0], sizes[1], sizes[2]};
   if (packed) rows = {sizes[1], sizes[0]};
   IntHeaderOnlyArrayRef const sizes_of_lse(rows.data(), packed ? 2 : 3);
+  SizesOfOut const sizes_of_out(q, v);
   for (size_t index = 0; index < operands.size(); ++index) {
     if (!operands[index]) continue;
     Operand const& operand = *operands[index];
     bool const is_lse = index % 2 == 1;
-    auto const expected = is_lse ? sizes_of_lse : sizes;
+    auto const expected = is_lse ? sizes_of_lse : sizes_of_out.get();
     ScalarType const type = is_lse ? ScalarType::Float : q.type;
     require(std::ranges::equal(operand.sizes, expected), operand.name, " has shape ", ShapeOf{operand.sizes},
             "; ", ShapeOf{expected}, ", as q has shape ", ShapeOf{sizes}, ", is accepted");

@@ -31,13 +31,13 @@ struct Lengths {
 
 struct AttentionArguments {
   // (batch, heads, seqlen, head_dim); packed: (total, heads, head_dim), or a cache of k and v beside packed
-  // queries. In pages, k and v are (pages, heads, page_size, head_dim).
+  // queries. In pages, k and v are (pages, heads, page_size, head_dim). v may have a head_dim of its own.
   Tensor q, k, v;
   AttentionOptions options;
   Lengths lengths = {};
   // int32 (batch or 1, 1, seqlen_q, R, 2), packed (total_q, R, 2): the keys that each query sees
   std::optional<Tensor> ranges = {};
-  std::optional<Tensor> out = {};    // that a forward writes into; like q
+  std::optional<Tensor> out = {};    // that a forward writes into
   std::optional<Tensor> sinks = {};  // (heads_q,), float32 or q's type
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
@@ -62,8 +62,19 @@ AttentionProblem validate(AttentionArguments const& arguments);
 using BackwardOperands = std::array<std::optional<Operand>, 4>;
 inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 
+// The shape of out: q's, with the head_dim of v.
+class SizesOfOut {
+ public:
+  SizesOfOut(Operand const& q, Operand const& v);
+  IntHeaderOnlyArrayRef get() const { return {sizes.data(), count}; }
+
+ private:
+  std::array<int64_t, 4> sizes{};
+  size_t count;
+};
+
 // Throws if a forward's result can't be written into `out`.
-void validate_out(Operand const& q, Operand const& out);
+void validate_out(Operand const& q, Operand const& v, Operand const& out);
 
 // Throws if there is not a sink for each head of q.
 void validate_sinks(Operand const& q, Operand const& sinks);
@@ -71,7 +82,7 @@ void validate_sinks(Operand const& q, Operand const& sinks);
 // Throws if a backward has too many keys for its tiles, where a forward counts none of them.
 void validate_keys_of_backward(AttentionProblem const& problem);
 
-// Throws if these do not belong to q, packed or not.
-void validate_backward(Operand const& q, bool packed, BackwardOperands const& operands);
+// Throws if these do not belong to q and v, packed or not.
+void validate_backward(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands);
 
 }  // namespace flash_cute

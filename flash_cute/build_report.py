@@ -121,6 +121,12 @@ def installed() -> Path:
     return Path(_C.__file__).with_name("build_report.json")
 
 
+def width(kernel: dict) -> str:
+    """The head dims of a compiled kernel as the names of instances have them."""
+    head_dim, head_dim_v = kernel["head_dim"], kernel["head_dim_v"]
+    return f"{head_dim}" if head_dim == head_dim_v else f"{head_dim}x{head_dim_v}"
+
+
 def what_was_built(report: dict) -> str | None:
     """A line for a build that has not all kernels, as it was for the GPUs that it found."""
     capabilities = report.get("built_for")
@@ -145,9 +151,9 @@ def main() -> int:
     if missing:
         print(f"This is the CPU package: {missing}")
         return 0
-    name, tile = "forward_{family}_{element}_{head_dim}", "{block_m}x{block_n}"
+    name, tile = "forward_{family}_{element}_{width}", "{block_m}x{block_n}"
     dynamic_smem = {
-        (name.format_map(kernel), tile.format_map(kernel["tile"])): kernel["smem_bytes"]
+        (name.format(width=width(kernel), **kernel), tile.format_map(kernel["tile"])): kernel["smem_bytes"]
         for kernel in json.loads(torch.ops.flash_cute.compiled())
         if kernel["pass"] == "forward"
     }

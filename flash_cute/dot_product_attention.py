@@ -31,9 +31,10 @@ def forward(
             256. On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
             (batch, heads, ragged, head_dim), as x.transpose(1, 2) gives them; then out and lse are, too.
         k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q. heads_q is a multiple of heads_kv:
-            each K/V head serves heads_q / heads_kv neighbouring query heads.
+            each K/V head serves heads_q / heads_kv neighbouring query heads. v may have a head dim of its
+            own, head_dim_v up to 256, which out then has, and may be columns of k's memory.
         causal: hide the keys after each query; the last query stands at the last key.
-        softmax_scale: multiplies the scores; finite and > 0. Default 1 / sqrt(head_dim).
+        softmax_scale: multiplies the scores; finite and > 0. Default 1 / sqrt(head_dim), that of q.
         window: (left, right), how many keys a query sees before and after its own. None is unlimited, w means
             (w, w), causal sets right to 0. Query i sees key j iff
             i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right.
@@ -59,16 +60,18 @@ def forward(
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides. sm90 has no
             deterministic gradients with ranges.
-        out: a tensor for the result, like q in shape, dtype and device (under autocast of its dtype), any
-            strides, of memory that q, k and v don't have. There are then no gradients.
+        out: a tensor for the result, (batch, heads_q, seqlen_q, head_dim_v), of q's dtype and device (under
+            autocast of its dtype), any strides, of memory that q, k and v don't have. There are then no
+            gradients.
         sinks: (heads_q,), float32 or q's dtype: for each head the logit, not scaled, of a key that every
             valid query sees and that has no value; -inf is none. lse counts it. Differentiable.
         precision: of float32 on a GPU: "highest" is as exact as float32, "high" rounds what is multiplied to
             TF32, which is faster. None follows torch.get_float32_matmul_precision(). 16-bit types ignore it.
 
     Returns:
-        out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for a query
-            that sees no key or doesn't count.
+        out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides; where v has a
+            head dim of its own, that, dense, the last dimension innermost and the others in the order of q's
+            strides. 0 for a query that sees no key or doesn't count.
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
             a query that sees no key, which with sinks is that of its sink, or doesn't count.
 
@@ -97,7 +100,7 @@ def attention(
     softmax_scale: float | None = None,
     **options: Unpack[OptionsAndOut],
 ) -> torch.Tensor:
-    """The out of forward, (batch, heads_q, seqlen_q, head_dim); forward documents the arguments."""
+    """The out of forward, (batch, heads_q, seqlen_q, head_dim_v); forward documents the arguments."""
     return call("attention", ops.forward, q, k, v, {}, causal, softmax_scale, options)[0]
 
 
@@ -119,9 +122,9 @@ def forward_varlen(
 
     Args:
         q: (total_q, heads_q, head_dim), otherwise as in forward.
-        k, v: (total_k, heads_kv, head_dim), likewise. Or a cache with packed queries, without cu_seqlens_k
-            and without gradients: (batch, heads_kv, capacity, head_dim), or with block_table pages as in
-            forward; seqused_k has the lengths. A cache is never copied.
+        k, v: (total_k, heads_kv, head_dim), likewise; v of head_dim_v, too. Or a cache with packed queries,
+            without cu_seqlens_k and without gradients: (batch, heads_kv, capacity, head_dim), or with
+            block_table pages as in forward; seqused_k has the lengths. A cache is never copied.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), on q's device: sequence b has the rows cu_seqlens[b]
             to cu_seqlens[b + 1] - 1. They don't decrease, from 0 or more to the total or less. cu_seqlens_k
             is cu_seqlens_q by default, but of a cache.
@@ -134,7 +137,7 @@ def forward_varlen(
             is that of each sequence alone, by its own lengths.
 
     Returns:
-        out: the tensor given for it, else as torch.empty_like(q) in shape, dtype and strides. 0 for rows that
+        out: the tensor given for it, (total_q, heads_q, head_dim_v), else one as in forward. 0 for rows that
             see no key, don't count or belong to no sequence.
         lse: float32 (heads_q, total_q), as in forward. -inf where out is 0 for these reasons.
 
@@ -160,7 +163,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     **options: Unpack[OptionsAndOut],
 ) -> torch.Tensor:
-    """The out of forward_varlen, (total_q, heads_q, head_dim); forward_varlen documents the arguments."""
+    """The out of forward_varlen, (total_q, heads_q, head_dim_v); forward_varlen documents the arguments."""
     offsets = offsets_of(cu_seqlens_q, cu_seqlens_k)
     return call("attention_varlen", ops.forward, q, k, v, offsets, causal, softmax_scale, options)[0]
 

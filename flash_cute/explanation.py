@@ -107,6 +107,7 @@ INTERNALS = {
 def work(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     window: tuple[int | None, int | None],
     given: dict[str, torch.Tensor],
     backward: bool,
@@ -118,7 +119,7 @@ def work(
     given: the tensors of lengths, which are read; element: bytes of one, which autocast may have made fewer.
     """
     packed = "cu_seqlens_q" in given
-    heads_q, heads_kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    heads_q, heads_kv, head_dim, head_dim_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     size_q, size_k = (x.shape[0 if x.dim() == 3 else 2] for x in (q, k))
     if "block_table" in given:
         size_k *= given["block_table"].shape[1]
@@ -148,12 +149,14 @@ def work(
     rows_read, keys_read = (sum(count * size[side] for size, count in sizes.items()) for side in (0, 1))
     lse_row = torch.float32.itemsize // element  # as many elements as a float has room for
     if backward:  # reads q, out, dout and lse; writes dq, dk and dv
-        row_read, written = 3 * head_dim + lse_row, q.numel() + 2 * k.numel()
+        row_read, written = head_dim + 2 * head_dim_v + lse_row, q.numel() + k.numel() + v.numel()
+        products = 3 * head_dim + 2 * head_dim_v
     else:
-        row_read, written = head_dim, q.numel() + q.numel() // head_dim * lse_row
-    read = heads_q * rows_read * row_read + 2 * heads_kv * keys_read * head_dim
+        row_read, written = head_dim, q.numel() // head_dim * (head_dim_v + lse_row)
+        products = head_dim + head_dim_v
+    read = heads_q * rows_read * row_read + heads_kv * keys_read * (head_dim + head_dim_v)
     return {
-        "flops": (10 if backward else 4) * head_dim * heads_q * pairs,
+        "flops": 2 * products * heads_q * pairs,
         "bytes": element * (read + written),
         "written_bytes": element * written,
     }
@@ -162,15 +165,15 @@ def work(
 class Explanation(dict):
     """The plan of a call: a dict that prints as a table.
 
-    Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim,
-    softmax_scale, window_left and window_right (None is unlimited), ranges (of keys, how many each query
-    has), sinks (are there any?), copies (inputs that are copied first, and why),
-    flops (for each visible pair and element of head_dim 4, in the backward 10), bytes (each input read and
-    each output written once) and of these written_bytes, roofline (None where the device's rates are unknown,
-    else seconds, bound_by "compute" or "memory", and the rates).
+    Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim, of q
+    and k, and head_dim_v, softmax_scale, window_left and window_right (None is unlimited), ranges (of keys,
+    how many each query has), sinks (are there any?), copies (inputs that are copied first, and why),
+    flops (for each visible pair 2 for each column of k and of v, in the backward 6 and 4), bytes (each input
+    read and each output written once) and of these written_bytes, roofline (None where the device's rates are
+    unknown, else seconds, bound_by "compute" or "memory", and the rates).
 
-    Of a kernel also: element, bucket (the head_dim that it is compiled for), workspace_bytes (for unequal
-    lengths, for tiles that blocks take one by one, for partial results, and for every backward),
+    Of a kernel also: element, bucket and bucket_v (the head dims that it is compiled for), workspace_bytes
+    (for unequal lengths, for tiles that blocks take one by one, for partial results, and for every backward),
     partial_results (of a forward: at most so many, where keys are cut into parts, else 0).
 
     With internals=True, of a kernel: block_m, block_n, stages, packed_heads (query heads that share a tile),
@@ -217,12 +220,18 @@ class Explanation(dict):
     def _kernel_rows(self) -> dict[str, str]:
         if self["family"] == "cpu" and self["backward"]:
             return {"kernel": "PyTorch's CPU flash attention backward in float32"}
+        if self["family"] == "cpu" and self["head_dim"] != self["head_dim_v"]:
+            wide = f"columns of zeros make all {max(self['head_dim'], self['head_dim_v'])} wide"
+            return {"kernel": f"PyTorch's CPU flash attention in float32; {wide}"}
         if self["family"] == "cpu":
             types = "full and causal in the inputs' type, other masks and tiny scores in float32"
             return {"kernel": f"PyTorch's CPU flash attention; {types}"}
         direction, parts = " backward" if self["backward"] else "", self.get("partial_results")
+        serves = f"for head_dim up to {self['bucket']}"
+        if self["bucket_v"] != self["bucket"]:
+            serves += f" and, of v, up to {self['bucket_v']}"
         return {
-            "kernel": f"{self['family']}{direction}, {self['element']}, for head_dim up to {self['bucket']}",
+            "kernel": f"{self['family']}{direction}, {self['element']}, {serves}",
             **(self._internal_rows() if "block_m" in self else {}),
             **({"keys": f"cut into parts, up to {parts} partial results"} if parts else {}),
             "workspace": self._workspace_text(),
@@ -291,7 +300,7 @@ def explain(
     if q.is_nested:
         q, k, v, given = lengths.unwrapped(q, k, v, given)
     window = plan["window_left"], plan["window_right"]
-    plan |= work(q, k, window, given, backward, autocast_dtype(q).itemsize)
+    plan |= work(q, k, v, window, given, backward, autocast_dtype(q).itemsize)
     plan["ranges"] = given["ranges"].shape[-2] if "ranges" in given else 0
     plan["sinks"] = options.get("sinks") is not None
     return Explanation.of(plan | {"backward": backward}, q.device, internals)
@@ -300,17 +309,18 @@ def explain(
 def supported() -> dict[str, Any]:
     """What is compiled: {"families": {family: {element: [head_dim, ...]}}, "backward": ..., "kernels": [...]}
 
-    A kernel serves every head_dim up to its own. "families" has the kernels of the forward and "backward",
-    likewise, those of the backward; "kernels" lists those of the forward with their tile and shared memory in
-    bytes, once for each tile that the launch chooses from. All are empty in a build without CUDA. The CPU
-    needs no kernel and is always supported.
+    A kernel serves every head_dim of q and k up to its own, and every one of v up to its head_dim_v.
+    "families" has the forward's kernels for which both are the same and "backward", likewise, those of the
+    backward; "kernels" lists all of the forward with their head dims, tile and shared memory in bytes, once
+    for each tile that the launch chooses from. All are empty in a build without CUDA. The CPU needs no kernel
+    and is always supported.
     """
     kernels = json.loads(ops.compiled())
     found: dict[str, dict[str, dict[str, list[int]]]] = {"forward": {}, "backward": {}}
     for kernel in kernels:
         elements = found[kernel["pass"]].setdefault(kernel["family"], {})
         head_dims = elements.setdefault(kernel["element"], [])
-        if kernel["head_dim"] not in head_dims:
+        if kernel["head_dim"] == kernel["head_dim_v"] and kernel["head_dim"] not in head_dims:
             head_dims.append(kernel["head_dim"])
     return {
         "families": found["forward"],

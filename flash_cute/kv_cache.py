@@ -49,10 +49,11 @@ def append_kv(
     Args:
         k, v: the new rows, (batch, heads_kv, rows, head_dim), or packed, with cu_seqlens or slots,
             (total, heads_kv, head_dim). float16, bfloat16 or float32, any strides; head_dim is a multiple
-            of 8. What autocast would cast of them, and of q, is cast to the cache's dtype.
+            of 8. v may have one of its own, a multiple of 8, too. What autocast would cast of them, and of q,
+            is cast to the cache's dtype.
         k_cache, v_cache: (batch, heads_kv, capacity, head_dim), or pages (pages, heads_kv, page_size,
-            head_dim) with block_table or slots; k's dtype and device. A cache is never copied: the last
-            dimension must be contiguous, and other strides multiples of 16 bytes.
+            head_dim) with block_table or slots; k's dtype and device, v_cache of v's head_dim. A cache is
+            never copied: the last dimension must be contiguous, and other strides multiples of 16 bytes.
         cache_seqlens: int32 (batch,), how many rows each sequence has before the call: its row i of k goes
             to cache_seqlens + i. Default 0. Rows for which there is no room are not written; more rows of
             padded k than a sequence's capacity raise, as caches passed in the place of new rows do.

@@ -75,7 +75,7 @@ def sequences_of_rows(total: int, offsets: torch.Tensor) -> tuple[torch.Tensor, 
 def with_a_row(k: torch.Tensor, v: torch.Tensor, given: Lengths):
     """k, v and lengths where no keys at all are one that doesn't count: kernels need its rows for sinks."""
     packed = "cu_seqlens_q" in given and k.dim() == 3
-    if k.dim() not in (3, 4) or k.shape != v.shape or k.shape[0 if packed else 2] > 0:
+    if k.dim() not in (3, 4) or k.shape[:-1] != v.shape[:-1] or k.shape[0 if packed else 2] > 0:
         return k, v, given
     batch = given["cu_seqlens_q"].shape[0] - 1 if packed else k.shape[0]
     row = (0, 0, 0, 0, 0, 1) if packed else (0, 0, 0, 1)

@@ -22,8 +22,8 @@ def merge(
     returned, up to the rounding of each out to its type. Plain PyTorch, computed in float32.
 
     Args:
-        outs: one or more of forward, (batch, heads_q, seqlen_q, head_dim), or of forward_varlen,
-            (total_q, heads_q, head_dim), all alike. Together their keys are those of the whole, each once.
+        outs: one or more of forward, (batch, heads_q, seqlen_q, head_dim_v), or of forward_varlen,
+            (total_q, heads_q, head_dim_v), all alike. Together their keys are those of the whole, each once.
         lses: of the same calls, (batch, heads_q, seqlen_q), or (heads_q, total_q).
         sinks: (heads_q,), as in forward, where the parts were computed without: a row counts its sink once.
 

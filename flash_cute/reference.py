@@ -75,7 +75,7 @@ def forward(
     In float64 it is the oracle. In q.dtype it is the yardstick of the tolerance rule: attention written with
     PyTorch's operators, which rounds scores and weights to that type.
 
-    Returns out, (batch, heads_q, seqlen_q, head_dim) in dtype, and lse, (batch, heads_q, seqlen_q) in
+    Returns out, (batch, heads_q, seqlen_q, head_dim of v) in dtype, and lse, (batch, heads_q, seqlen_q) in
     dtype or float32, whichever is wider.
     """
     group, rest = divmod(q.shape[1], max(1, k.shape[1]))

@@ -59,6 +59,8 @@ SHAPES = {
     "few_queries": Shape(2, 14, 2, 19, 201, 0),
     "many_keys": Shape(1, 2, 2, 130, 600, 0),
 }
+# Of v's own: the pair that Hopper has a kernel for, and a wider one.
+WIDTHS = (192, 128), (64, 256)
 # Of cases.BATCHES: how many heads share K and V, and the mask.
 RAGGED = (
     ("unequal", (2, 1), "causal"),
@@ -80,7 +82,10 @@ def compiled(family: str, dtypes: dict[str, torch.dtype]) -> list[tuple[torch.dt
 
 
 def calls():
-    """(family, mask, shape, dtype) of every call: each kernel at its own head dim and just below it."""
+    """(family, mask, shape, dtype) of every call: each kernel at its own head dim and just below it.
+
+    Of v's own widths all that there is: kernels of a pair, and of the wider one.
+    """
     for family in families(torch.device("cuda")):
         for dtype, head_dims in compiled(family, ALL_DTYPES):
             for head_dim, mask in itertools.product(head_dims, ("full", "causal", "window_symmetric")):
@@ -88,6 +93,8 @@ def calls():
                     yield family, MASKS[mask], Shape(1, 2, 1, *size, head_dim - narrower), dtype
             for head_dim, shape in itertools.product(head_dims, SHAPES.values()):
                 yield family, MASKS["causal"], with_head_dim(shape, head_dim), dtype
+            for widths, mask in itertools.product(WIDTHS, ("full", "causal")):
+                yield family, MASKS[mask], Shape(1, 2, 1, *SIZES["rows"], *widths), dtype
 
 
 def ragged_calls():
@@ -205,7 +212,7 @@ def check_dense() -> None:
         result = flash_cute.forward(**on_gpu, family=family, **mask.options)
         assert_attention([tensor.cpu() for tensor in result], *inputs, mask)
         if family in BACKWARD_FAMILIES:
-            given = make_gradients(inputs[0])
+            given = make_gradients(inputs[0], head_dim_v=shape.head_dim_v)
             found = gradients(flash_cute.forward, on_gpu, given, mask, family, next(deterministic))
             assert_gradients(found, *inputs, *given, mask)
 

@@ -29,14 +29,20 @@ def infer() -> tuple:
     return flashinfer, workspace, (of_xqa, semaphores.view(torch.uint32))
 
 
+def require_one_width(cell) -> None:
+    if len({*cell.widths}) > 1:
+        raise CannotRun("called with v as wide as q and k only")
+
+
 class FlashInfer(Peer):
     """Its FlashAttention-2 on tensor cores, planned on the host for these lengths, which is not timed."""
 
     calls = frozenset({PAGED})
 
     def cached(self, cache, page: int) -> Call:
-        module, workspace, _ = infer()
         cell = cache.cell
+        require_one_width(cell)
+        module, workspace, _ = infer()
         counts = torch.tensor([0, *cache.pages_of(page)], dtype=torch.int32)
         last = torch.tensor([(length - 1) % page + 1 for length in cell.lengths], dtype=torch.int32)
         pages = counts.cumsum(0).to(torch.int32), cache.page_numbers(page), last
@@ -67,6 +73,7 @@ class Xqa(Peer):
 
     def cached(self, cache, page: int) -> Call:
         cell = cache.cell
+        require_one_width(cell)
         if cell.packed or page not in XQA_PAGES or cell.heads_q // cell.heads_kv not in XQA_GROUPS:
             raise CannotRun("not called with chunks, other pages or groups of heads")
         module, _, shared = infer()

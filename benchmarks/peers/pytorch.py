@@ -26,6 +26,11 @@ def require_top_left_mask(problem) -> None:
         raise CannotRun("causal is top-left aligned")
 
 
+def require_one_width(problem) -> None:
+    if problem.width_v != problem.head_dim:
+        raise CannotRun("v as wide as q and k only")
+
+
 def require_no_groups(problem) -> None:
     if problem.heads_q != problem.heads_kv:
         raise CannotRun("no gradients of grouped heads")
@@ -79,6 +84,7 @@ class Flash(Cached):
     deterministic = True
 
     def forward(self, problem, q, k, v, offsets=None) -> Run:
+        require_one_width(problem)
         if q.device.type == "cpu" and offsets is None:
             require_top_left_mask(problem)
             k, v = expanded(problem, k), expanded(problem, v)

@@ -18,6 +18,7 @@ from .tables import (
     colour,
     digits,
     grouped,
+    head_dim_of,
     heads_of,
     legend,
     means,
@@ -45,7 +46,8 @@ Baseline = dict[str, dict[tuple, float]]  # regime -> cell -> the best known pee
 def key(problem: dict) -> tuple:
     """What identifies a cell in every result file."""
     names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "mask")
-    return *(problem[name] for name in names), problem.get("lengths"), problem["direction"]
+    of_some = map(problem.get, ("head_dim_v", "lengths"))
+    return *(problem[name] for name in names), *of_some, problem["direction"]
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -53,7 +55,7 @@ def load_baseline(path: Path) -> Baseline:
     found: Baseline = {regime: {} for regime in REGIMES}
     directions = {"fwd": "forward", "bwd": "backward"}
     for c in json.loads(path.read_text())["cells"]:
-        where = [c["d"]], [c["s"]], [c["causal"]], "bf16", directions[c["mode"]]
+        where = [(c["d"],)], [c["s"]], [c["causal"]], "bf16", directions[c["mode"]]
         (problem,) = paper_grid(TOKENS, HIDDEN, *where)
         for regime, cells in found.items():
             cells[key(asdict(problem) | {"mask": problem.mask})] = c[regime]["best_over_cudnn"]
@@ -141,8 +143,10 @@ def groups(cells: list[dict]) -> dict[str, list[dict]]:
     return found | {"all": cells}
 
 
-def by_head_dim(cells: list[dict]) -> dict[int, list[dict]]:
-    return dict(sorted(grouped(cells, lambda cell: cell["problem"]["head_dim"]).items()))
+def by_head_dim(cells: list[dict]) -> dict[str, list[dict]]:
+    """By what head_dim_of says of them, in the order of its numbers."""
+    found = grouped(cells, lambda cell: head_dim_of(cell["problem"]))
+    return dict(sorted(found.items(), key=lambda item: [*map(int, item[0].split("/"))]))
 
 
 def markdown(results: dict, baseline: Path | None = None) -> str:
@@ -155,7 +159,7 @@ def markdown(results: dict, baseline: Path | None = None) -> str:
         how = f": {REGIMES[regime]}" if regime in REGIMES else ""
         lines += ["", f"## {name}{how}", "", *section(measured, known.get(regime, {}))]
     if any("bytes_beside" in cell for cell in results["cells"]):
-        columns = {"": lambda cell: f"d{cell['problem']['head_dim']}, {title(cell['problem'])}"}
+        columns = {"": lambda cell: f"d{head_dim_of(cell['problem'])}, {title(cell['problem'])}"}
         for name in results["ours"] + results["peers"]:
             columns[name] = lambda cell, name=name: f"{cell['bytes_beside'][name] / 1e6:.2f}"
         memory = by_column(columns, [cell for cell in results["cells"] if "bytes_beside" in cell])
@@ -218,15 +222,16 @@ def plot(results: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     regimes = by_regime(results)
-    head_dims = sorted({cell["problem"]["head_dim"] for cell in results["cells"]})
+    head_dims = [*by_head_dim(results["cells"])]
     masks = list(dict.fromkeys(cell["problem"]["mask"] for cell in results["cells"]))
     timed = {name for measured in regimes.values() for cell in measured["cells"] for name in cell["times_us"]}
     names = [name for name in (*results["peers"], *results["ours"]) if name in timed]
-    panels: dict[tuple, dict[int, list[dict]]] = {}
+    panels: dict[tuple, dict[str, list[dict]]] = {}
     for regime, measured in regimes.items():
         for mask in masks:
             shown = [cell for cell in measured["cells"] if cell["problem"]["mask"] == mask]
-            panels[regime, mask] = {d: [c for c in shown if c["problem"]["head_dim"] == d] for d in head_dims}
+            of_each = by_head_dim(shown)
+            panels[regime, mask] = {head_dim: of_each.get(head_dim, []) for head_dim in head_dims}
     widest = max(len(cells) for row in panels.values() for cells in row.values())
     size = len(head_dims) * max(4.5, 0.9 + 0.15 * widest * len(names)), len(panels) * 2.9 + 1
     figure, axes = pyplot.subplots(
@@ -285,5 +290,5 @@ def shape_title(cells: list[dict]) -> str:
     problem = cells[0]["problem"]
     heads = {heads_of(cell["problem"]) for cell in cells}
     return ", ".join(
-        [f"head dim {problem['head_dim']}", problem["mask"], *(heads if len(heads) == 1 else ())]
+        [f"head dim {head_dim_of(problem)}", problem["mask"], *(heads if len(heads) == 1 else ())]
     )

@@ -6,7 +6,19 @@ from functools import partial
 from pathlib import Path
 
 from ..caches import INVARIANT, OURS, PAGES
-from .tables import by_column, colour, digits, grouped, legend, means, of_ratios, reasons, source, union
+from .tables import (
+    by_column,
+    colour,
+    digits,
+    grouped,
+    head_dim_of,
+    legend,
+    means,
+    of_ratios,
+    reasons,
+    source,
+    union,
+)
 
 BEST = f"{OURS}/best peer"
 MARKERS = {64: "s", 16: "^", 1: "v"}  # of pages
@@ -54,7 +66,7 @@ def ratios(cell: dict) -> dict[str, float]:
 def group_title(cell: dict) -> str:
     what = f"chunks of {cell['queries']} queries" if cell["packed"] else f"{cell['queries']} "
     what += "" if cell["packed"] else "query" if cell["queries"] == 1 else "queries"
-    return f"head dim {cell['head_dim']}, {what}"
+    return f"head dim {head_dim_of(cell)}, {what}"
 
 
 def entry(read: float | None, name: str, cell: dict) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from .tables import by_column, digits, shape_labels, source, title, union
+from .tables import by_column, digits, head_dim_of, shape_labels, source, title, union
 
 REFERENCE = "flash"  # whose errors of gradients others are compared with
 WAYS = ("forward", "backward")
@@ -14,8 +14,9 @@ WAYS = ("forward", "backward")
 def accuracy(results: dict) -> str:
     """A row for each contender of each problem."""
     rows = [
-        cell | {"title": title(cell["problem"]), "name": name, "found": found}
+        cell | {"title": title(p), "head_dim": head_dim_of(p), "name": name, "found": found}
         for cell in results["cells"]
+        for p in [cell["problem"]]
         for name, found in cell["errors"].items()
     ]
 
@@ -28,7 +29,7 @@ def accuracy(results: dict) -> str:
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
 
     measures = union(rows, lambda row: row["found"])
-    columns = {"": "d{problem[head_dim]}, {title}, {problem[dtype]}: {name}"}
+    columns = {"": "d{head_dim}, {title}, {problem[dtype]}: {name}"}
     columns |= {what: partial(error, what) for what in measures}
     if rows[0]["problem"]["direction"] == "backward":
         columns |= {f"{what}/{REFERENCE}": partial(ratio, what) for what in measures if what.endswith("RMS")}
@@ -51,7 +52,7 @@ def masks(results: dict) -> str:
         cases = [case | {"name": name} for name, case in measured["cases"].items()]
         p = cases[0]["problem"]
         told = measured["regime"].capitalize() + (f", {measured['family']}" if "family" in measured else "")
-        told += f", {p['batch']} x {p['heads_q']} heads, {p['seqlen_q']} tokens, head dim {p['head_dim']}"
+        told += f", {p['batch']} x {p['heads_q']} heads, {p['seqlen_q']} tokens, head dim {head_dim_of(p)}"
         told += f", {p['dtype']}, rounds: {measured['rounds']}"
         lines += ["", told, "", *by_column(columns, cases)]
     return "\n".join(lines)

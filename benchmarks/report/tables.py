@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..problem import width_name
+
 MISSING = "-"  # in a table
 Columns = dict[str, str | Callable[[dict], str]]  # title -> a format of a cell, or a function of it
 # Okabe and Ito's colours and four of Paul Tol's, which the colour-blind tell apart; ours are the strong ones.
@@ -107,6 +109,11 @@ def title(problem: dict) -> str:
     group = problem["heads_q"] // problem["heads_kv"]
     grouped = f", {group} query heads per K/V head" if group > 1 else ""
     return f"{problem['mask']}, {lengths}{grouped}"
+
+
+def head_dim_of(problem: dict) -> str:
+    """'128', or '192/128' where v has a width of its own."""
+    return width_name(problem["head_dim"], problem.get("head_dim_v"))
 
 
 def heads_of(problem: dict) -> str:

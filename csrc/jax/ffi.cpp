@@ -71,19 +71,20 @@ RangeParams ranges_of(Buffer const& buffer) {
 
 std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
 
-AttentionProblem problem_of(Buffer const& q, Buffer const& k, bool has_lengths, int ranges, float scale,
-                            int64_t left, int64_t right, bool tf32) {
-  Sizes const of_q(q), of_k(k);
+AttentionProblem problem_of(Buffer const& q, Buffer const& k, Buffer const& v, bool has_lengths, int ranges,
+                            float scale, int64_t left, int64_t right, bool tf32) {
+  Sizes const of_q(q), of_k(k), of_v(v);
   ElementType const element = element_of(q);
-  return {.shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim},
-          .element = element == ElementType::fp32 && tf32 ? ElementType::tf32 : element,
-          .softmax_scale = scale,
-          .window_left = limit(left),
-          .window_right = limit(right),
-          .family = std::nullopt,
-          .packed = false,
-          .varlen = has_lengths,
-          .ranges = ranges};
+  return {
+      .shape = {of_q.batch, of_q.heads, of_k.heads, of_q.seqlen, of_k.seqlen, of_q.head_dim, of_v.head_dim},
+      .element = element == ElementType::fp32 && tf32 ? ElementType::tf32 : element,
+      .softmax_scale = scale,
+      .window_left = limit(left),
+      .window_right = limit(right),
+      .family = std::nullopt,
+      .packed = false,
+      .varlen = has_lengths,
+      .ranges = ranges};
 }
 
 LengthParams lengths_of(Buffer const& seqused_q, Buffer const& seqused_k, Buffer const& leftpad_k) {
@@ -132,8 +133,9 @@ ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
-    ForwardCall call = plan_forward_call(
-        problem_of(q, k, any(lengths), ranges.count, scale, left, right, tf32), lengths, current_gpu(device));
+    ForwardCall call =
+        plan_forward_call(problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32), lengths,
+                          current_gpu(device));
     require_whole(call);
     ForwardParams& params = call.params;
     params.q = view(q);
@@ -154,7 +156,7 @@ ffi::Error backward(cudaStream_t stream, int device, Buffer dout, Buffer dlse, B
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
     BackwardCall call =
-        plan_backward_call(problem_of(q, k, any(lengths), ranges.count, scale, left, right, tf32), lengths,
+        plan_backward_call(problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32), lengths,
                            current_gpu(device), true, true, deterministic);
     require_whole(call);
     BackwardParams& params = call.params;
@@ -235,17 +237,19 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, Buffer dprobabiliti
 
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
 extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batch, int heads_q, int heads_kv,
-                                            int seqlen_q, int seqlen_k, int head_dim, int64_t left,
-                                            int64_t right, bool has_lengths, bool deterministic, int ranges) {
-  AttentionProblem const problem{.shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim},
-                                 .element = ElementType(element),
-                                 .softmax_scale = 1.f,
-                                 .window_left = limit(left),
-                                 .window_right = limit(right),
-                                 .family = std::nullopt,
-                                 .packed = false,
-                                 .varlen = has_lengths,
-                                 .ranges = ranges};
+                                            int seqlen_q, int seqlen_k, int head_dim, int head_dim_v,
+                                            int64_t left, int64_t right, bool has_lengths, bool deterministic,
+                                            int ranges) {
+  AttentionProblem const problem{
+      .shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v},
+      .element = ElementType(element),
+      .softmax_scale = 1.f,
+      .window_left = limit(left),
+      .window_right = limit(right),
+      .family = std::nullopt,
+      .packed = false,
+      .varlen = has_lengths,
+      .ranges = ranges};
   try {
     return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
   } catch (std::exception const&) {

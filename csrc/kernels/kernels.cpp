@@ -27,18 +27,18 @@ Gpu const& gpu_at(int index) {
   return devices[index];
 }
 
-ForwardEntry forward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
+ForwardEntry forward_kernel(Family family, ElementType element, HeadDims head_dims, Variant variant) {
   ForwardEntry kernel{};
-  visit_instance<Pass::forward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
-    kernel = {family, Instance::head_dim, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::attributes};
+  visit_instance<Pass::forward>(family, element, variant, head_dims, [&]<class Instance>(Instance) {
+    kernel = {family, Instance::head_dims, ForwardLaunch<Instance>::run, ForwardLaunch<Instance>::attributes};
   });
   return kernel;
 }
 
-BackwardEntry backward_kernel(Family family, ElementType element, int head_dim, Variant variant) {
+BackwardEntry backward_kernel(Family family, ElementType element, HeadDims head_dims, Variant variant) {
   BackwardEntry kernel{};
-  visit_instance<Pass::backward>(family, element, variant, head_dim, [&]<class Instance>(Instance) {
-    kernel = {family, Instance::head_dim, BackwardLaunch<Instance>::run,
+  visit_instance<Pass::backward>(family, element, variant, head_dims, [&]<class Instance>(Instance) {
+    kernel = {family, Instance::head_dims, BackwardLaunch<Instance>::run,
               BackwardLaunch<Instance>::attributes};
   });
   return kernel;
@@ -66,7 +66,7 @@ decltype(&AppendLaunch<ElementType::fp32>::run) append_kv_launch(ElementType ele
 std::vector<CompiledKernel> compiled_instances() {
   std::vector<CompiledKernel> list;
   auto add = [&]<class Instance>(Pass pass, Instance, std::optional<CompiledTile> const& tile) {
-    list.push_back({pass, Instance::family, Instance::element, Instance::head_dim, Instance::variant, tile});
+    list.push_back({pass, Instance::family, Instance::element, Instance::head_dims, Instance::variant, tile});
   };
   visit_instances<Pass::forward>([&]<class Instance>(Instance instance) {
     for (CompiledTile const& tile : ForwardLaunch<Instance>::tiles()) add(Pass::forward, instance, tile);

@@ -22,7 +22,7 @@ Family family_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) 
   require(capability >= kAmpere, "the GPU has compute capability ", capability / 10, ".", capability % 10,
           "; 8.0 (Ampere) and newer are supported");
   if (!problem.family) {
-    bool const has_sm90 = find(Family::sm90, problem.element, problem.shape.head_dim).run;
+    bool const has_sm90 = find(Family::sm90, problem.element, problem.shape.head_dims()).run;
     return capability == kHopper && has_sm90 ? Family::sm90 : Family::sm80;
   }
   require(*problem.family != Family::sm90 || capability == kHopper,
@@ -33,26 +33,31 @@ Family family_for(AttentionProblem const& problem, Gpu const& gpu, Find&& find) 
 
 // Functions that find the kernel of a variant.
 auto forward_of(Variant variant) {
-  return [=](Family family, ElementType element, int head_dim) {
-    return forward_kernel(family, element, head_dim, variant);
+  return [=](Family family, ElementType element, HeadDims head_dims) {
+    return forward_kernel(family, element, head_dims, variant);
   };
 }
 // The order in which Hopper's kernels add to dQ where calls are deterministic is a window's: with key ranges
 // sm80's, which need none, take their place.
 auto backward_of(Variant variant, bool deterministic = false) {
-  return [=](Family family, ElementType element, int head_dim) {
+  return [=](Family family, ElementType element, HeadDims head_dims) {
     if (variant == Variant::ranges && deterministic) family = Family::sm80;
-    return backward_kernel(family, element, head_dim, variant);
+    return backward_kernel(family, element, head_dims, variant);
   };
 }
 Variant variant_of(AttentionProblem const& problem) {
   return problem.ranges > 0 ? Variant::ranges : Variant::plain;
 }
+std::string described(ProblemShape const& shape) {
+  std::string const text = "head_dim " + std::to_string(shape.head_dim);
+  return shape.head_dim_v == shape.head_dim ? text
+                                            : text + " (of v " + std::to_string(shape.head_dim_v) + ')';
+}
 // The kernel that cuts keys into parts, if there is one.
 ForwardEntry split_entry(AttentionProblem const& problem, Family family) {
   Variant const variant = problem.ranges > 0 ? Variant::ranges : Variant::split;
-  auto const kernel = forward_kernel(family, problem.element, problem.shape.head_dim, variant);
-  auto const tiles = forward_tiles(family, kernel.head_dim, element_bytes(problem.element));
+  auto const kernel = forward_kernel(family, problem.element, problem.shape.head_dims(), variant);
+  auto const tiles = forward_tiles(family, kernel.bucket, element_bytes(problem.element));
   return tiles.decode.warps > 0 ? kernel : ForwardEntry{};
 }
 // The kernels of ranges ask a sequence for its lengths, whether they were given or not.
@@ -61,10 +66,10 @@ bool has_lengths(AttentionProblem const& problem) { return problem.varlen || pro
 template <class Find>
 auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   Family const family = family_for(problem, gpu, find);
-  auto const kernel = find(family, problem.element, problem.shape.head_dim);
+  auto const kernel = find(family, problem.element, problem.shape.head_dims());
   require(kernel.run, "this build has no ", name_of(family), ' ', name_of(pass), " kernel for ",
-          problem.ranges > 0 ? "ranges with " : "", name_of(problem.element), " and head_dim ",
-          problem.shape.head_dim, kBuildAll);
+          problem.ranges > 0 ? "ranges with " : "", name_of(problem.element), " and ",
+          described(problem.shape), kBuildAll);
   return kernel;
 }
 
@@ -82,7 +87,8 @@ Params make_params(AttentionProblem const& problem, LengthParams const& lengths,
   Params params{};
   params.shape = problem.shape;
   params.element_bytes = element_bytes(problem.element);
-  params.shape.head_dim = padded_head_dim(problem.shape.head_dim, params.element_bytes);
+  for (int* width : {&params.shape.head_dim, &params.shape.head_dim_v})
+    *width = padded_head_dim(*width, params.element_bytes);
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
   params.ranges.count = problem.ranges;
@@ -104,7 +110,7 @@ template <class Params, class Find, class Bytes>
 int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
   int64_t most = 0;
   for (Family const family : {Family::sm80, Family::sm90}) {
-    auto const kernel = find(family, problem.element, problem.shape.head_dim);
+    auto const kernel = find(family, problem.element, problem.shape.head_dims());
     if (!kernel.run) continue;
     for (int const smem_bytes : kSharedMemories) {
       // Each number that a GPU may have: with more, groups are split into more parts, or into fewer.
@@ -112,7 +118,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
       for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
-        most = larger(most, bytes(kernel.family, kernel.head_dim, make_params<Params>(problem, {}, device),
+        most = larger(most, bytes(kernel.family, kernel.bucket, make_params<Params>(problem, {}, device),
                                   reachable_mask(problem)));
       }
     }
@@ -142,7 +148,7 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
   WindowMask mask = call.mask;
   if (is_empty(planned.shape)) {
     call.launches = false;
-    planned.shape = {1, 1, 1, 1, 1, planned.shape.head_dim};
+    planned.shape = {1, 1, 1, 1, 1, planned.shape.head_dim, planned.shape.head_dim_v};
     mask = WindowMask::make(1, 1, 0, 0);
     planned.lengths = {};
     planned.cache = {};
@@ -150,8 +156,8 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
   ForwardEntry const split = split_entry(problem, call.kernel.family);
   require(split.run || !(problem.cached || problem.batch_invariant), "this build has no ",
           name_of(call.kernel.family), " kernel for caches and batch_invariant with ",
-          name_of(problem.element), " and head_dim ", problem.shape.head_dim, kBuildAll);
-  call.launch = plan_forward(call.kernel.family, call.kernel.head_dim, split.head_dim, planned, mask);
+          name_of(problem.element), " and ", described(problem.shape), kBuildAll);
+  call.launch = plan_forward(call.kernel.family, call.kernel.bucket, split.bucket, planned, mask);
   if (call.launch.splits()) call.kernel = split;
   return call;
 }
@@ -168,11 +174,11 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
                     {}};
   call.params.softmax_scale = problem.softmax_scale;
   call.launches = !is_empty(call.params.shape);
-  call.launch = plan_backward(call.kernel.family, call.kernel.head_dim, call.params, call.mask, needs_dq,
+  call.launch = plan_backward(call.kernel.family, call.kernel.bucket, call.params, call.mask, needs_dq,
                               needs_dkv, deterministic);
-  int const smem_bytes = call.launch.kernel.tile.smem_bytes(call.kernel.head_dim, call.params.element_bytes);
+  int const smem_bytes = call.launch.kernel.tile.smem_bytes(call.kernel.bucket.qk, call.params.element_bytes);
   require(call.kernel.family != Family::sm80 || smem_bytes <= gpu.info.smem_bytes, "the backward of ",
-          name_of(problem.element), " with head_dim ", problem.shape.head_dim, " needs ", smem_bytes,
+          name_of(problem.element), " with ", described(problem.shape), " needs ", smem_bytes,
           " bytes of shared memory for a thread block, but the GPU has ", gpu.info.smem_bytes);
   call.launch.part_groups(call.params);
   return call;
@@ -182,7 +188,7 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(
       problem, forward_of(variant_of(problem)),
-      [&](Family family, int bucket, auto const& params, auto const& mask) {
+      [&](Family family, HeadDims bucket, auto const& params, auto const& mask) {
         auto bytes = [&](ForwardTiles const& tiles) {
           ForwardPlan plan = plan::plan_whole(family, tiles, params, mask);
           bool const may_be_prepared = plan.kernel.seqlens == Seqlens::varlen;  // of more sequences
@@ -195,7 +201,7 @@ int64_t forward_workspace(AttentionProblem const& problem) {
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
           if (tile.warps > 0) most = larger(most, bytes({.main = tile}));
         }
-        int const split_bucket = split_entry(problem, family).head_dim;
+        HeadDims const split_bucket = split_entry(problem, family).bucket;
         ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
         if (plan::splits(family, split_tiles, params, mask)) {
           most = larger(most, plan::plan_split(family, split_tiles, params, mask).workspace.bytes);
@@ -207,7 +213,7 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   auto const find = backward_of(variant_of(problem), deterministic);
   return largest<BackwardParams>(
-      problem, find, [&](Family family, int bucket, auto const& params, auto const& mask) {
+      problem, find, [&](Family family, HeadDims bucket, auto const& params, auto const& mask) {
         return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
       });
 }

@@ -1,1 +1,1 @@
-"""What Python computes: the CPU's kernels, and the rules of masks and sinks that others share."""
+"""What Python computes: the CPU's kernels, and the rules of masks, sinks and results that others share."""

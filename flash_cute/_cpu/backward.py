@@ -72,9 +72,11 @@ def _gradients(
     if not (q.numel() and k.numel()):
         return dq, dk, dv
 
+    columns = max(q.shape[3], v.shape[3])  # PyTorch's kernel wants as many of v
+
     def widened(x: torch.Tensor, column: float | torch.Tensor = 0.0) -> torch.Tensor:
-        wide = torch.empty(*x.shape[:3], x.shape[3] + 1, **FLOAT)
-        wide[..., :-1], wide[..., -1] = x, column
+        wide = torch.empty(*x.shape[:3], columns + 1, **FLOAT)
+        wide[..., : x.shape[3]], wide[..., x.shape[3] : -1], wide[..., -1] = x, 0, column
         return wide
 
     # PyTorch's kernel knows no dlse, but takes rowsum(dout * out) from the gradients of the weights: one more
@@ -94,7 +96,7 @@ def _gradients(
             scale=softmax_scale,
         )
         for whole, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
-            whole[:, :, where] += part[..., :-1]
+            whole[:, :, where] += part[..., : whole.shape[-1]]
     return dq, dk, dv
 
 

@@ -11,6 +11,7 @@ import torch
 
 from flash_cute._cpu import key_ranges
 from flash_cute._cpu.key_ranges import flash_blocks, masked_blocks
+from flash_cute._cpu.outs import empty_out
 from flash_cute._cpu.sequences import FLOAT, entries, offsets_of, places, scale_and_window
 from flash_cute._cpu.sinks import with_sinks as rule_of_sinks
 from flash_cute._cpu.windows import Window
@@ -21,7 +22,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, sinks=None, **options):
-    """flash_cute::_forward: out like q, and lse, float32 (batch, heads_q, seqlen_q)."""
+    """flash_cute::_forward: out as empty_out(q, v), and lse, float32 (batch, heads_q, seqlen_q)."""
     results = _ops._forward_cpu.default(q, k, v, *args, sinks=sinks, **options)
     if results:
         return with_sinks(tuple(results), sinks)
@@ -29,7 +30,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, sinks=None
 
 
 def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, *args, **options):
-    """flash_cute::_forward_varlen: out like q, and lse, float32 (heads_q, total_q)."""
+    """flash_cute::_forward_varlen: out as empty_out(q, v), and lse, float32 (heads_q, total_q)."""
     _ops._forward_varlen_cpu.default(q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)
     return _forward(q, k, v, *args, **offsets_of(cu_seqlens_q, cu_seqlens_k), **options)
 
@@ -57,7 +58,7 @@ def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seq
     if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
         return with_sinks(_dense(q, k, v, *mask, ranges), sinks)
 
-    out = torch.zeros_like(q)
+    out = empty_out(q, v).zero_()
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **FLOAT)
     cu_seqlens_k = None if k.dim() == 4 else cu_seqlens_k  # of a cache beside packed queries
     q, k, v, outs, lses = entries(packed, q, k, v, out, lse)
@@ -113,7 +114,7 @@ def _dense(
     """forward where all the rows count."""
     window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
     if window.blind or not (q.numel() and k.numel()):
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, **FLOAT)
+        out, lse = empty_out(q, v).zero_(), torch.full(q.shape[:3], -torch.inf, **FLOAT)
         if q.numel() and k.numel() and window.blind < window.seqlen_q:
             seeing = (slice(None), slice(None), slice(window.blind, None))
             of_seeing = None if ranges is None else ranges[:, :, window.blind :]
@@ -121,11 +122,12 @@ def _dense(
             out[seeing], lse[seeing] = _part(q[seeing], k, v, *mask)
         return out, lse
 
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], **FLOAT)
+    out, lse = empty_out(q, v), torch.empty(q.shape[:3], **FLOAT)
     blind = None if ranges is None else key_ranges.blind(window, ranges).expand(lse.shape)
-    q, k, v = (x.float().contiguous() for x in (q, k, v))
+    columns = max(q.shape[-1], v.shape[-1])  # PyTorch's kernel wants as many of v; those added change nothing
+    q, k, v = (_padded(x.float(), columns).contiguous() for x in (q, k, v))
     for rows, keys, added in flash_blocks(window, ranges):
-        out[:, :, rows], lse[:, :, rows] = _flash(
+        wide, lse[:, :, rows] = _flash(
             q[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
@@ -134,18 +136,23 @@ def _dense(
             attn_mask=added,
             scale=softmax_scale,
         )
+        out[:, :, rows] = wide[..., : out.shape[-1]]
     # PyTorch's kernel gives an LSE and an out of 0 to rows whose scores are all -inf, or NaN.
     sizes = lse.abs() if blind is None else lse.abs().masked_fill(blind, 1)
     lowest, highest = (bound.item() for bound in sizes.aminmax())
     if not (lowest > 0 and highest < torch.inf):
         for rows, keys, added in masked_blocks(window, ranges):
-            out[:, :, rows], lse[:, :, rows] = _plain(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], added, softmax_scale
-            )
+            wide, lse[:, :, rows] = _plain(q[:, :, rows], k[:, :, keys], v[:, :, keys], added, softmax_scale)
+            out[:, :, rows] = wide[..., : out.shape[-1]]
     if blind is not None:
         out.masked_fill_(blind.unsqueeze(-1), 0)
         lse.masked_fill_(blind, -torch.inf)
     return out, lse
+
+
+def _padded(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x, (..., head_dim), with columns of zeros behind its own, `columns` in all."""
+    return x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
 def _plain(q, k, v, mask, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from flash_cute._cpu.outs import empty_out
 from flash_cute._torch import library, private
 from flash_cute._torch.private import hint
 from flash_cute.options import LENGTHS
@@ -56,12 +57,12 @@ def hints(sizes: torch.Size) -> list[int | None]:
 def forward(q, k, v, causal=False, **options):
     """The results' shapes, strides and types, after the checks of a call that runs."""
     check(q, k, v, causal, **options)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_out(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options):
     check(q, k, v, causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return empty_out(q, v), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 def forward_out(q, k, v, out, causal=False, **options):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def forward(q: tuple[int, ...], k: tuple[int, ...], v, *args, block_table=None, **kwargs) -> int:
+def forward(q: tuple[int, ...], k, v, *args, block_table=None, **kwargs) -> int:
     """As PyTorch counts its own attention: both products of all pairs, those that a mask hides too."""
-    return 4 * q[0] * q[1] * q[2] * _keys(k, block_table) * q[3]
+    return 2 * (q[3] + v[3]) * q[0] * q[1] * q[2] * _keys(k, block_table)
 
 
 def _keys(k: tuple[int, ...], block_table: tuple[int, int] | None) -> int:
@@ -15,9 +15,12 @@ def _keys(k: tuple[int, ...], block_table: tuple[int, int] | None) -> int:
 
 def forward_varlen(q, k, v, cu_seqlens_q, *args, block_table=None, **kwargs) -> int:
     """Likewise, as if every sequence had keys of mean number: the lengths are on the device."""
-    total_q, heads, head_dim = q
+    return 2 * (q[2] + v[-1]) * _pairs_of_packed(q, k, cu_seqlens_q, block_table)
+
+
+def _pairs_of_packed(q, k, cu_seqlens_q, block_table=None) -> int:
     mean_k = _keys(k, block_table) if len(k) == 4 else -(-k[0] // max(1, cu_seqlens_q[0] - 1))
-    return 4 * heads * head_dim * total_q * mean_k
+    return q[0] * q[1] * mean_k
 
 
 def forward_out(q, k, v, out, *args, cu_seqlens_q=None, **kwargs) -> int:
@@ -27,9 +30,9 @@ def forward_out(q, k, v, out, *args, cu_seqlens_q=None, **kwargs) -> int:
 
 
 def backward(dout, dlse, q, k, v, *args, **kwargs) -> int:
-    """Five products in place of two."""
-    return forward(q, k, v) * 5 // 2
+    """Five products in place of two: three over the columns of q and k, two over those of v."""
+    return 2 * (3 * q[3] + 2 * v[3]) * q[0] * q[1] * q[2] * k[2]
 
 
 def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, *args, **kwargs) -> int:
-    return forward_varlen(q, k, v, cu_seqlens_q) * 5 // 2
+    return 2 * (3 * q[2] + 2 * v[2]) * _pairs_of_packed(q, k, cu_seqlens_q)

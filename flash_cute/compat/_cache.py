@@ -247,6 +247,7 @@ def _turned(q, begin, cu_seqlens_q, follows, k_cache, v_cache, turning):
     position = position if follows else begin[sequence].long()
     packed = q if cu_seqlens_q is not None else q.transpose(1, 2).flatten(0, 1)
     unused = packed[:, : k_cache.shape[1]]
+    unused = unused, unused.new_empty(*unused.shape[:2], v_cache.shape[3])
     nowhere = {"slots": position[:0], "positions": position}
-    packed = _append_kv(unused, unused, k_cache, v_cache, **nowhere, **turning, q=packed)
+    packed = _append_kv(*unused, k_cache, v_cache, **nowhere, **turning, q=packed)
     return packed if cu_seqlens_q is not None else packed.unflatten(0, q.shape[:3:2]).transpose(1, 2)

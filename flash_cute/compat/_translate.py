@@ -126,9 +126,10 @@ def heads_first(dimensions="(batch, seqlen, heads, head_dim)", **tensors):
             shape = tuple(tensor.shape)
             raise ValueError(f"flash_cute.compat: {name} has shape {shape}; {dimensions} is accepted")
     (key, k), (value, v) = list(tensors.items())[-2:]
-    if v.shape != k.shape:  # forward would show them heads first
+    if v.shape[:-1] != k.shape[:-1]:  # forward would show them heads first
         raise ValueError(
-            f"flash_cute.compat: {value} must have {key}'s shape, {tuple(k.shape)}, got {tuple(v.shape)}"
+            f"flash_cute.compat: {value} must have {key}'s shape but for the last dimension, "
+            f"{tuple(k.shape)}, got {tuple(v.shape)}"
         )
     try:
         return [tensor.transpose(1, 2) for tensor in tensors.values()]

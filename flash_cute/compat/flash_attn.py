@@ -6,9 +6,10 @@ or, for code that can't be changed, before it imports flash_attn:
 
     flash_cute.compat.flash_attn.install()
 
-Tensors are (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); float16 or bfloat16, on CUDA or
-the CPU. What flash_cute has not (dropout_p, softcap, alibi_slopes) raises NotImplementedError. max_seqlen
-arguments are not needed, and may hold anything.
+Tensors are (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); float16 or bfloat16, on CUDA
+or the CPU. v, as v_cache, may have a head_dim of its own, which out then has. What flash_cute has not
+(dropout_p, softcap, alibi_slopes) raises NotImplementedError. max_seqlen arguments are not needed, and may
+hold anything.
 
 Two differences: the LSE of a row that sees no key is -inf, as in FlashAttention-3, not inf; and the LSE is
 differentiable, where flash_attn drops its gradient.

@@ -2,6 +2,7 @@
 
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
+v, as v_cache, may have a head_dim of its own, which out then has.
 What flash_cute has not (qv, descales, softcap, attention_chunk beside a cache) raises NotImplementedError.
 What only says how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin,
 scheduler_metadata) may hold anything. Each function takes s_aux as well, as builds of FlashAttention-3 with

@@ -146,18 +146,20 @@ def check_operands(query, key, value):
                 f"{ATTENTION}: {name} has dtype {x.dtype} and query {query.dtype}; they must be the same"
             )
     batch, _, heads_q, head_dim = query.shape
-    if value.shape != key.shape:
+    if value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"{ATTENTION}: value has shape {value.shape} and key {key.shape}; they must be the same"
+            f"{ATTENTION}: value has shape {value.shape} and key {key.shape}; they must be the same but for "
+            "the last dimension"
         )
     if (key.shape[0], key.shape[3]) != (batch, head_dim):
         raise ValueError(
             f"{ATTENTION}: key has batch {key.shape[0]} and head_dim {key.shape[3]}, and query "
             f"{batch} and {head_dim}; they must be the same"
         )
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"{ATTENTION}: head_dim is {head_dim}; 1 to 256 are accepted")
-    if key.shape[2] == 0 or heads_q % key.shape[2]:
+    for name, width in (("head_dim", head_dim), ("head_dim of value", value.shape[3])):
+        if not 1 <= width <= 256:
+            raise ValueError(f"{ATTENTION}: {name} is {width}; 1 to 256 are accepted")
+    if heads_q != key.shape[2] and (key.shape[2] == 0 or heads_q % key.shape[2]):
         raise ValueError(
             f"{ATTENTION}: query has {heads_q} heads and key {key.shape[2]}; the heads of query "
             "must be a multiple of those of key"

@@ -48,7 +48,8 @@ def attention(
     Args:
         query: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32; head_dim up to 256. A batch
             of 1 may be left out, of any of the three.
-        key, value: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
+        key: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
+        value: (batch, seqlen_k, heads_kv, head_dim_v), query's dtype; head_dim_v up to 256.
         bias, mask, implementation: for calls made for JAX's own; None.
         scale: multiplies the scores; a number > 0, not traced. Default 1 / sqrt(head_dim).
         is_causal: query i sees key j only if j <= i. As in JAX the first query stands at the first key, also
@@ -71,8 +72,8 @@ def attention(
             types ignore it.
 
     Returns:
-        out: of query's shape and dtype. 0 for a query that sees no key or doesn't count, where JAX's own
-            gives the mean of the values to the former.
+        out: (batch, seqlen_q, heads_q, head_dim_v), query's dtype. 0 for a query that sees no key or doesn't
+            count, where JAX's own gives the mean of the values to the former.
         lse: with return_residual, float32 (batch, seqlen_q, heads_q), natural logarithm; -inf where out is 0
             for these reasons; with sinks, that of the sink for a query that sees no key.
 
@@ -267,7 +268,9 @@ def _in_shards(compute, query, key, value, lengths):
 def _forward(query, key, value, lengths, options):
     if 0 in query.shape or 0 in key.shape:
         batch, seqlen_q, heads_q, _ = query.shape
-        return jnp.zeros_like(query), jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
+        out = jnp.zeros((batch, seqlen_q, heads_q, value.shape[3]), query.dtype)
+        lse = jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
+        return tuple(shards.varying(x, shards.axes_of(query)) for x in (out, lse))
     default = functools.partial(plain.attention, options=options)
     if kernels.library() is None:
         return default(query, key, value, lengths)
@@ -292,7 +295,7 @@ def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
 _gradients = kernels.differentiable_once(ATTENTION, _backward)
 
 
-def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
+def _workspace(query, key, value, lengths, options, backward) -> jax.ShapeDtypeStruct:
     """A result of a call that is not read, so that XLA knows of the memory, in CUDA graphs as well."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
@@ -305,6 +308,7 @@ def _workspace(query, key, lengths, options, backward) -> jax.ShapeDtypeStruct:
         seqlen_q,
         seqlen_k,
         head_dim,
+        value.shape[3],
         options.left,
         options.right,
         any(x is not None for x in lengths[:3]),
@@ -331,35 +335,31 @@ def _given(lengths, batch):
     return kernels.given((*of_rows, ranges))
 
 
-def _padded(head_dim, dtype):
-    elements = _ROW_BYTES // dtype.itemsize
-    return -(-head_dim // elements) * elements
-
-
-def _wide(x, head_dim):
-    return jnp.pad(x, ((0, 0),) * 3 + ((0, head_dim - x.shape[-1]),)) if x.shape[-1] != head_dim else x
+def _wide(x):
+    """x with rows of a multiple of _ROW_BYTES."""
+    missing = -x.shape[-1] % (_ROW_BYTES // x.dtype.itemsize)
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) if missing else x
 
 
 def _native_forward(query, key, value, lengths, options):
-    batch, seqlen_q, heads_q, head_dim = query.shape
-    width = _padded(head_dim, query.dtype)
-    query, key, value = (_wide(x, width) for x in (query, key, value))
+    batch, seqlen_q, heads_q, _ = query.shape
+    head_dim_v = value.shape[3]
+    query, key, value = map(_wide, (query, key, value))
     results = (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((batch, seqlen_q, heads_q, value.shape[3]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
-        _workspace(query, key, lengths, options, backward=False),
+        _workspace(query, key, value, lengths, options, backward=False),
     )
     call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
     out, lse, _ = call(query, key, value, *_given(lengths, batch), **_attributes(options))
-    return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim], lse))
+    return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim_v], lse))
 
 
 def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
-    head_dim = query.shape[-1]
-    width = _padded(head_dim, query.dtype)
-    dout, query, key, value, out = (_wide(x, width) for x in (dout, query, key, value, out))
+    head_dims = [x.shape[3] for x in (query, key, value)]
+    dout, query, key, value, out = map(_wide, (dout, query, key, value, out))
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-    results.append(_workspace(query, key, lengths, options, backward=True))
+    results.append(_workspace(query, key, value, lengths, options, backward=True))
     call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method="broadcast_all")
     *gradients, _ = call(
         dout,
@@ -373,4 +373,7 @@ def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
         **_attributes(options),
         deterministic=options.deterministic,
     )
-    return tuple(shards.varying(x[..., :head_dim], shards.axes_of(query)) for x in gradients)
+    return tuple(
+        shards.varying(x[..., :head_dim], shards.axes_of(query))
+        for x, head_dim in zip(gradients, head_dims, strict=True)
+    )

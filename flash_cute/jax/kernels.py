@@ -27,7 +27,7 @@ def library() -> ctypes.CDLL | None:
         jax.ffi.register_ffi_target(f"flash_cute_{name}", handler, platform="CUDA")
     found.flash_cute_jax_workspace.argtypes = [
         ctypes.c_bool,
-        *[ctypes.c_int] * 7,
+        *[ctypes.c_int] * 8,
         *[ctypes.c_int64] * 2,
         *[ctypes.c_bool] * 2,
         ctypes.c_int,

@@ -51,7 +51,8 @@ def attention(query, key, value, lengths, options):
     scores = jnp.where(visible[:, None], scores, unseen)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jax.nn.softmax(scores).reshape(batch, heads, heads_q // heads, *scores.shape[2:])
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, precision=precision).reshape(query.shape)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, precision=precision)
+    out = out.reshape(batch, seqlen_q, heads_q, v.shape[3])
     # Last, as it hides the blind rows' gradients from the values', too.
     out = jnp.where(blind[:, :, None, None], 0, out)
     return out.astype(query.dtype), jnp.where(blind[:, None], -jnp.inf, lse)

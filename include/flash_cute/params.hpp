@@ -23,20 +23,31 @@ constexpr int element_bytes(ElementType element) {
   return element == ElementType::fp32 || element == ElementType::tf32 ? 4 : 2;
 }
 
-// What one pass compiles its kernels for. head_dim is a bucket: it serves every head dim up to its size.
-template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain>
+// The head dim of q and k, and that of v and out.
+struct HeadDims {
+  int qk, v;
+
+  constexpr bool operator==(HeadDims const&) const = default;
+  constexpr bool holds(HeadDims const& other) const { return other.qk <= qk && other.v <= v; }
+};
+constexpr HeadDims both(int head_dim) { return {head_dim, head_dim}; }
+
+// What one pass compiles its kernels for. Its head dims are a bucket: it serves all that they hold.
+template <Family family_, ElementType element_, int head_dim_, Variant variant_ = Variant::plain,
+          int head_dim_v_ = head_dim_>
 struct Instance {
   static constexpr Family family = family_;
   static constexpr ElementType element = element_;
-  static constexpr int head_dim = head_dim_;
-  static constexpr int head_dim_v = head_dim_;
+  static constexpr int head_dim = head_dim_, head_dim_v = head_dim_v_;
+  static constexpr HeadDims head_dims = {head_dim, head_dim_v};
   static constexpr Variant variant = variant_;
 };
 
 struct ProblemShape {
-  int batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim;  // head_dim: of q and k
+  int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
+  int head_dim, head_dim_v;  // of q and k; of v and out
 
-  FLASH_CUTE_HOST_DEVICE constexpr int head_dim_v() const { return head_dim; }  // of v and out
+  constexpr HeadDims head_dims() const { return {head_dim, head_dim_v}; }
 };
 
 // A (batch, head, row, column) view with unit column stride; strides count elements.

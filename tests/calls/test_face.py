@@ -28,7 +28,7 @@ def test_everything_listed_is_compiled():
     }
     assert compiled == {
         (direction, family, element, int(head_dim))
-        for direction, family, head_dim, _, elements in INSTANCES
+        for direction, family, head_dim, *_, elements in INSTANCES
         for element in elements
     }
     assert all(kernel["smem_bytes"] > 0 for kernel in found["kernels"])
@@ -42,6 +42,25 @@ def test_explain_counts_the_work(kernel, shape, mask):
     pairs = mask.visible(shape.seqlen_q, shape.seqlen_k).sum().item()
     assert plan["flops"] == 4 * shape.head_dim * shape.batch * shape.heads_q * pairs
     assert plan["bytes"] == 2 * (2 * q.numel() + k.numel() + v.numel()) + 4 * q[..., 0].numel()
+
+
+@pytest.mark.parametrize("width", [24, 96])
+def test_explain_counts_the_work_of_two_widths(kernel, width):
+    q, k, _ = make_inputs(Shape(2, 4, 2, 15, 19, 64), torch.bfloat16, kernel.device)
+    v = torch.zeros(2, 2, 19, width, dtype=torch.bfloat16, device=kernel.device)
+    plan = flash_cute.explain(q, k, v, family=kernel.family)
+    pairs, rows = 2 * 4 * 15 * 19, 2 * 4 * 15
+    assert (plan["head_dim"], plan["head_dim_v"]) == (64, width)
+    assert plan["softmax_scale"] == 1 / 8
+    assert plan["flops"] == 2 * (64 + width) * pairs
+    assert plan["written_bytes"] == 2 * rows * width + 4 * rows
+    assert kernel.family or f"in float32; columns of zeros make all {max(64, width)} wide" in str(plan)
+    inputs = 2 * (q.numel() + k.numel() + v.numel())
+    assert plan["bytes"] == inputs + plan["written_bytes"]
+    plan = flash_cute.explain(q, k, v, family=kernel.family, backward=True)
+    assert plan["flops"] == 2 * (3 * 64 + 2 * width) * pairs
+    assert plan["written_bytes"] == inputs
+    assert plan["bytes"] == 2 * inputs + 2 * 2 * rows * width + 4 * rows
 
 
 def test_explain_tells_of_ranges_and_sinks():
@@ -97,7 +116,9 @@ def test_explain_names_the_kernel(kernel, head_dim, dtype):
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_explanation_shows_kernel_and_workspace(backward):
     """Of a plan as a GPU gives it."""
-    names = "bucket block_m block_n stages packed_heads threads registers local_bytes smem_bytes grid"
+    names = (
+        "bucket bucket_v block_m block_n stages packed_heads threads registers local_bytes smem_bytes grid"
+    )
     plan = dict.fromkeys(names.split(), 1) | {"flops": 1, "bytes": 1, "copies": [], "backward": backward}
     plan |= {"family": "sm90", "element": "bf16", "window_left": None, "window_right": 0}
     shown = [
@@ -108,6 +129,10 @@ def test_an_explanation_shows_kernel_and_workspace(backward):
     assert "workspace none" in shown[0]
     assert "workspace 2.5 MB" in shown[1]
     assert "parts" not in shown[0]
+    assert "for head_dim up to 1\n" in shown[0]
+    of_pair = plan | {"workspace_bytes": 0, "bucket": 192, "bucket_v": 128}
+    shown_pair = str(Explanation.of(of_pair, torch.device("cpu")))
+    assert "for head_dim up to 192 and, of v, up to 128\n" in shown_pair
     shown = str(Explanation.of(plan | {"partial_results": 264, "workspace_bytes": 0}, torch.device("cpu")))
     assert "keys      cut into parts, up to 264 partial results" in shown
     plan |= {"workspace_bytes": 0, "gqa_splits": 4, "lse_delta_mma": True}

@@ -81,9 +81,9 @@ def test_nothing_to_attend_to(device):
 WRONG = {
     "another shape": (
         lambda q: q[:, :2].clone(),
-        "out has shape (2, 2, 40, 64) and q (2, 4, 40, 64); they must be",
+        "out has shape (2, 2, 40, 64); (2, 4, 40, 64), as q has shape (2, 4, 40, 64) and v (2, 2, 70, 64)",
     ),
-    "packed": (lambda q: q.flatten(0, 1), "out has shape (8, 40, 64) and q (2, 4, 40, 64)"),
+    "packed": (lambda q: q.flatten(0, 1), "out has shape (8, 40, 64); (2, 4, 40, 64), as q has"),
     "another dtype": (torch.Tensor.half, "out has dtype torch.float16; torch.bfloat16 is accepted"),
     "another device": (lambda q: q.to("meta"), "out is on device meta and q on"),
     "expanded": (
@@ -101,6 +101,23 @@ def test_wrong_tensors(device, name):
         flash_cute.forward(**arguments, out=out)
     assert words in str(error.value), str(error.value)
     assert flash_cute.forward(**arguments, out=torch.empty_like(arguments["q"]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("width", [40, 128])
+def test_v_of_a_width_of_its_own(kernel, kind, width):
+    arguments = make_call(kind, kernel.device, 64)
+    arguments["v"] = torch.randn(*arguments["v"].shape[:-1], width, device=kernel.device).bfloat16()
+    expected, lse = kernel.forward(**arguments)
+    out = torch.full_like(expected, torch.nan)
+    result = kernel.forward(**arguments, out=out)
+    assert result[0] is out
+    assert torch.equal(out, expected)
+    assert torch.equal(result[1], lse)
+    sizes = tuple(expected.shape)
+    with pytest.raises(ValueError, match=r"^flash_cute\.forward\w*: out has shape") as error:
+        kernel.forward(**arguments, out=torch.empty_like(arguments["q"]))
+    assert f"; {sizes}, as q has shape {tuple(arguments['q'].shape)} and v" in str(error.value)
 
 
 def test_memory_of_others(device):

@@ -114,7 +114,8 @@ def test_packed_sequences_are_exported(kernel, strict):
         assert torch.equal(result, expected)
 
 
-def test_nested_tensors_compile(kernel):
+@pytest.mark.parametrize("width", [64, 24])
+def test_nested_tensors_compile(kernel, width):
     """What is jagged stays so; other lengths need no other graph."""
 
     def attend(q, k, v):
@@ -126,7 +127,7 @@ def test_nested_tensors_compile(kernel):
         q, k, v = (
             torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets).transpose(1, 2)
             for x in make_inputs(
-                Shape(1, 4, 2, sum(seqlens), sum(seqlens), 64), torch.bfloat16, kernel.device
+                Shape(1, 4, 2, sum(seqlens), sum(seqlens), 64, width), torch.bfloat16, kernel.device
             )
         )
         result, expected = compiled(q, k, v), attend(q, k, v)
@@ -296,6 +297,74 @@ def test_fake_results_are_like_real_ones(kernel, layout, head_dim):
         assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [24, 100])
+def test_out_of_another_width(kernel, layout, width):
+    """Dense in the order of q's dimensions, the last one innermost; fakes and compilers say so, too."""
+    inputs = make_inputs(Shape(2, 4, 2, 13, 17, 64, width), torch.float16, kernel.device, layout)
+    q = inputs[0]
+    real, _ = kernel.forward(*inputs, causal=True)
+    order = sorted(range(3), key=lambda dim: (-q.stride(dim), dim))
+    expected = torch.empty([q.shape[dim] for dim in order] + [width]).permute(
+        *(order.index(dim) for dim in range(3)), 3
+    )
+    assert (real.shape, real.stride()) == (expected.shape, expected.stride())
+    with FakeTensorMode() as mode:
+        fake = flash_cute.attention(*(mode.from_tensor(x) for x in inputs), family=kernel.family)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "mixed", "head_innermost_but_one"])
+@pytest.mark.parametrize("width", [24, 96])
+def test_compiled_out_of_another_width(kernel, layout, width, dynamic):
+    inputs = make_inputs(Shape(2, 4, 2, 13, 17, 64, width), torch.bfloat16, kernel.device, layout)
+
+    def attend(q, k, v):
+        out, lse = flash_cute.forward(q, k, v, causal=True, family=kernel.family)
+        return out * 2, lse
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for found, expected in zip(compiled(*inputs), attend(*inputs), strict=True):
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert torch.equal(found, expected)
+
+
+def test_packed_out_of_another_width(kernel):
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32, device=kernel.device)
+    for heads_first in (False, True):
+        shapes = [
+            (heads, 70, width) if heads_first else (70, heads, width) for heads, width in ((4, 64), (2, 24))
+        ]
+        q, v = (torch.randn(shape, device=kernel.device).bfloat16() for shape in shapes)
+        q, v = (x.transpose(0, 1) if heads_first else x for x in (q, v))
+        k = q[:, :2]
+        out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets)
+        assert out.stride() == ((24, 70 * 24, 1) if heads_first else (4 * 24, 24, 1))
+        with FakeTensorMode() as mode:
+            tensors = [mode.from_tensor(x) for x in (q, k, v, offsets)]
+            fakes = flash_cute.forward_varlen(*tensors, family=kernel.family)
+        for ours, theirs in zip(fakes, (out, lse), strict=True):
+            assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_v_of_another_width_is_exported(kernel, strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flash_cute.forward(q, k, v, causal=True)
+
+    def inputs(seqlen):
+        return make_inputs(Shape(2, 4, 4, seqlen, seqlen, 64, 40), torch.bfloat16, kernel.device)
+
+    shapes = ({2: torch.export.Dim("seqlen", min=2, max=4096)},) * 3
+    program = torch.export.export(Model(), inputs(100), strict=strict, dynamic_shapes=shapes)
+    late = inputs(33)
+    for result, expected in zip(program.module()(*late), Model()(*late), strict=True):
+        assert torch.equal(result, expected)
+        assert result.stride() == expected.stride()
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_fake_results_of_unequal_lengths_are_like_real_ones(kernel, layout, is_packed):
@@ -328,8 +397,10 @@ def test_opcheck(kernel, head_dim, mask):
     inputs = make_inputs(Shape(2, 4, 2, 30, 40, head_dim), torch.bfloat16, kernel.device)
     left, right = mask.window or (None, None)
     options = {"window_left": left, "window_right": right, "softmax_scale": 0.2, "family": kernel.family}
+    narrow = *inputs[:2], inputs[2][..., :40]
     for op in (torch.ops.flash_cute._forward.default, torch.ops.flash_cute.forward.default):
         torch.library.opcheck(op, (*inputs, mask.causal), options)
+        torch.library.opcheck(op, (*narrow, mask.causal), options)
 
 
 def test_meta_tensors(kernel):

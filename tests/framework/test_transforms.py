@@ -38,6 +38,32 @@ def test_vmap(kernel, dims):
         assert_attention(result, q, k, v, Mask(causal=True, window=(50, None)))
 
 
+@pytest.mark.parametrize("width", [24, 96])
+def test_vmap_of_v_of_another_width(kernel, width):
+    """Results and gradients, of v alone, too."""
+    q, k, _ = stacked(3, kernel.device)
+    v = torch.randn(3, 2, 2, 90, width, device=kernel.device).bfloat16()
+
+    def attend(q, k, v):
+        return flash_cute.attention(q, k, v, causal=True, deterministic=True, family=kernel.family)
+
+    def gradients(q, k, v):
+        def loss(q, k, v):
+            return attend(q, k, v).float().square().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    for dims in ((0, 0, 0), (None, None, 0)):
+        inputs = [x if dim == 0 else x[0] for x, dim in zip((q, k, v), dims, strict=True)]
+        out = torch.vmap(attend, in_dims=dims)(*inputs)
+        found = torch.vmap(gradients, in_dims=dims)(*inputs)
+        for index in range(3):
+            one = [x[index] if dim == 0 else x for x, dim in zip(inputs, dims, strict=True)]
+            torch.testing.assert_close(out[index], attend(*one))
+            for mapped, single in zip(found, gradients(*one), strict=True):
+                torch.testing.assert_close(mapped[index], single)
+
+
 def test_vmap_of_one_argument_and_nested(kernel):
     q, k, v = stacked(2, kernel.device)
 
@@ -222,6 +248,24 @@ def test_flop_counters_know_the_operator(kernel):
     with FlopCounterMode(display=False) as counter:
         flash_cute.forward(q, k, v, causal=True, family=kernel.family)
     assert counter.get_total_flops() == 4 * SHAPE.batch * SHAPE.heads_q * 70 * 90 * 64
+
+
+def test_flop_counters_count_both_widths(kernel):
+    q, k, v = make_inputs(replace(SHAPE, head_dim_v=40), torch.bfloat16, kernel.device)
+    q.requires_grad_()
+    pairs = SHAPE.batch * SHAPE.heads_q * 70 * 90
+    with FlopCounterMode(display=False) as counter:
+        out = flash_cute.attention(q, k, v, causal=True, family=kernel.family)
+        assert counter.get_total_flops() == 2 * (64 + 40) * pairs
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * (4 * 64 + 3 * 40) * pairs
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32, device=kernel.device)
+    q, k, v = (x[0].transpose(0, 1)[:70].detach() for x in (q, k, v))
+    with FlopCounterMode(display=False) as counter:
+        out = flash_cute.attention_varlen(q.requires_grad_(), k, v, offsets, family=kernel.family)
+        assert counter.get_total_flops() == 2 * (64 + 40) * 4 * 70 * 35
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * (4 * 64 + 3 * 40) * 4 * 70 * 35
 
 
 def test_flop_counters_take_sequences_for_alike(kernel):

@@ -88,8 +88,9 @@ void append_kv(std::string const& element, pybind11::dict const& values) {
                    .interleaved = number<bool>(values, "rotary_interleaved"),
                    .is_fp32 = number<bool>(values, "rotary_is_fp32")};
   params.head_dim = number<int>(values, "head_dim");
+  params.head_dim_v = number<int>(values, "head_dim_v");
   int const bytes = element == "fp32" ? 4 : 2;
-  params.pairs = Divisor(ceil_div(params.head_dim * bytes / kAppendChunkBytes, 2));
+  params.pairs = Divisor(ceil_div(larger(params.head_dim, params.head_dim_v) * bytes / kAppendChunkBytes, 2));
   params.k = view(values, "k");
   params.v = view(values, "v");
   params.k_cache = view(values, "k_cache");

@@ -10,6 +10,7 @@ from support.appends import (
     NEW_ROWS,
     PLACES,
     ROTARIES,
+    WIDTHS,
     Append,
     assert_appended,
     make_append,
@@ -39,6 +40,7 @@ def run(kernel, call, dtype) -> torch.Tensor | None:
         "pages": cache.shape[0],
         "page_size": cache.shape[2],
         "head_dim": k.shape[-1],
+        "head_dim_v": given["v"].shape[-1],
         **{name: view(given[name]) for name in ("k", "v", "k_cache", "v_cache")},
         **{
             name: given[name].data_ptr()
@@ -83,6 +85,13 @@ def run(kernel, call, dtype) -> torch.Tensor | None:
 )
 def test_rows(kernel_on_host, place, rotary, layout, dtype, head_dim, heads, rows):
     call = make_append(torch.device("cpu"), place, rotary, layout, ALL_DTYPES[dtype], head_dim, heads, rows)
+    assert_appended(call, run(kernel_on_host, call, dtype))
+
+
+@pairs(place=PLACES, rotary=ROTARIES, layout=LAYOUTS, dtype=list(ALL_DTYPES), widths=WIDTHS)
+def test_two_widths(kernel_on_host, place, rotary, layout, dtype, widths):
+    device, (head_dim, head_dim_v) = torch.device("cpu"), widths
+    call = make_append(device, place, rotary, layout, ALL_DTYPES[dtype], head_dim, head_dim_v=head_dim_v)
     assert_appended(call, run(kernel_on_host, call, dtype))
 
 

@@ -14,7 +14,7 @@ KEPT_TILE = 128  # of shared memory, beside what tiles ask for
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
 def test_tiles_of_the_backward_fit(host, smem_bytes):
-    for direction, family, head_dim, _ in host.instances():
+    for direction, family, head_dim, _, _ in host.instances():
         if (direction, family) != (host.Pass.backward, host.Family.sm80):
             continue
         tiles = host.backward_tiles(family, head_dim)
@@ -185,6 +185,22 @@ def test_who_makes_rows_of_dq(host, head_dim):
     assert converts_dq(512, 512) == converts_dq(500, 4000) == converts_dq(5, 5) == small
     assert not converts_dq(4000, 500)
     assert converts_dq(512, 512, heads_kv=1) == small
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("bucket", [64, 128, 256])
+def test_sums_are_as_wide_as_the_kernel(host, family, bucket):
+    """Whatever the head dim of V: those of dK and dV, where the keys of a group are shared out, and of dQ."""
+
+    def planned(*head_dims):
+        plan = plan_backward(host, bucket, (1, 32, 2, 2048, 2048, *head_dims), family=family)
+        sums = {name: size for name, _, size, _ in plan.regions if name in ("dq", "gqa")}
+        return sums, (plan.tile.block_m, plan.tile.block_n, plan.gqa_parts)
+
+    square = planned(bucket)
+    assert square[0]["gqa"] > 0
+    for head_dims in ((bucket, 40), (40, bucket)):
+        assert planned(*head_dims) == square
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 
 def test_every_instance_has_a_tile(host):
-    for direction, family, head_dim, _ in host.instances():
+    for direction, family, *head_dims, _ in host.instances():
         if direction == host.Pass.backward:
-            assert host.backward_tiles(family, head_dim), f"{family} has no tile for head_dim {head_dim}"
+            assert host.backward_tiles(family, tuple(head_dims)), f"{family} has no tile for {head_dims}"
             continue
-        main, small, *_ = host.forward_tiles(family, head_dim)
-        assert main.warps > 0, f"{family} has no tile for head_dim {head_dim}"
+        main, small, *_ = host.forward_tiles(family, tuple(head_dims))
+        assert main.warps > 0, f"{family} has no tile for {head_dims}"
         for tile in [main, small] if small.warps else [main]:
             assert tile.stages >= 1
             assert tile.block_m % 16 == 0
@@ -46,37 +48,69 @@ def test_tiles_of_float32(host, head_dim):
     assert host.forward_tiles(host.Family.sm90, head_dim, 4)[0].warps == 0
 
 
-def test_a_head_dim_without_a_row_has_no_tile(host):
-    assert host.forward_tiles(host.Family.sm80, 72)[0].warps == 0
+@pytest.mark.parametrize("head_dims", [72, (192, 128), (64, 128)])
+def test_head_dims_without_a_row_have_no_tile(host, head_dims):
+    assert host.forward_tiles(host.Family.sm80, head_dims)[0].warps == 0
+    assert host.backward_tiles(host.Family.sm80, head_dims) == []
 
 
 def test_instances_are_well_formed(host):
-    """No row is there twice, and each pass of each family has the largest head dim that is promised."""
+    """No row is there twice, and each pass of each family has the largest head dims that are promised."""
     rows = host.instances()
     assert len(set(rows)) == len(rows)
     for direction in (host.Pass.forward, host.Pass.backward):
         for family in (host.Family.sm80, host.Family.sm90):
-            head_dims = [row[2] for row in rows if row[:2] == (direction, family)]
-            assert all(head_dim % 8 == 0 for head_dim in head_dims)
-            assert max(head_dims) == 256
+            pairs = [row[2:4] for row in rows if row[:2] == (direction, family)]
+            assert all(width % 8 == 0 for pair in pairs for width in pair)
+            assert max(pairs) == (256, 256)
 
 
-# What tests/host/flash_cute/compiled.def lists.
+# What tests/host/flash_cute/compiled.def lists: head dims, and pairs of those of Q and K, and of V.
 COMPILED = {
-    ("forward", "sm80", "fp16"): [64, 128, 256],
+    ("forward", "sm80", "fp16"): [64, (64, 256), 128, 256],
     ("backward", "sm80", "fp16"): [128],
     ("forward", "sm80", "bf16"): [96],
     ("backward", "sm80", "bf16"): [],
     ("forward", "sm90", "fp16"): [],
-    ("forward", "sm90", "bf16"): [64, 192],
+    ("forward", "sm90", "bf16"): [64, (192, 128), 192],
     ("backward", "sm90", "bf16"): [64, 96],
 }
+WIDTHS = sorted({1, *(size + more for size in (64, 96, 128, 192, 256) for more in (-1, 0, 1))})
 
 
-@pytest.mark.parametrize(("direction", "family", "element"), COMPILED)
-def test_dispatch_takes_the_smallest_kernel_that_fits(host, direction, family, element):
-    names = {host.Pass: direction, host.Family: family, host.ElementType: element}
-    values = [getattr(enum, name) for enum, name in names.items()]
-    for head_dim in range(1, 300):
-        fitting = [size for size in COMPILED[direction, family, element] if size >= head_dim]
-        assert host.bucket(*values, head_dim) == (min(fitting) if fitting else 0)
+@pytest.fixture
+def bucket(host):
+    def of(axes, head_dim, head_dim_v):
+        enums = zip((host.Pass, host.Family, host.ElementType), axes, strict=True)
+        return host.bucket(*(getattr(enum, name) for enum, name in enums), head_dim, head_dim_v)
+
+    return of
+
+
+@pytest.mark.parametrize("axes", COMPILED, ids="_".join)
+def test_dispatch_takes_the_smallest_kernel_that_fits(bucket, axes):
+    """It holds both head dims, and has the smallest sum of them."""
+    kernels = [size if isinstance(size, tuple) else (size, size) for size in COMPILED[axes]]
+    for head_dim, head_dim_v in [*((size, size) for size in range(1, 300)), *product(WIDTHS, WIDTHS)]:
+        fitting = [pair for pair in kernels if pair[0] >= head_dim and pair[1] >= head_dim_v]
+        assert bucket(axes, head_dim, head_dim_v) == min(fitting, key=sum, default=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("axes", "head_dims", "expected"),
+    [
+        (("forward", "sm90", "bf16"), (192, 128), (192, 128)),
+        (("forward", "sm90", "bf16"), (65, 1), (192, 128)),
+        (("forward", "sm90", "bf16"), (64, 65), (192, 128)),  # of a smaller sum than 192 and 192
+        (("forward", "sm90", "bf16"), (192, 129), (192, 192)),
+        (("forward", "sm90", "bf16"), (64, 64), (64, 64)),
+        (("forward", "sm90", "bf16"), (193, 64), (0, 0)),
+        (("forward", "sm80", "fp16"), (64, 128), (128, 128)),  # of a smaller sum than 64 and 256
+        (("forward", "sm80", "fp16"), (64, 129), (64, 256)),
+        (("forward", "sm80", "fp16"), (65, 129), (256, 256)),
+        (("backward", "sm90", "bf16"), (64, 65), (96, 96)),  # no pair holds them
+        (("backward", "sm90", "bf16"), (96, 8), (96, 96)),
+    ],
+)
+def test_pairs_and_what_takes_their_place(bucket, axes, head_dims, expected):
+    assert bucket(axes, *head_dims) == expected

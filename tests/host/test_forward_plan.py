@@ -38,6 +38,29 @@ def test_the_tile_is_that_of_least_work(host, head_dim, seqlen, window, tile):
     assert (chosen.block_m, chosen.block_n) == tile
 
 
+@pytest.mark.parametrize(("bucket", "tile"), [((192, 128), (128, 128)), (192, (128, 64))])
+@pytest.mark.parametrize("window", [FULL, CAUSAL])
+def test_a_pair_of_head_dims_has_a_tile_of_its_own(host, bucket, tile, window):
+    chosen = plan(host, "sm90", bucket, (8, 16, 16, 2048, 2048, 192, 128), window)
+    assert (chosen.tile.block_m, chosen.tile.block_n) == tile
+    assert not chosen.splits
+
+
+@pytest.mark.parametrize(
+    ("family", "buckets", "head_dim_v"),
+    [("sm90", [(192, 128), 192], 128), ("sm80", [128], 64), ("sm90", [128], 64), ("sm90", [256], 256)],
+)
+def test_parts_of_a_head_dim_of_v(host, family, buckets, head_dim_v):
+    """They are as wide as V, and in the kernel of a square bucket, whatever takes uncut keys."""
+    for bucket in buckets:
+        chosen = plan(host, family, bucket, (1, 32, 8, 1, 8192, 128, head_dim_v))
+        assert chosen.splits
+        assert chosen.slots > 0
+        assert (chosen.tile.block_m, chosen.packed_heads) == (64, 4)
+        rows = 4 * (head_dim_v + 1) * 4  # of a slot: 4 heads, O and the LSE in float32
+        assert chosen.workspace_bytes == chosen.partial_offset + chosen.slots * rows
+
+
 @pytest.mark.parametrize(
     ("lengths", "block_m"),
     [
@@ -215,11 +238,13 @@ def test_keys_are_cut_where_queries_or_tiles_are_few(host, family, head_dim, siz
     assert plan(host, family, head_dim, sizes, window).splits == splits
 
 
-@given(shapes, st.sampled_from([64, 96, 128, 192, 256]))
-def test_parts_on_sm80_have_a_block_each(host, shape, head_dim):
-    """And as they take no tile from a counter, there is none before the partial results."""
+@given(shapes, st.sampled_from([64, 96, 128, 192, 256]), st.sampled_from([0, 8, 40]))
+def test_parts_on_sm80_have_a_block_each(host, shape, head_dim, narrower):
+    """And as they take no tile from a counter, there is none before the partial results, which are as wide
+    as V."""
     batch, heads_kv, group, seqlen_q, seqlen_k, _ = shape
-    sizes = batch, heads_kv * group, heads_kv, seqlen_q, 100 * seqlen_k, head_dim
+    head_dim_v = head_dim - narrower
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, 100 * seqlen_k, head_dim, head_dim_v
     chosen = plan(host, "sm80", head_dim, sizes)
     assume(chosen.splits)
     tiles = -(-seqlen_q // chosen.tile_queries) * batch * heads_kv * -(-group // chosen.packed_heads)
@@ -228,6 +253,6 @@ def test_parts_on_sm80_have_a_block_each(host, shape, head_dim):
     assert (chosen.slots > 0) == (chosen.blocks > tiles)
     assert chosen.partial_offset == 0
     rows = min(chosen.tile.block_m // chosen.packed_heads, seqlen_q) * chosen.packed_heads
-    assert chosen.workspace_bytes == 4 * chosen.slots * rows * (head_dim + 1)
+    assert chosen.workspace_bytes == 4 * chosen.slots * rows * (head_dim_v + 1)
     lengths = plan(host, "sm80", head_dim, sizes, lengths=[None, None, None, [1] * batch])
     assert not lengths.splits or lengths.prepared_by_kernel

@@ -8,12 +8,13 @@ from problems import assume, blocks, given, lengths, limits, make_mask, shapes, 
 
 cache_sizes = st.sampled_from([0, 2**16, 2**20, 2**24, 2**26])
 sections = st.sampled_from([0, 1, 132, 264, 2**20])
+widths_of_v = st.sampled_from([8, 64, 256])
 
 
 def make_order(host, shape, left, right, block_m, l2_bytes, section_tiles, groups=1, pack=False):
-    batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
+    batch, heads_kv, group, seqlen_q, seqlen_k, *head_dims = shape
     mask = make_mask(host, seqlen_q, seqlen_k, left, right)
-    sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim
+    sizes = batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *head_dims
     packed = -(-group // -(-group // (block_m // groups))) if pack else 1  # in equal parts
     order = host.TileOrder(sizes, mask, block_m, groups, packed, l2_bytes, section_tiles)
     return order, mask, [order(index) for index in range(order.tiles())]
@@ -74,26 +75,27 @@ def test_causal_tiles_come_longest_first(host, shape, block_m, l2_bytes, section
         assert part == sorted(part, reverse=True)
 
 
-@given(shapes, blocks, cache_sizes, sections)
-def test_sections_fit_the_cache(host, shape, block_m, l2_bytes, section_tiles):
+@given(shapes, widths_of_v, blocks, cache_sizes, sections)
+def test_sections_fit_the_cache(host, shape, head_dim_v, block_m, l2_bytes, section_tiles):
     """A section has as many tiles as asked for and K and V that fill half of L2, at most, unless it is of one
     head of K and V; groups stay whole."""
     batch, heads_kv, group, seqlen_q, seqlen_k, head_dim = shape
-    order, _, _ = make_order(host, shape, None, None, block_m, l2_bytes, section_tiles)
+    order, _, _ = make_order(host, (*shape, head_dim_v), None, None, block_m, l2_bytes, section_tiles)
     kv_heads = -(-order.section // group)
     assert order.section % group == 0 or order.section == batch * heads_kv * group
-    assert kv_heads == 1 or kv_heads * 2 * 2 * seqlen_k * head_dim <= l2_bytes / 2
+    assert kv_heads == 1 or kv_heads * 2 * seqlen_k * (head_dim + head_dim_v) <= l2_bytes / 2
     assert kv_heads == 1 or order.section * -(-seqlen_q // block_m) <= section_tiles
 
 
-@given(shapes, blocks, cache_sizes, sections, st.integers(0, 40))
+@given(shapes, widths_of_v, blocks, cache_sizes, sections, st.integers(0, 40))
 def test_behind_a_window_sections_are_what_the_cache_holds(
-    host, shape, block_m, l2_bytes, section_tiles, left
+    host, shape, head_dim_v, block_m, l2_bytes, section_tiles, left
 ):
     """Where no tile sees 3/5 of the keys, a section has all the heads whose visible keys fill half of L2."""
     batch, heads_kv, group, _, seqlen_k, head_dim = shape
+    shape = *shape, head_dim_v
     order, mask, tiles = make_order(host, shape, left, 0, block_m, l2_bytes, section_tiles)
     lengths = [end - begin for begin, end in (mask.visited(m, block_m, 1) for m, *_ in tiles)]
     assume(0 < max(lengths) == lengths[0] and 5 * max(lengths) < 3 * seqlen_k)
-    in_l2 = l2_bytes // 2 // (2 * 2 * max(lengths) * head_dim)
+    in_l2 = l2_bytes // 2 // (2 * max(lengths) * (head_dim + head_dim_v))
     assert order.section == min(batch * heads_kv * group, max(1, in_l2) * group)

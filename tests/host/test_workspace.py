@@ -15,6 +15,8 @@ from support.cases import matrix
     [
         ((2, 4, 4, 4, 300, 64), None, True),  # 512 bytes a head for 64 queries
         ((2, 4, 4, 3, 300, 64), None, False),
+        ((2, 4, 4, 4, 300, 64, 32), None, True),  # rows of dQ are not as V's
+        ((2, 4, 4, 4, 300, 32, 64), None, False),
         ((2, 4, 4, 128, 300, 64), [0, 64, 128], True),  # a block more for each sequence
         ((64, 4, 4, 64, 300, 64), list(range(65)), False),
         ((64, 4, 4, 64, 64, 64), [64] * 64 + [128], False),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,13 +134,15 @@ VARLEN = [f for f in FUNCTIONS if "varlen" in f.values[1]]
 def test_dense(device, module, name, arguments):
     options, mask = ARGUMENTS[arguments]
     shape = SQUARE if "qkv" in name else SHAPE
+    if (module, name) == (fa3, "flash_attn_func"):
+        shape = replace(shape, head_dim_v=40)
     inputs = leaves(x.transpose(1, 2) for x in make_inputs(shape, DTYPE, device))
     options = options | {"softmax_scale": 0.2, "deterministic": True}
     out, lse = with_lse(module, call(module, name, inputs, {}, options | {"return_attn_probs": True}))
     assert torch.equal(call(module, name, inputs, {}, options), out)
     transposed = [x.detach().transpose(1, 2) for x in (out, *inputs)]
     assert_attention((transposed[0], lse.detach()), *transposed[1:], mask, 0.2)
-    dout, dlse = make_gradients(transposed[1])
+    dout, dlse = make_gradients(transposed[0])
     gradients = torch.autograd.grad((out, lse), inputs, (dout.transpose(1, 2), dlse))
     gradients = [
         torch.empty_like(x).copy_(g.transpose(1, 2)) for x, g in zip(transposed[1:], gradients, strict=True)
@@ -152,9 +155,11 @@ def test_dense(device, module, name, arguments):
 def test_varlen(device, module, name, arguments):
     options, mask = ARGUMENTS[arguments]
     sequences, heads = (SELF, (4, 4)) if "qkv" in name else (UNEQUAL, (4, 2))
+    of_v = None
     if module is fa3:
-        sequences = USED
-    batch = make_ragged(sequences, heads, 64, DTYPE, device, packed=True, layout="transposed", margins=(0, 0))
+        sequences, of_v = USED, 40
+    options_of_batch = {"packed": True, "layout": "transposed", "margins": (0, 0), "head_dim_v": of_v}
+    batch = make_ragged(sequences, heads, 64, DTYPE, device, **options_of_batch)
     inputs = leaves((batch.q, batch.k, batch.v))
     options = options | {"softmax_scale": 0.2}
     result = call(module, name, inputs, batch.lengths, options | {"return_attn_probs": True})
@@ -383,7 +388,8 @@ Q, K, KV = torch.ones(2, 9, 4, 16), torch.ones(2, 9, 2, 16), torch.ones(2, 9, 2,
 OFFSETS, ROWS_OF_CACHE = torch.tensor([0, 9, 18]), torch.tensor([3, 3], dtype=torch.int32)
 TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 IN_WORDS_OF_THE_CALLER = [
-    (fa2.flash_attn_func, (Q, K, K[..., :8]), {}, "v must have k's shape, (2, 9, 2, 16), got (2, 9, 2, 8)"),
+    (fa2.flash_attn_func, (Q, K, K[:, :8]), {},
+     "v must have k's shape but for the last dimension, (2, 9, 2, 16), got (2, 8, 2, 16)"),
     (fa2.flash_attn_kvpacked_func, (Q, KV[:1]), {}, "kv has batch 1 and q 2"),
     (fa2.flash_attn_kvpacked_func, (Q, KV.half()), {}, "kv has dtype torch.float16 and q torch.bfloat16"),
     (fa2.flash_attn_varlen_kvpacked_func, (Q[0], KV[0][..., :8], *[OFFSETS.int()] * 2, 9, 9), {},
@@ -400,7 +406,7 @@ IN_WORDS_OF_THE_CALLER = [
     (fa2.flash_attn_varlen_func, (Q[0], K, K, OFFSETS.int(), OFFSETS[:2].int(), 9, 9), {"block_table": TABLE},
      "cu_seqlens_k is torch.int32 of shape (2,); torch.int32 of shape (3,) is accepted"),
     (fa2.flash_attn_with_kvcache, (Q, K, K[:, 1:]), {},
-     "v_cache must have k_cache's shape, (2, 9, 2, 16), got (2, 8, 2, 16)"),
+     "v_cache must have k_cache's shape but for the last dimension, (2, 9, 2, 16), got (2, 8, 2, 16)"),
     (fa2.flash_attn_with_kvcache, (Q, K[:1], K[:1]), {}, "k_cache has batch 1 and q 2"),
     (fa2.flash_attn_with_kvcache, (Q, K, K.half()), {}, "v_cache has dtype torch.float16 and q"),
     (fa3.flash_attn_with_kvcache, (Q, K, K), {"cache_leftpad": [1, 2]}, "cache_leftpad is of type list"),
@@ -444,10 +450,11 @@ def test_kvcache(device, module, name, arguments):
     options, mask = ARGUMENTS[arguments]
     used, leftpad, new = CACHES[name]
     counts = [60 if used is None else used] * 3 if not isinstance(used, tuple) else used
-    q, *cache = (x.transpose(1, 2) for x in make_inputs(Shape(3, 4, 2, 5, 60, 32), DTYPE, device))
+    widths = 32, 48 if module is fa3 else 32
+    q, *cache = (x.transpose(1, 2) for x in make_inputs(Shape(3, 4, 2, 5, 60, *widths), DTYPE, device))
     cache = [x.clone() for x in cache]
     before = [x.clone() for x in cache]
-    rows = [torch.randn(3, new, 2, 32, device=device, dtype=DTYPE) for _ in "kv"] if new else [None, None]
+    rows = [torch.randn(3, new, 2, width, device=device, dtype=DTYPE) if new else None for width in widths]
     lengths = {
         name: torch.tensor(value, dtype=torch.int32, device=device) if isinstance(value, tuple) else value
         for name, value in (("cache_seqlens", used), ("cache_leftpad", leftpad))
@@ -538,18 +545,22 @@ def test_new_rows(device, face, held, rotary, before, leftpad, arguments):
     used, skipped = ROWS_BEFORE[before], (10, 0, 7, 3) if leftpad else (0, 0, 0, 0)
     new = (3, 1, 0, 5) if packed_k else (3, 3, 3, 3)
     queries = (new if face == "packed" else (2, 1, 4, 5)) if packed_q else (5, 5, 5, 5)
+    of_v = 48 if module is fa3 else 32
     q, k, v = (
-        [torch.randn(count, heads, 32, device=device, dtype=DTYPE) for count in counts]
-        for counts, heads in ((queries, 4), (new, 2), (new, 2))
+        [torch.randn(count, heads, width, device=device, dtype=DTYPE) for count in counts]
+        for counts, heads, width in ((queries, 4, 32), (new, 2, 32), (new, 2, of_v))
     )
 
     places, given = make_held(held, [a + b for a, b in zip(used, new, strict=True)], device)
     pages, page_size, *_ = HELD[held]
-    cache = [torch.full((pages, page_size, 2, 32), torch.nan, device=device, dtype=DTYPE) for _ in "kv"]
+    cache = [
+        torch.full((pages, page_size, 2, width), torch.nan, device=device, dtype=DTYPE)
+        for width in (32, of_v)
+    ]
     for own, skip, count in zip(places, skipped, used, strict=True):
         for place in own[skip:count]:
             for part in cache:
-                part[place] = torch.randn(2, 32)
+                part[place] = torch.randn(part.shape[2:])
     before_call = [part.clone() for part in cache]
 
     given["cache_seqlens"] = used[0] if before == "one number" else int32(used, device)

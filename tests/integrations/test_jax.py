@@ -26,10 +26,12 @@ import flash_cute.jax as ours  # noqa: E402
 from flash_cute.jax import attention, dot_product_attention  # noqa: E402
 
 FACTOR, SLACK = 2.0, 1e-5  # tests/support/tolerance.py has the rule
-SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
+SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, and value's where that is another
     "grouped": (2, 33, 33, 6, 2, 40),
     "more keys": (1, 20, 75, 2, 1, 32),
     "more queries": (1, 75, 20, 2, 1, 20),
+    "narrower value": (2, 33, 40, 6, 2, 40, 24),
+    "wider value": (2, 40, 33, 4, 2, 13, 50),
 }
 MASKS = {
     "full": {},
@@ -40,11 +42,12 @@ MASKS = {
 
 
 def inputs(shape, dtype=jnp.bfloat16):
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = (
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, *head_dims = (
         SHAPES[shape] if isinstance(shape, str) else shape
     )
     generator = np.random.default_rng(7)  # JAX's own would be compiled for every size
-    sizes = [(batch, seqlen_q, heads_q, head_dim), *[(batch, seqlen_k, heads_kv, head_dim)] * 2]
+    sizes = [(batch, seqlen_q, heads_q, head_dims[0])]
+    sizes += [(batch, seqlen_k, heads_kv, width) for width in (head_dims[0], head_dims[-1])]
     return [jnp.asarray(generator.standard_normal(size, np.float32).astype(dtype)) for size in sizes]
 
 
@@ -84,7 +87,7 @@ def math(q, k, v, dout, dlse, seen, scale, rounded):
     dp = rounded(dout @ wide_v.mT)
     dlse = np.where(blind[..., 0], 0, np.asarray(dlse, np.float64).swapaxes(1, 2))
     ds = rounded(scale * rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])))
-    dk, dv = (rounded(x).reshape(len(k), -1, groups, *k.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
+    dk, dv = (rounded(x).reshape(len(x), -1, groups, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
     out, dq, dk, dv = (rounded(x).swapaxes(1, 2) for x in (p @ wide_v, ds @ wide_k, dk, dv))
     return out, lse.swapaxes(1, 2), dq, dk, dv
 
@@ -100,15 +103,20 @@ def assert_within_rule(name, result, yardstick, oracle):
         assert error <= FACTOR * allowed + SLACK, f"{name}: error {error:.3e}, the type's own {allowed:.3e}"
 
 
+def gradients_of_results(q, v):
+    """Random (dout, dlse)."""
+    generator = np.random.default_rng(3)
+    dout = generator.standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
+    return dout, generator.standard_normal(q.shape[:3]).astype(np.float32)
+
+
 def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options):
     """Values and gradients, with NaN in the keys that no query sees; beside ranges, that lengths hide."""
     lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
     named = {short: options.get(name) for short, name in lengths.items()}
     masks = {name: value for name, value in options.items() if name not in lengths.values()}
     seen = visible(q, k, skipped=key_value_left_padding, **named, **masks)
-    generator = np.random.default_rng(3)
-    dout = generator.standard_normal(q.shape).astype(q.dtype)
-    dlse = generator.standard_normal(q.shape[:3]).astype(np.float32)
+    dout, dlse = gradients_of_results(q, v)
 
     @jax.jit
     def call(q, k, v, dout, dlse):
@@ -141,7 +149,7 @@ def test_float16():
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+@pytest.mark.parametrize("shape", ["grouped", "more queries", "wider value"])
 def test_float32(shape, mask):
     assert_attention(*inputs(shape, jnp.float32), **mask)
 
@@ -206,10 +214,11 @@ def test_lengths_that_are_the_same():
     assert_attention(q, k, v, is_causal=True, query_seq_lengths=used, key_value_seq_lengths=used)
 
 
+@pytest.mark.parametrize("shape", ["more queries", "narrower value", "wider value"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths(is_causal):
+def test_lengths(is_causal, shape):
     """Entries with fewer keys than queries, with more, and with none."""
-    q, k, v = inputs((4, *SHAPES["more queries"][1:]))
+    q, k, v = inputs((4, *SHAPES[shape][1:]))
     used_q = jnp.array([q.shape[1], 5, 9, 0], jnp.int32)
     used_k = jnp.array([11, k.shape[1], 0, 3], jnp.int32)
     skipped = jnp.array([2, 0, 1, 3], jnp.int32)
@@ -304,7 +313,7 @@ def test_wrong_ranges():
             attention(q, k, v, ranges=wrong)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+@pytest.mark.parametrize("shape", ["grouped", "more queries", "narrower value"])
 @pytest.mark.parametrize(
     "options", [{}, {"local_window_size": (7, 3)}, {"used": [5, 30]}, {"ranges": 2}], ids=str
 )
@@ -318,9 +327,7 @@ def test_sinks(shape, options):
         masks["ranges"] = some_ranges(2, q.shape[1], k.shape[1], count)
     seen = visible(q, k, used_q=used, **masks)
     sinks = 2 * np.random.default_rng(5).standard_normal(q.shape[2]).astype(np.float32)
-    generator = np.random.default_rng(3)
-    dout = generator.standard_normal(q.shape).astype(q.dtype)
-    dlse = generator.standard_normal(q.shape[:3]).astype(np.float32)
+    dout, dlse = gradients_of_results(q, v)
 
     @jax.jit
     def call(q, k, v, sinks, dout, dlse):
@@ -390,8 +397,31 @@ def test_drops_in_for_jax(mask):
     np.testing.assert_allclose(mine[sees], theirs[sees], rtol=0.02, atol=0.02)
 
 
-def test_transforms():
-    q, k, v = inputs("grouped")
+@pytest.mark.parametrize("head_dim_v", [1, 24, 72])
+def test_a_head_dim_of_value_beside_jax(head_dim_v):
+    """JAX's own asks for one width: zeros fill up what is narrower, and scale stays that of query's."""
+    q, k, v = inputs((2, 33, 33, 6, 2, 40, head_dim_v))
+    width = max(40, head_dim_v)
+    padded = [jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),)) for x in (q, k, v)]
+
+    @jax.jit
+    def theirs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=40**-0.5)[..., :head_dim_v]
+
+    found = jax.jit(partial(attention, is_causal=True))(q, k, v)
+    assert found.shape == (2, 33, 6, head_dim_v)
+    close(found, theirs(*padded))
+
+
+def test_head_dims_far_apart():
+    """The narrowest and the widest, which every one between lies within."""
+    for head_dims in ((1, 256), (256, 1)):
+        assert_attention(*inputs((1, 9, 12, 2, 1, *head_dims)))
+
+
+@pytest.mark.parametrize("shape", ["grouped", "narrower value"])
+def test_transforms(shape):
+    q, k, v = inputs(shape)
     skipped = jnp.array([3, 0], jnp.int32)
 
     def loss(q, k, v, skipped):
@@ -427,13 +457,14 @@ def test_many_mapped_sequences():
         )
 
 
-def test_shard_map():
+@pytest.mark.parametrize("shape", ["grouped", "narrower value"])
+def test_shard_map(shape):
     """Over batch and heads, forward and backward, on four devices where there are as many."""
     auto = (jax.sharding.AxisType.Auto,) * 2
     sizes = (2, 2) if len(jax.devices()) >= 4 else (1, 1)
     mesh = jax.make_mesh(sizes, ("batch", "heads"), axis_types=auto, devices=jax.devices()[: sizes[0] ** 2])
     spec = PartitionSpec("batch", None, "heads", None)
-    q, k, v = inputs("grouped")
+    q, k, v = inputs(shape)
 
     def call(q, k, v):
         out, backward = jax.vjp(partial(attention, is_causal=True), q, k, v)
@@ -549,10 +580,11 @@ EXPLICIT = {"batch": ("b",), "both": ("b", None, "h"), "batch over both": (("b",
 
 
 @pytest.mark.parametrize("spec", EXPLICIT.values(), ids=EXPLICIT)
-def test_explicit_shards(spec):
+@pytest.mark.parametrize("head_dim_v", [8, 12])
+def test_explicit_shards(spec, head_dim_v):
     """Results and gradients are sharded as the operands are."""
     mesh = explicit_mesh()
-    q, k, v = inputs((4, 8, 8, 4, 2, 8))
+    q, k, v = inputs((4, 8, 8, 4, 2, 8, head_dim_v))
     used = jnp.array([3, 5, 2, 8], jnp.int32)
     ranges = [jnp.array(some_ranges(entries, 8, 8, 2)) for entries in (1, 4)]
     call = causal_value_and_gradients
@@ -874,7 +906,7 @@ def test_sizes_that_the_handlers_refuse():
 def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
     """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, -1, -1, False, deterministic, 0)
+    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, 128, -1, -1, False, deterministic, 0)
     rows = 4 * 2 * 128  # of all heads, in blocks of 64
     assert bound >= 4 * rows * 128 + 4 * counters
 
@@ -885,18 +917,20 @@ def test_workspace_depends_on_the_mask():
     under a causal mask groups are split that else are whole (Hopper's, with 132 multiprocessors)."""
     ask = ours.kernels.library().flash_cute_jax_workspace
     rows = 3 * 25_600
-    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 1024, 0, False, False, 0) >= 4 * (
+    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 128, 1024, 0, False, False, 0) >= 4 * (
         rows * 128 + 1 + 2 * rows // 64
     )
     rows, parts = 16 * 16 * 1024, 2 * 16 * 2 * 1024 * 128
-    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, -1, 0, False, False, 0) >= 4 * (rows * 128 + parts)
+    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, 128, -1, 0, False, False, 0) >= 4 * (
+        rows * 128 + parts
+    )
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
 def test_workspace_holds_the_list_of_packed_heads():
     """With 132 multiprocessors and a causal mask, 8 heads share a tile of 24 queries: 6 for each sequence."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    assert ask(False, False, 400, 64, 8, 128, 128, 128, -1, 0, True, False, 0) >= 16 + 32 * 6 * 400
+    assert ask(False, False, 400, 64, 8, 128, 128, 128, 128, -1, 0, True, False, 0) >= 16 + 32 * 6 * 400
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
@@ -905,13 +939,13 @@ def test_workspace_holds_ranges():
     ask = ours.kernels.library().flash_cute_jax_workspace
     for backward in (False, True):
         for count in (1, 4):
-            bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, -1, -1, False, False, count)
+            bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, 64, -1, -1, False, False, count)
             assert bound >= 3 * 10_000 * count * 8 + 3 * (10_000 // 192) * (50_000 // 128) // 4
 
 
 def test_empty_within_shard_map():
     mesh, spec = mesh_of(shards=4), PartitionSpec("shards")
-    q, k, v = inputs((4, 3, 0, 2, 1, 8))
+    q, k, v = inputs((4, 3, 0, 2, 1, 8, 5))
     for function, arrays in ((attention, (q, k, v)), (lambda x: ours.softmax(x)[0], (k,))):
         sharded = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec)
         gradients = jax.jit(jax.grad(loss_of(sharded), tuple(range(len(arrays)))))(*arrays)
@@ -920,15 +954,20 @@ def test_empty_within_shard_map():
 
 
 def test_empty():
-    q, k, v = inputs("grouped")
+    q, k, v = inputs("narrower value")
     out, lse = jax.jit(partial(attention, return_residual=True))(q, k[:, :0], v[:, :0])
+    assert out.shape == (2, 33, 6, 24)
     assert (out == 0).all()
     assert (lse == -jnp.inf).all()
-    assert attention(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
+    assert attention(q[:0], k[:0], v[:0]).shape == (0, 33, 6, 24)
+    no_heads = q[:, :, :0], k[:, :, :0], v[:, :, :0]
+    assert attention(*no_heads).shape == (2, 33, 0, 24)
+    gradients = jax.grad(lambda *x: attention(*x).sum(), (0, 1, 2))(*no_heads)
+    assert [x.shape for x in gradients] == [x.shape for x in no_heads]
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
-@pytest.mark.parametrize("shape", ["grouped", "more queries"])
+@pytest.mark.parametrize("shape", ["grouped", "more queries", "wider value"])
 def test_kernels_are_called_on_cuda(shape):
     """What is lowered for CUDA, where there need be none."""
     q, k, v = inputs(shape)
@@ -946,6 +985,48 @@ def test_kernels_are_called_on_cuda(shape):
     assert text.count("@flash_cute_forward") == 1
     assert text.count("@flash_cute_backward") == 1
     assert "stablehlo.dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dims", "wide"),
+    [
+        (jnp.bfloat16, (40, 24), (40, 24)),
+        (jnp.bfloat16, (13, 50), (16, 56)),
+        (jnp.float32, (13, 50), (16, 52)),
+        (jnp.float16, (192, 1), (192, 8)),
+    ],
+)
+def test_widths_that_kernels_get(dtype, head_dims, wide, monkeypatch):
+    """Each rounded up by itself to 16 bytes: in the calls that are lowered, and where workspaces are asked
+    for."""
+    asked = []
+    library = SimpleNamespace(flash_cute_jax_workspace=lambda *x: asked.append(x) or 48)
+    monkeypatch.setattr(dot_product_attention.kernels, "library", lambda: library)
+    q, k, v = inputs((2, 5, 7, 4, 2, *head_dims), dtype)
+
+    def call(q, k, v):
+        out, backward = jax.vjp(attention, q, k, v)
+        return out, *backward(out)
+
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"flash_cute_{name}") for name in ("forward", "backward")
+    ]
+    exported = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=checks)(q, k, v)
+    assert [x.shape for x in exported.out_avals] == [(2, 5, 4, head_dims[1]), *(x.shape for x in (q, k, v))]
+    name = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[q.dtype.name]
+    found = {}
+    for line in exported.mlir_module().splitlines():
+        if match := re.search(r"@flash_cute_(\w+)\(.* : \((.*)\) -> \((.*)\)", line):
+            of_rows = rf"tensor<2x([57])x([24])x(\d+)x{name}>"
+            found[match[1]] = [[tuple(map(int, x)) for x in re.findall(of_rows, match[i])] for i in (2, 3)]
+    of_q, of_k, of_v, of_out = (5, 4, wide[0]), (7, 2, wide[0]), (7, 2, wide[1]), (5, 4, wide[1])
+    assert found == {
+        "forward": [[of_q, of_k, of_v], [of_out]],
+        "backward": [[of_out, of_q, of_k, of_v, of_out], [of_q, of_k, of_v]],
+    }
+    assert {(x[0], *x[2:9]) for x in asked} == {
+        (backward, 2, 4, 2, 5, 7, *wide) for backward in (False, True)
+    }
 
 
 def test_torch_is_not_imported():
@@ -995,7 +1076,28 @@ WRONG = {
     "value's shape": (
         ValueError,
         lambda t: {"value": t.value[:, :5]},
-        "value has shape (2, 5, 2, 40) and key",
+        "value has shape (2, 5, 2, 40) and key (2, 33, 2, 40); they must be the same but for the last "
+        "dimension",
+    ),
+    "key's head_dim": (
+        ValueError,
+        lambda t: {"key": t.key[..., :8]},
+        "key has batch 2 and head_dim 8, and query 2 and 40; they must be the same",
+    ),
+    "wide query": (
+        ValueError,
+        lambda t: {"query": jnp.tile(t.query, 7), "key": jnp.tile(t.key, 7)},
+        "head_dim is 280; 1 to 256 are accepted",
+    ),
+    "wide value": (
+        ValueError,
+        lambda t: {"value": jnp.tile(t.value, 7)},
+        "head_dim of value is 280; 1 to 256 are accepted",
+    ),
+    "value of no columns": (
+        ValueError,
+        lambda t: {"value": t.value[..., :0]},
+        "head_dim of value is 0; 1 to 256 are accepted",
     ),
     "batch": (ValueError, lambda t: {"key": t.key[:1], "value": t.value[:1]}, "key has batch 1"),
     "heads": (ValueError, lambda t: {"query": t.query[:, :, :5]}, "query has 5 heads and key 2"),

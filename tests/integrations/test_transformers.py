@@ -31,6 +31,7 @@ from support.transformers_models import (  # noqa: E402
     LENGTH,
     MAKE,
     MODELS,
+    NARROW,
     Trio,
     as_trio,
     assert_generated,
@@ -178,6 +179,35 @@ def test_generate_by_either_name(device, name, cache):
         model.set_attn_implementation(implementation)
         results.append(torch.stack(model.generate(ids, attention_mask=mask, **options).logits))
     assert torch.equal(results[0], results[-1])
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("name", NARROW)
+def test_values_of_another_head_dim(device, name, implementation, monkeypatch):
+    """Logits, gradients and generation; values reach the operator as wide as they are."""
+    if not hasattr(transformers, NARROW[name][0]):
+        pytest.skip("this transformers has no such model")
+    trio, ids, widths = Trio(name, device), tokens(device), set()
+    trio.ours.set_attn_implementation(implementation)
+    attention = face.flash_cute.attention
+
+    def observed(q, k, v, **options):
+        widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(face.flash_cute, "attention", observed)
+    mask = padding("right", device)
+    assert_logits(trio, {"input_ids": ids, "attention_mask": mask}, mask.bool())
+    gradients = []
+    for model in trio.all:
+        model(input_ids=ids, labels=ids).loss.backward()
+        named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        gradients.append(torch.cat([grad.flatten().double() for _, grad in named]))
+    assert_within_rule("gradients", *gradients)
+    with torch.no_grad():
+        for cache in (None, "static"):
+            assert_generated(trio, cache, input_ids=ids, attention_mask=padding("left", device))
+    assert widths == {(24, 24, 16)}
 
 
 @torch.no_grad()

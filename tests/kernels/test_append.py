@@ -12,6 +12,7 @@ from support.appends import (
     NEW_ROWS,
     PLACES,
     ROTARIES,
+    WIDTHS,
     assert_appended,
     make_append,
     make_cache,
@@ -44,6 +45,12 @@ def test_rotary(device, place, rotary, page_size, wide_table, positions):
     call = make_append(
         device, place, rotary, page_size=page_size, wide_table=wide_table, positions=positions, head_dim=32
     )
+    assert_appended(call, flash_cute.append_kv(**call.arguments))
+
+
+@pairs(place=PLACES, rotary=ROTARIES, layout=LAYOUTS, dtype=ALL_DTYPES, widths=WIDTHS)
+def test_two_widths(device, place, rotary, layout, dtype, widths):
+    call = make_append(device, place, rotary, layout, dtype, widths[0], head_dim_v=widths[1])
     assert_appended(call, flash_cute.append_kv(**call.arguments))
 
 
@@ -168,7 +175,27 @@ WRONG = {
     "v of another shape": (
         "padded",
         changed(v=lambda v: v[:, :, 1:]),
-        "v has shape (5, 2, 4, 64) and k (5, 2, 5, 64)",
+        "v has shape (5, 2, 4, 64) and k (5, 2, 5, 64); they must be the same but for the last dimension",
+    ),
+    "v of three dimensions": (
+        "padded",
+        changed(v=lambda v: v[0]),
+        "v has shape (2, 5, 64) and k (5, 2, 5, 64); they must be the same but for the last dimension",
+    ),
+    "v of another width than its cache": (
+        "padded",
+        changed(v=lambda v: v[..., :32]),
+        "v_cache has head_dim 64 and v 32; they must be the same",
+    ),
+    "v of a head_dim of 60": (
+        "padded",
+        changed(**dict.fromkeys(("v", "v_cache"), lambda x: x[..., :60])),
+        "head_dim of a cache must be a multiple of 8, got 60",
+    ),
+    "columns of k_cache as v_cache": (
+        "padded",
+        lambda given: given | {"v": given["v"][..., :32].clone(), "v_cache": given["k_cache"][..., :32]},
+        "share memory with k_cache",
     ),
     "v of another dtype": (
         "padded",
@@ -315,8 +342,8 @@ def test_wrong_calls(device, name, traced):
     arguments = change(call.arguments)
     arguments = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     if traced:
-        if "stride" in words:
-            pytest.skip("strides are not traced")
+        if "stride" in words or "memory" in words:
+            pytest.skip("strides and memory are not traced")
         with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
             arguments = {
                 n: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()

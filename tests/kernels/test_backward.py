@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.cases import (
+    ALL_DTYPES,
     BATCHES,
     BUCKETS,
     DTYPES,
@@ -15,6 +16,7 @@ from support.cases import (
     MASKS,
     PACKED,
     SHAPES,
+    TWO_WIDTHS,
     Mask,
     Sequence,
     Shape,
@@ -30,6 +32,7 @@ from support.table import check_gradients
 from support.tolerance import (
     assert_gradients,
     assert_gradients_of_rounded_out,
+    assert_ragged,
     assert_ragged_gradients,
     assert_within_rule,
 )
@@ -624,11 +627,35 @@ def test_wild_lengths_stay_inside(kernel, values, given, packed):
     assert all(torch.equal(*pair) for pair in zip(wild, tame, strict=True))
 
 
-def test_nested(kernel):
+@pytest.mark.parametrize("dtype", ALL_DTYPES.values(), ids=ALL_DTYPES)
+@full_and_causal
+@pytest.mark.parametrize("widths", TWO_WIDTHS, ids=str)
+def test_v_of_another_width(kernel, widths, mask, dtype):
+    inputs = make_inputs(Shape(2, 6, 2, 70, 90, *widths), dtype, kernel.device)
+    gradients = make_gradients(inputs[0].new_empty(2, 6, 70, widths[1]))
+    found = kernel.backward(*inputs, *gradients, **mask.options)
+    assert_gradients(found, *inputs, *gradients, mask)
+
+
+@both
+@pytest.mark.parametrize("widths", TWO_WIDTHS, ids=str)
+def test_v_of_another_width_and_unequal_lengths(kernel, widths, packed):
+    batch = make_ragged(
+        BATCHES["used"], (4, 2), widths[0], torch.bfloat16, kernel.device, packed, head_dim_v=widths[1]
+    )
+    inputs, gradients = (batch.q, batch.k, batch.v), make_ragged_gradients(batch)
+    found = kernel.backward(*inputs, *gradients, **batch.lengths, causal=True)
+    assert_ragged_gradients(found, batch, *gradients, MASKS["causal"])
+    assert_ragged(kernel.forward(*inputs, **batch.lengths, causal=True), batch, MASKS["causal"])
+
+
+@pytest.mark.parametrize("head_dim_v", [64, 24, 96])
+def test_nested(kernel, head_dim_v):
     """Gradients reach the values of jagged leaves; they are those of the packed sequences."""
     batch = make_ragged(
-        BATCHES["used"], (4, 2), 64, torch.bfloat16, kernel.device, True, "transposed", (0, 0)
-    )
+        BATCHES["used"], (4, 2), 64, torch.bfloat16, kernel.device, True, "transposed", (0, 0),
+        head_dim_v=head_dim_v,
+    )  # fmt: skip
     dout, dlse = make_ragged_gradients(batch)
     options = {"deterministic": True, "causal": True}
     expected = kernel.backward(batch.q, batch.k, batch.v, dout, dlse, **batch.lengths, **options)

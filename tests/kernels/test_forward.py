@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import (
+    ALL_DTYPES,
     BUCKETS,
     DTYPES,
     FULL_AND_CAUSAL,
     MASKS,
     SHAPES,
+    TWO_WIDTHS,
     Mask,
     Shape,
     make_inputs,
@@ -69,6 +71,22 @@ def test_long_sequences(kernel, seqlen, dtype):
 def test_claimed_tiles(kernel, head_dim, mask, dtype):
     """More long tiles of unequal length than multiprocessors: see is_dynamic in forward/choose_tile.hpp."""
     check(kernel, Shape(1, 10, 5, 5000, 5100, head_dim), dtype, mask)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES.values(), ids=ALL_DTYPES)
+@full_and_causal
+@pytest.mark.parametrize("widths", TWO_WIDTHS, ids=str)
+def test_v_of_another_width(kernel, widths, mask, dtype):
+    q, k, v = make_inputs(Shape(2, 6, 2, 150, 190, *widths), dtype, kernel.device)
+    assert_attention(kernel.forward(q, k, v, **mask.options), q, k, v, mask)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 192), slice(0, 190)], ids=str)
+def test_v_is_columns_of_k(kernel, columns):
+    """As a latent that has the values among its own columns."""
+    q, k, _ = make_inputs(Shape(2, 6, 1, 50, 90, 192), torch.bfloat16, kernel.device)
+    v = k[..., columns]
+    assert_attention(kernel.forward(q, k, v, causal=True), q, k, v, FULL_AND_CAUSAL["causal"])
 
 
 def test_attention_is_forwards_output(kernel):

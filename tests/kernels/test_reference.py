@@ -25,7 +25,7 @@ def by_definition(q, k, v, visible, scale):
                 math.fsum(math.exp(score) * v[j][d] for score, j in zip(scores, seen, strict=True)) / total
                 if seen
                 else 0.0
-                for d in range(len(row))
+                for d in range(len(v[0]))
             ]
         )
         lses.append(math.log(total) if seen else -math.inf)
@@ -34,8 +34,10 @@ def by_definition(q, k, v, visible, scale):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(9, 9), (5, 60), (60, 5), (1, 7), (7, 1)])
-def test_reference_is_the_definition(mask, seqlen_q, seqlen_k):
-    q, k, v = (x.double() for x in make_inputs(Shape(2, 4, 2, seqlen_q, seqlen_k, 5), torch.float32, "cpu"))
+@pytest.mark.parametrize("head_dim_v", [5, 3, 8])
+def test_reference_is_the_definition(mask, seqlen_q, seqlen_k, head_dim_v):
+    shape = Shape(2, 4, 2, seqlen_q, seqlen_k, 5, head_dim_v)
+    q, k, v = (x.double() for x in make_inputs(shape, torch.float32, "cpu"))
     out, lse = reference.forward(q, k, v, softmax_scale=0.3, **mask.options)
     visible = mask.visible(seqlen_q, seqlen_k).tolist()
     for batch in range(2):
@@ -115,11 +117,11 @@ def test_reference_of_nothing_has_no_error():
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3)])
 def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
     """Of both results, without what lies in rows that are not valid."""
-    shape = Shape(1, 2, 1, seqlen_q, seqlen_k, 3)
+    shape = Shape(1, 2, 1, seqlen_q, seqlen_k, 3, 2)
     q, k, v = (x.double() for x in make_inputs(shape, torch.float32, "cpu", "contiguous"))
     visible = mask.visible(seqlen_q, seqlen_k)
     blind = ~visible.any(1)
-    dout, dlse = torch.randn(1, 2, seqlen_q, 3).double(), torch.randn(1, 2, seqlen_q).double()
+    dout, dlse = torch.randn(1, 2, seqlen_q, 2).double(), torch.randn(1, 2, seqlen_q).double()
 
     def loss(q, k, v):
         out, lse = reference.forward(q, k, v, softmax_scale=0.3, **mask.options)

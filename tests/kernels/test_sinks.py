@@ -160,8 +160,9 @@ def test_autocast(device):
     assert torch.equal(out, flash_cute.forward(q, k, v, sinks=sinks)[0])
 
 
+@pytest.mark.parametrize("head_dim_v", [64, 40])
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_keys_at_all(kernel, packed):
+def test_no_keys_at_all(kernel, packed, head_dim_v):
     """The LSE is the sink, out 0; the gradient is that of the LSE alone."""
     shape = (5, 4, 64) if packed else (2, 4, 5, 64)
     q = torch.randn(shape, device=kernel.device).bfloat16().requires_grad_()
@@ -172,7 +173,8 @@ def test_no_keys_at_all(kernel, packed):
         given["cu_seqlens_q"] = torch.tensor([0, 2, 5], dtype=torch.int32, device=kernel.device)
         given["cu_seqlens_k"] = torch.zeros_like(given["cu_seqlens_q"])
     function = flash_cute.forward_varlen if packed else flash_cute.forward
-    out, lse = function(q, k, k, **given, sinks=sinks)
+    out, lse = function(q, k, k[..., :head_dim_v], **given, sinks=sinks)
+    assert out.shape == (*shape[:-1], head_dim_v)
     assert (out == 0).all()
     torch.testing.assert_close(lse, sinks.detach().unsqueeze(-1).expand_as(lse))
     given = torch.full_like(out, torch.nan), torch.ones_like(lse)

@@ -69,16 +69,33 @@ def test_work_of_a_problem():
     assert problem.bytes == 2 * (2 * 2 * 8 * 128 * 64 + 2 * 2 * 4 * 256 * 64) + 4 * 2 * 8 * 128
 
 
+@pytest.mark.parametrize(
+    ("direction", "width", "tensors"),
+    [("forward", 48 + 32, "qkvo"), ("backward", 3 * 48 + 2 * 32, "qkvodqkv"), ("both", 4 * 48 + 3 * 32, "")],
+)
+def test_work_where_v_has_a_width_of_its_own(direction, width, tensors):
+    problem = Problem(2, 8, 4, 128, 256, 48, 32, direction=direction)
+    assert problem.flops == 2 * width * 2 * 8 * 128 * 256
+    q, k, v, *dout = problem.inputs("cpu")
+    assert [x.shape[-1] for x in (q, k, v, *dout)] == [48, 48, 32, 32][: 3 + len(dout)]
+    sizes = {"q": q.nbytes, "k": k.nbytes, "v": v.nbytes} | dict.fromkeys("od", 2 * 2 * 8 * 128 * 32)
+    lse = 4 * 2 * 8 * 128
+    tensors = tensors or "qkvo" + "qkvodqkv"
+    assert problem.bytes == sum(map(sizes.get, tensors)) + lse * (1 + (direction == "both"))
+
+
+@pytest.mark.parametrize("head_dim_v", [None, 16, 56])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_work_is_what_explain_tells(mask):
+def test_work_is_what_explain_tells(mask, head_dim_v):
     mask = {"causal": mask.causal, "window": mask.window}
-    forward = Problem(2, 4, 2, 37, 50, 32, **mask)
+    forward = Problem(2, 4, 2, 37, 50, 32, head_dim_v, **mask)
     backward, both = (replace(forward, direction=direction) for direction in ("backward", "both"))
     for problem in (forward, backward):
         q, k, v, *_ = problem.inputs("cpu")
         plan = flash_cute.explain(q, k, v, **mask, backward=problem is backward)
         assert (problem.flops, problem.bytes) == (plan["flops"], plan["bytes"])
-    assert both.flops == forward.flops + backward.flops == 3.5 * forward.flops
+    assert both.flops == forward.flops + backward.flops
+    assert head_dim_v or both.flops == 3.5 * forward.flops
     assert both.bytes == forward.bytes + backward.bytes
 
 
@@ -103,13 +120,27 @@ def test_inputs_have_the_layout(layout):
 
 
 def test_arguments():
+    assert parse_shape("1,32,4,100,200,128") == parse_shape("1,32,4,100,200,128x128")
     assert parse_shape("1,32,4,100,200,128") == (1, 32, 4, 100, 200, 128)
+    assert parse_shape("1,32,4,100,200,192x128") == (1, 32, 4, 100, 200, 192, 128)
     assert parse_window("5") == (5, 5)
     assert parse_window("5,") == (5, None)
     assert parse_window(",0") == (None, 0)
-    for wrong in (["--shape", "1,2,3"], ["--window", "1,2,3"], ["--mask", "round"]):
+    wrong = ["--shape", "1,2,3"], ["--head-dims", "3x2x1"], ["--window", "1,2,3"], ["--mask", "round"]
+    for words in wrong:
         with pytest.raises(SystemExit):
-            attention.parser().parse_args(wrong)
+            attention.parser().parse_args(words)
+
+
+def test_grid_of_widths():
+    """Heads are as many as fit with q's."""
+    options = attention.parser().parse_args(["--head-dims", "64,192x128", "--mask", "full"])
+    options.seqlens = [512]
+    found = [(p.heads_q, p.head_dim, p.head_dim_v) for p in attention.problems(options)]
+    assert found == [(32, 64, None), (10, 192, 128)]
+    options.lengths = ["equal:512"]
+    found = [(p.heads, p.head_dim, p.head_dim_v) for p in attention.problems(options)]
+    assert found == [(32, 64, None), (10, 192, 128)]
 
 
 PEERS_CALLED = {  # without a GPU: the operators take fake tensors, and so show that they are called rightly
@@ -117,6 +148,8 @@ PEERS_CALLED = {  # without a GPU: the operators take fake tensors, and so show 
     "grouped": (Problem(2, 8, 2, 64, 96, 64), {"flash", "cudnn", "efficient", "math"}),
     "window": (Problem(2, 8, 2, 64, 64, 64, causal=True, window=(9, None)), {"flash"}),
     "bottom-right": (Problem(2, 8, 8, 64, 96, 64, causal=True), {"flash"}),
+    "narrower v": (Problem(2, 8, 8, 64, 64, 96, 64, causal=True), {"cudnn", "efficient", "math"}),
+    "wider v": (Problem(2, 8, 8, 64, 96, 64, 96), {"cudnn", "efficient", "math"}),
 }
 OF_PYTORCH = [name for name in contenders.DENSE_PEERS if not peers.is_newer(name.split()[0])]
 
@@ -131,7 +164,7 @@ def test_peers_are_called_rightly(problem, able):
                     contenders.prepare(name, problem, *inputs)
                 continue
             out, *lse = contenders.prepare(name, problem, *inputs)()[:2]
-            assert out.shape == inputs[0].shape
+            assert out.shape == (*inputs[0].shape[:-1], inputs[2].shape[-1])
             assert all(values.numel() == inputs[0][..., 0].numel() for values in lse)
 
 
@@ -178,7 +211,7 @@ def test_float32_is_measured_as_torch_is_set(lengths_differ, precision):
             problem = lengths.Ragged("x", (5, 9), 2, 16, False, "fp32", "backward")
             prepare_lengths(["cpu packed", "cpu padded"], problem)
         else:
-            problem = Problem(1, 2, 2, 16, 16, 64, False, dtype="fp32", direction="backward")
+            problem = Problem(1, 2, 2, 16, 16, 64, dtype="fp32", direction="backward")
             contenders.prepare("cpu", problem, *problem.inputs("cpu"))
     assert len(calls.tf32) >= (4 if lengths_differ else 2)
     assert set(calls.tf32) == {precision == "high"}
@@ -206,7 +239,8 @@ def test_newer_peers_are_called_rightly(mask, expected, monkeypatch):
             return q + 1, k + 2, v + 3
 
     monkeypatch.setitem(peers.PEERS, "flash3", StandIn())
-    problem = Problem(2, 4, 2, 33, 40, 64, *mask, direction="backward")
+    causal, window = mask
+    problem = Problem(2, 4, 2, 33, 40, 64, causal=causal, window=window, direction="backward")
     inputs = problem.inputs("cpu")
     found = contenders.prepare("flash3 deterministic", problem, *inputs)()
     assert all(torch.equal(x, y + i) for i, (x, y) in enumerate(zip(found, inputs, strict=False), 1))
@@ -245,7 +279,7 @@ def test_newer_peers_that_cannot_run_are_left_out(monkeypatch):
 @pytest.mark.parametrize("direction", ["backward", "both"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_our_gradients_are_those_of_the_problem(mask, direction):
-    problem = Problem(2, 4, 2, 37, 50, 32, mask.causal, mask.window, direction=direction)
+    problem = Problem(2, 4, 2, 37, 50, 32, **mask.options, direction=direction)
     inputs = problem.inputs("cpu")
     for name in contenders.mine(CPU, direction):
         gradients = contenders.prepare(name, problem, *inputs)()
@@ -283,6 +317,10 @@ def test_who_is_compared_with_whom():
     assert compared == {"sm80": ["flash"], "sm80 deterministic": ["sm80"]}
     compared = contenders.compared(mine, ["flash", "flash deterministic"])
     assert compared == {"sm80": ["flash"], "sm80 deterministic": ["sm80", "flash deterministic"]}
+    mine += contenders.at_one_width(mine, [Problem(1, 1, 1, 9, 9, 64, head_dim_v=32)])
+    compared = contenders.compared(mine, ["flash"])
+    assert compared == {"sm80": ["sm80 padded to one width", "flash"], "sm80 deterministic": ["sm80"]}
+    assert contenders.at_one_width(mine, [Problem(1, 1, 1, 9, 9, 64, head_dim_v=64)]) == []
     mine = lengths.ours(["sm80", "sm90"])
     assert mine == ["sm80 packed", "sm90 packed", "sm90 padded", "sm90 dense mean"]
     compared = lengths.compared(mine, ["flash"])
@@ -403,7 +441,7 @@ def test_best_known_peers_are_those_of_the_regime_and_the_pass():
     for cell in json.loads(report.attention.PEERS_H200.read_text())["cells"]:
         shape = 16384 // cell["s"], *[2048 // cell["d"]] * 2, cell["s"], cell["s"], cell["d"]
         direction = {"fwd": "forward", "bwd": "backward"}[cell["mode"]]
-        where = *shape, "causal" if cell["causal"] else "full", None, direction
+        where = *shape, "causal" if cell["causal"] else "full", None, None, direction
         assert all(found[regime][where] == cell[regime]["best_over_cudnn"] for regime in found)
 
 
@@ -442,6 +480,52 @@ def test_attention_of_gradients(tmp_path, direction):
         assert set(measured["times_us"]) == {"cpu", "cpu deterministic", "flash"}
         speedup = {mine: set(rivals) for mine, rivals in measured["speedup"].items()}
         assert speedup == {"cpu": {"flash"}, "cpu deterministic": {"cpu"}}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_attention_where_v_has_a_width_of_its_own(tmp_path, direction):
+    """That ours padded stay in is to say that they have the same results, cut to each width."""
+    pytest.importorskip("matplotlib")
+    shapes = [word for widths in ("64x32", "32x64", "32") for word in ("--shape", f"1,2,2,32,40,{widths}")]
+    asked = [*shapes, "--mask", "full", "--regime", "burst", "--pass", direction]
+    path = attention.main([*TINY, *asked, "--output", str(tmp_path)])
+    *uneven, even = json.loads(path.read_text())["cells"]
+    padded = "cpu padded to one width"
+    for cell in uneven:
+        (measured,) = cell["regimes"].values()
+        assert {"cpu", padded} <= measured["times_us"].keys()
+        assert padded in measured["speedup"]["cpu"]
+        assert "flash" in cell["excluded"]
+    assert even["excluded"][padded] == "q and v are alike in width"
+    told = path.with_suffix(".md").read_text()
+    for name in ("32", "32/64", "64/32"):
+        assert f"Head dim {name}, bf16" in told
+        assert f"| d{name} |" in told
+    assert f"cpu/{padded} |" in told
+    results_of = json.loads(path.read_text())
+    titles = [report.attention.shape_title([cell]) for cell in results_of["cells"]]
+    assert titles == [f"head dim {name}, full, heads 2" for name in ("64/32", "32/64", "32")]
+    draw([str(path)])
+    assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_padded_inputs_keep_their_layout(layout, monkeypatch):
+    seen = []
+    monkeypatch.setattr(contenders, "prepare", lambda *given, **options: seen.append((given, options)))
+    problem = Problem(2, 8, 4, 16, 32, 64, 48, direction="backward")
+    inputs = problem.inputs("cpu", layout)
+    contenders.preparer(problem, inputs)("sm90 padded to one width")
+    (((name, alike, *padded), options),) = seen
+    assert (name, alike, options) == (
+        "sm90",
+        Problem(2, 8, 4, 16, 32, 64, direction="backward"),
+        {"softmax_scale": 1 / 8},
+    )
+    for tensor, given, like in zip(padded, inputs, alike.inputs("cpu", layout), strict=True):
+        assert (tensor.shape, tensor.stride()) == (like.shape, like.stride())
+        assert torch.equal(tensor[..., : given.shape[-1]], given)
+        assert not tensor[..., given.shape[-1] :].any()
 
 
 @pytest.mark.parametrize("kind", ["equal:512", "equal:3000", "uniform:1:4096", "lognormal:512"])

@@ -25,6 +25,8 @@ CELLS = {
     "several queries": Cell("3x70", 4, 2, 32, queries=4),
     "mixed": MIXED,
     "chunks": Cell("2x300", 4, 2, 32, queries=20, packed=True),
+    "narrower v": Cell("3x70", 4, 2, 32, queries=4, head_dim_v=16),
+    "wider v": Cell("3x1-90", 4, 2, 32, queries=4, head_dim_v=48),
 }
 each_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 
@@ -55,6 +57,11 @@ def test_selected_cells():
     cells, writes = chosen(*asked)
     assert cells == [Cell(case, 32, 8, 64, 2) for case in ("1x9", "2x3-5")]
     assert writes == []
+    cells, writes = chosen("--head-dims", "64,192x128", "--cases", "1x9", "--heads", "32/8", "--queries", "1")
+    assert {(cell.packed, cell.widths) for cell in cells} == {
+        (packed, widths) for packed in (False, True) for widths in ((64, 64), (192, 128))
+    }
+    assert {cell.head_dim for cell in writes} == {64}
     few, writes = chosen("--quick", "--queries", "4")
     assert {cell.queries for cell in few} == {4, 512}
     assert {cell.head_dim for cell in few} == {cell.head_dim for cell in writes} == {128}
@@ -94,9 +101,8 @@ def test_work_is_what_explain_tells(cell):
     lengths = {"seqused_k": cache.used, "block_table": cache.table(4)}
     plan = flash_cute.explain(cache.q, k, v, True, **lengths)
     assert cell.flops == plan["flops"]
-    q = cache.q.numel()
-    lse = cache.q[..., 0].numel()
-    assert cell.bytes == plan["bytes"] - 2 * 2 * q - 4 * lse
+    rows = cache.q[..., 0].numel()
+    assert cell.bytes == plan["bytes"] - 2 * sum(cell.widths) * rows - 4 * rows  # q and out, lse
 
 
 @each_cell
@@ -110,19 +116,22 @@ def test_pages_are_each_sequences_own(cell, page):
     assert torch.equal(numbers, cache.page_numbers(page))
     assert len(numbers.unique()) == len(numbers)
     k, v = next(cache.regions(page))
-    assert k.shape == v.shape == (cell.rows // page, cell.heads_kv, page, cell.head_dim)
+    for tensor, width in zip((k, v), cell.widths, strict=True):
+        assert tensor.shape == (cell.rows // page, cell.heads_kv, page, width)
     assert int(numbers.max()) < len(k)
     assert not torch.equal(numbers, numbers.sort().values)
 
 
+@pytest.mark.parametrize("cell", ["equal", "narrower v"])
 @pytest.mark.parametrize("page", [None, 16])
-def test_regions_share_no_memory(page):
-    cache = made(CELLS["equal"])
+def test_regions_share_no_memory(page, cell):
+    cache = made(CELLS[cell])
     regions = list(cache.regions(page))
     assert len(regions) == cache.cell.regions(CPU) > 1
-    starts = [k.data_ptr() for k, _ in regions]
-    size = (k := regions[0][0]).numel() * k.element_size()
-    assert all(after - before >= size for before, after in pairwise(starts))
+    for tensors in zip(*regions, strict=True):  # K, V
+        size = tensors[0].numel() * tensors[0].element_size()
+        starts = [tensor.data_ptr() for tensor in tensors]
+        assert all(after - before >= size for before, after in pairwise(starts))
     assert len(regions) * cache.cell.bytes >= caches.REGIONS_BYTES["cpu"]
 
 
@@ -142,10 +151,14 @@ def test_ours_agrees_wherever_keys_lie(cell):
             with pytest.raises(CannotRun, match="batch_invariant"):
                 caches.prepare(name, cache, None)
             continue
+        if name == "flash" and cell.head_dim_v:
+            with pytest.raises(CannotRun):
+                caches.prepare(name, cache, None)
+            continue
         calls, error = caches.prepare(name, cache, None)
         assert len(calls) == cell.regions(CPU)
         assert 0 < error < caches.MOST_ERROR / 2
-        assert calls[0]().shape == cache.q.shape
+        assert calls[0]().shape == (*cache.q.shape[:3], cell.widths[1])
 
 
 def test_another_result_is_left_out(monkeypatch):
@@ -221,14 +234,19 @@ def test_peers_are_called_rightly(cell, installed):
     called = Counter()
     for name in caches.names(cell, [64, 16], OF_PAGES):
         base, _, page = name.partition(caches.PAGES)
-        if base == "xqa" and (cell.packed or page != "64"):
+        if base in ("flashinfer", "xqa") and cell.head_dim_v:
+            with pytest.raises(CannotRun, match="as wide as q and k only"):
+                caches.prepare(name, cache, None)
+        elif base == "xqa" and (cell.packed or page != "64"):
             with pytest.raises(CannotRun, match="not called"):
                 caches.prepare(name, cache, None)
         elif base in OF_PAGES:
             caches.prepare(name, cache, None)  # which compares with the reference
             called[base] += 1
+    of_one_width = {"flashinfer": 2, "xqa": 0 if cell.packed else 1}
     assert called == Counter(
-        {"flash3": 2 if cell.mixed else 3, "flashinfer": 2, "xqa": 0 if cell.packed else 1}
+        {"flash3": 2 if cell.mixed else 3}
+        | (dict.fromkeys(of_one_width, 0) if cell.head_dim_v else of_one_width)
     )
 
 

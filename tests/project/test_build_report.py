@@ -26,7 +26,7 @@ def test_every_kernel_is_reported(report):
     """For each instance and architecture the registers and the memory, and what compiling a unit took."""
     assert {kernel["unit"] for kernel in report["kernels"]} == set(report["units"])
     compiled = {
-        f"{kernel['pass']}_{kernel['family']}_{kernel['element']}_{kernel['head_dim']}"
+        f"{kernel['pass']}_{kernel['family']}_{kernel['element']}_{build_report.width(kernel)}"
         + f"_{kernel['variant']}".removesuffix("_plain")
         for kernel in json.loads(torch.ops.flash_cute.compiled())
     }
@@ -35,6 +35,11 @@ def test_every_kernel_is_reported(report):
         assert 0 < kernel["registers"] <= 255
         assert kernel["architecture"].startswith("sm_")
     assert all(cost["seconds"] > 0 for cost in report["units"].values())
+
+
+def test_a_pair_of_head_dims_is_named_as_its_instance():
+    assert build_report.width({"head_dim": 128, "head_dim_v": 128}) == "128"
+    assert build_report.width({"head_dim": 192, "head_dim_v": 128}) == "192x128"
 
 
 def test_faults_are_found():

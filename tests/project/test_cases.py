@@ -9,7 +9,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from support import table
-from support.cases import MASKS, Shape, each_pair, make_gradients, make_inputs
+from support.cases import BUCKETS, MASKS, Shape, each_pair, make_gradients, make_inputs
 from support.expected import Sequence
 
 from flash_cute import reference
@@ -48,11 +48,42 @@ def test_refused_values_meet_in_refused_cases_and_all_others_in_others(family, k
             assert sentence in alone or not there_are, sentence
 
 
+@pytest.mark.parametrize("kind", ["forward_case", "gradient_case"])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_widths_of_v_meet_in_every_two_buckets(family, kind):
+    """In cases that are not refused, and Hopper's pair as it is compiled."""
+    cases = [case for case in table.drawn(family, kind) if not table.refusals(asdict(case), family)]
+    widths = {(case.widths["q"], case.widths["v"]) for case in cases}
+    assert {tuple(min(b for b in BUCKETS if b >= width) for width in pair) for pair in widths} == set(
+        product(BUCKETS, repeat=2)
+    )
+    assert (192, 128) in widths
+
+
+@pytest.mark.parametrize("width_v", ["8", "57", table.AS_Q, "96"])
+@pytest.mark.parametrize("layout", ["contiguous", "mixed", "padded_columns", table.SHARED])
+def test_behind_the_narrower_width_there_is_no_number(layout, width_v):
+    """Or, where k and v share their columns, those of the other."""
+    call = table.make_call(table.Case(layout=layout, width_v=width_v), torch.device("cpu"))
+    widths = {"q": 64, "k": 64, "v": 64 if width_v == table.AS_Q else int(width_v)}
+    for name, width in widths.items():
+        tensor, most = getattr(call, name), max(widths.values())
+        assert tensor.shape[-1] == width
+        if layout == table.SHARED and name != "q":
+            other = call.v if name == "k" else call.k
+            assert tensor.data_ptr() == other.data_ptr()
+            assert tensor.stride() == other.stride()
+        else:
+            behind = tensor.as_strided((*tensor.shape[:3], most), tensor.stride())[..., width:]
+            assert behind.isnan().all()
+
+
+@pytest.mark.parametrize("head_dim_v", [None, 10, 24])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_what_is_expected_is_the_reference(mask):
+def test_what_is_expected_is_the_reference(mask, head_dim_v):
     """Which was written by itself."""
-    q, k, v = make_inputs(Shape(1, 4, 2, 9, 13, 16), torch.float32, "cpu", "contiguous")
-    dout, dlse = make_gradients(q)
+    q, k, v = make_inputs(Shape(1, 4, 2, 9, 13, 16, head_dim_v), torch.float32, "cpu", "contiguous")
+    dout, dlse = make_gradients(q, head_dim_v=head_dim_v)
     sequence = Sequence(q[0], k[0], v[0], mask.visible(9, 13), None, 0.3)
     given = {"softmax_scale": 0.3, **mask.options}
     found = *sequence.forward(torch.float64), *sequence.gradients(dout[0], dlse[0], torch.float64)

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from itertools import product
+from operator import ge
 from unittest.mock import patch
 
 import pytest
@@ -80,7 +81,11 @@ def visible(build, monkeypatch):
     )
 
 
-def taken(instances, direction, element, head_dim, variant, deterministic):
+def head_dims_of(instance):
+    return int(instance.head_dim), int(instance.head_dim_v or instance.head_dim)
+
+
+def taken(instances, direction, element, head_dims, variant, deterministic):
     """What a call on Hopper takes that names no family: as family_for and backward_of of planned_call.cpp."""
 
     def serving(family):
@@ -91,9 +96,9 @@ def taken(instances, direction, element, head_dim, variant, deterministic):
             instance
             for instance in instances
             if (instance.direction, instance.family, instance.element, instance.variant) == axes
-            and int(instance.head_dim) >= head_dim
+            and all(map(ge, head_dims_of(instance), head_dims))
         ]
-        return min(fits, key=lambda instance: int(instance.head_dim), default=None)
+        return min(fits, key=lambda instance: sum(head_dims_of(instance)), default=None)
 
     return serving("sm90") or serving("sm80")
 
@@ -106,11 +111,12 @@ def test_a_build_for_hopper_has_all_that_calls_there_take(build, visible):
     assert len(of_hopper) < len(everything)
     used = set()
     elements = dict.fromkeys(instance.element for instance in everything)
+    widths = {width for instance in everything for width in head_dims_of(instance)}
     for element, direction, variant, deterministic in product(
         elements, ("forward", "backward"), ("plain", "split", "ranges"), (False, True)
     ):
-        for head_dim in range(8, 257, 8):
-            call = direction, element, head_dim, variant, deterministic
+        for head_dims in product(widths, widths):
+            call = direction, element, head_dims, variant, deterministic
             instance = taken(everything, *call)
             assert taken(of_hopper, *call) == instance
             used.add(instance)
@@ -146,6 +152,8 @@ FLASH_CUTE_ELEMENT(fp16)
 FLASH_CUTE_ELEMENT(bf16)
 FLASH_CUTE_INSTANCE(backward, sm90, 64, plain)
 FLASH_CUTE_INSTANCE(forward, sm80, 96, general, fp32, bf16)
+FLASH_CUTE_PAIR(forward, sm90, 192, 128, general)
+FLASH_CUTE_PAIR(forward, sm90, 64, 256, plain, bf16)
 """
     instances = build["listed_instances"](table)
     assert [instance.name for instance in instances] == [
@@ -153,8 +161,15 @@ FLASH_CUTE_INSTANCE(forward, sm80, 96, general, fp32, bf16)
         "backward_sm90_bf16_64",
         "forward_sm80_fp32_96_general",
         "forward_sm80_bf16_96_general",
+        "forward_sm90_fp16_192x128_general",
+        "forward_sm90_bf16_192x128_general",
+        "forward_sm90_bf16_64x256",
     ]
-    assert instances[2].definition == "FLASH_CUTE_COMPILED(forward, sm80, fp32, 96, general)\n"
+    assert instances[2].definition == "FLASH_CUTE_COMPILED(forward, sm80, fp32, 96, general, 96)\n"
+    assert instances[4].definition == "FLASH_CUTE_COMPILED(forward, sm90, fp16, 192, general, 128)\n"
+    assert instances[6].instantiated == (
+        "ForwardLaunch<Instance<Family::sm90, ElementType::bf16, 64, Variant::plain, 256>>"
+    )
 
 
 def test_instances_that_take_longest_come_first(build, monkeypatch):
@@ -187,9 +202,13 @@ def test_instances_share_translation_units(build, monkeypatch):
         assert source.count("template struct") == len(unit)
     names = [instance.name for instance in units["forward_sm90_64"]]
     assert "forward_sm90_fp16_64_split" in names
-    mangled = "INS_8InstanceILNS_6FamilyE1ELNS_11ElementTypeE0ELi64ELNS_7VariantE1EEEXt"
-    fits = [instance.name for instance in units["forward_sm90_64"] if re.search(instance.mangled, mangled)]
-    assert fits == ["forward_sm90_fp16_64_split"]
+    for axes, unit, name in (
+        ("Li64ELNS_7VariantE1ELi64E", "forward_sm90_64", "forward_sm90_fp16_64_split"),
+        ("Li192ELNS_7VariantE0ELi192E", "forward_sm90_192", "forward_sm90_fp16_192"),
+        ("Li192ELNS_7VariantE0ELi128E", "forward_sm90_192", "forward_sm90_fp16_192x128"),
+    ):
+        mangled = f"INS_8InstanceILNS_6FamilyE1ELNS_11ElementTypeE0E{axes}EEXt"
+        assert [x.name for x in units[unit] if re.search(x.mangled, mangled)] == [name]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("false", False), ("no", False), ("1", True)])

@@ -15,6 +15,7 @@ PLACES = ["padded", "padded in pages", "packed", "packed in pages", "slots"]
 ROTARIES = ["none", "halves", "interleaved", "halves of some columns", "interleaved of some columns"]
 LAYOUTS = ["heads first", "rows first", "side by side"]
 NEW_ROWS = {"1": 1, "5": 5, "40": 40}
+WIDTHS = {"64 and 32": (64, 32), "24 and 80": (24, 80), "192 and 128": (192, 128), "16 and 256": (16, 256)}
 
 
 def pairs(**axes) -> pytest.MarkDecorator:
@@ -36,20 +37,23 @@ class Append:
     before: tuple[torch.Tensor, torch.Tensor]
 
 
-def make_cache(pages, heads, rows, head_dim, dtype, device, layout) -> tuple[torch.Tensor, torch.Tensor]:
+def make_cache(
+    pages, heads, rows, head_dim, dtype, device, layout, head_dim_v=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v as (pages, heads, rows, head_dim)."""
+    widths = head_dim, head_dim_v or head_dim
     if layout == "heads first":
-        return tuple(torch.randn(pages, heads, rows, head_dim, device=device).to(dtype) for _ in range(2))
+        return tuple(torch.randn(pages, heads, rows, width, device=device).to(dtype) for width in widths)
     if layout == "rows first":
-        made = (torch.randn(pages, rows, heads, head_dim, device=device).to(dtype) for _ in range(2))
+        made = (torch.randn(pages, rows, heads, width, device=device).to(dtype) for width in widths)
         return tuple(x.transpose(1, 2) for x in made)
-    both = torch.randn(pages, heads, rows, 2 * head_dim, device=device).to(dtype)
+    both = torch.randn(pages, heads, rows, sum(widths), device=device).to(dtype)
     return both[..., :head_dim], both[..., head_dim:]
 
 
 def make_append(
     device, place="padded", rotary="none", layout="heads first", dtype=torch.bfloat16, head_dim=64,
-    heads=(4, 2), rows=5, page_size=16, wide_table=False, positions=False,
+    heads=(4, 2), rows=5, page_size=16, wide_table=False, positions=False, head_dim_v=None,
 ) -> Append:  # fmt: skip
     """Sequences of unequal lengths before the call; some rows of some have no room."""
     batch, (heads_q, heads_kv) = 5, heads
@@ -59,11 +63,12 @@ def make_append(
     counts = [rows] * batch if place.startswith("padded") else [SEEDS.randint(0, rows) for _ in range(batch)]
     total = sum(counts) + (0 if place.startswith("padded") else 3)  # the last three are of no sequence
     shape = (batch, heads_kv, rows) if place.startswith("padded") else (total, heads_kv)
-    k, v = (torch.randn(*shape, head_dim, device=device).to(dtype) for _ in range(2))
+    widths = head_dim, head_dim_v or head_dim
+    k, v = (torch.randn(*shape, width, device=device).to(dtype) for width in widths)
     paged = place.endswith("pages")
     pages = batch * width + 2 if paged or place == "slots" else batch
     page_rows = page_size if paged or place == "slots" else capacity
-    cache = make_cache(pages, heads_kv, page_rows, head_dim, dtype, device, layout)
+    cache = make_cache(pages, heads_kv, page_rows, head_dim, dtype, device, layout, head_dim_v)
 
     def whole(values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=device)

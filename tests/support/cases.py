@@ -22,11 +22,13 @@ ALL_DTYPES = DTYPES | {"fp32": torch.float32}
 
 LISTED = (ROOT / "include/flash_cute/instances.def").read_text()
 ELEMENTS = re.findall(r"^FLASH_CUTE_ELEMENT\((\w+)\)", LISTED, re.MULTILINE)
-# (pass, family, head_dim, variant), and the element types of a row that has its own.
+# (pass, family, head_dim, head_dim_v, variant), and the element types of a row that has its own.
 INSTANCES = [
-    (*axes, elements.split(", ")[1:] or ELEMENTS)
-    for *axes, elements in re.findall(
-        r"^FLASH_CUTE_INSTANCE\((\w+), (\w+), (\w+), (\w+)(.*)\)", LISTED, re.MULTILINE
+    (*axes, head_dim, head_dim_v or head_dim, variant, elements.split(", ")[1:] or ELEMENTS)
+    for *axes, head_dim, head_dim_v, variant, elements in re.findall(
+        r"^FLASH_CUTE_(?:INSTANCE|PAIR)\((\w+), (\w+), (\d+)(?:, (\d+))?, ([a-z]+)(.*)\)",
+        LISTED,
+        re.MULTILINE,
     )
 ]
 
@@ -96,7 +98,7 @@ def matrix(of_kernels: Iterable[str] = (), **axes: dict[str, object] | Iterable)
 
 @dataclass(frozen=True)
 class Shape:
-    """q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch, heads_kv, seqlen_k, head_dim)."""
+    """q is (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_kv, seqlen_k, head_dim)."""
 
     batch: int
     heads_q: int
@@ -104,6 +106,7 @@ class Shape:
     seqlen_q: int
     seqlen_k: int
     head_dim: int
+    head_dim_v: int | None = None  # of v and out; that of q and k by default
 
     @property
     def q(self) -> tuple[int, int, int, int]:
@@ -112,6 +115,10 @@ class Shape:
     @property
     def kv(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads_kv, self.seqlen_k, self.head_dim
+
+    @property
+    def v(self) -> tuple[int, int, int, int]:
+        return *self.kv[:3], self.head_dim_v or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -271,8 +278,10 @@ EMPTY = {
 }
 
 HEAD_DIMS = tuple(range(8, 257, 8))
+# Of q and k, and of v.
+TWO_WIDTHS = (64, 40), (40, 64), (192, 128), (72, 200), (13, 7)
 ODD_HEAD_DIMS = (1, 4, 15, 33, 63, 100, 130, 250)
-BUCKETS = tuple(sorted({int(head_dim) for _, _, head_dim, _, _ in INSTANCES}))
+BUCKETS = tuple(sorted({int(head_dim) for _, _, head_dim, *_ in INSTANCES}))
 
 
 def with_head_dim(shape: Shape, head_dim: int) -> Shape:
@@ -284,21 +293,22 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device, layout: str = "mixed",
     seed = SEEDS.getrandbits(31) if seed is None else seed
     print(f"{shape} {dtype} {layout} seed={seed}")
     generator = torch.Generator(device).manual_seed(seed)
-    sizes = shape.q, shape.kv, shape.kv
+    sizes = shape.q, shape.kv, shape.v
     return tuple(
         part.make(size, dtype, device, generator) for part, size in zip(LAYOUTS[layout], sizes, strict=True)
     )
 
 
 def make_gradients(
-    q: torch.Tensor, layout: Layout = TRANSPOSED, seed: int | None = None
+    q: torch.Tensor, layout: Layout = TRANSPOSED, seed: int | None = None, head_dim_v: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fresh random (dout, dlse) for a dense q."""
+    """Fresh random (dout, dlse) for a dense q. head_dim_v: of v, where it isn't q's."""
     seed = SEEDS.getrandbits(31) if seed is None else seed
     print(f"{layout} gradients' seed={seed}")
     generator = torch.Generator(q.device).manual_seed(seed)
     dlse = torch.randn(q.shape[:3], generator=generator, device=q.device)
-    return layout.make(q.shape, q.dtype, q.device, generator), dlse
+    shape = *q.shape[:3], q.shape[3] if head_dim_v is None else head_dim_v
+    return layout.make(shape, q.dtype, q.device, generator), dlse
 
 
 @dataclass(frozen=True)
@@ -414,6 +424,7 @@ def make_ragged(
     layout: str = "mixed",
     margins: tuple[int, int] = (3, 5),
     seed: int | None = None,
+    head_dim_v: int | None = None,
 ) -> Ragged:
     """Fresh random inputs in which every row that doesn't count is NaN.
 
@@ -430,7 +441,7 @@ def make_ragged(
     else:
         sizes = [max(rows, default=7) for rows in begins]
         places = [(entry, s.queries, s.keys) for entry, s in enumerate(sequences)]
-    shape = Shape(1 if packed else len(sequences), *heads, *sizes, head_dim)
+    shape = Shape(1 if packed else len(sequences), *heads, *sizes, head_dim, head_dim_v)
     tensors = make_inputs(shape, dtype, device, layout, seed)
     for tensor, axis in zip(tensors, (1, 2, 2), strict=True):
         counts = torch.zeros(tensor.shape[0], tensor.shape[2], dtype=torch.bool, device=device)
@@ -455,7 +466,8 @@ def make_ragged(
 
 def make_ragged_gradients(batch: Ragged, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Fresh random (dout, dlse) for a batch of unequal lengths, NaN in every row that doesn't count."""
-    entries = batch.entries[0]
+    q, _, v = batch.entries
+    entries = q if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     dout, dlse = make_gradients(entries, seed=seed)
     counts = torch.zeros(entries.shape[0], entries.shape[2], dtype=torch.bool, device=entries.device)
     for entry, rows, _ in batch.places:

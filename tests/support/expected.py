@@ -17,7 +17,10 @@ EPSILONS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24,
 
 @dataclass(frozen=True)
 class Sequence:
-    """q (heads_q, rows, head_dim), k, v (heads_kv, keys, head_dim), sees (rows, keys), sinks (heads_q,)."""
+    """q (heads_q, rows, head_dim), k likewise (heads_kv, keys, ...), v of any width; sees (rows, keys).
+
+    sinks are (heads_q,).
+    """
 
     q: torch.Tensor
     k: torch.Tensor

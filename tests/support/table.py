@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, product
 from unittest.mock import patch
@@ -60,6 +60,10 @@ HEADS = {"4 of 2": (4, 2), "3 of 3": (3, 3), "5 of 1": (5, 1)}
 HEADS_OF_KERNELS = {"14 of 2": (14, 2), "67 of 1": (67, 1)}
 # To the CPU's code all are the same, but that some are padded first.
 SOME_HEAD_DIMS = 64, 8, 24, 40, 72, 96, 128, 152, 192, 200, 256
+# Of v, where it is not as wide as q: all pairs of kernels with the head dims, and widths that no kernel has.
+AS_Q = "as q"
+WIDTHS_OF_V = 8, 24, 33, 57, 64, 96, 128, 192, 200, 256
+SOME_WIDTHS_OF_V = 8, 40, 57, 128, 256
 SCALES = {"default": None, "1e-3": 1e-3, "0.3": 0.3}
 PRECISIONS = {"torch's": None, "highest": "highest", "high": "high"}
 SINKS = "none", "float32", "of q's type", "some -inf"
@@ -82,6 +86,7 @@ PACKED = [name for name in LENGTHS if name.startswith("packed")]
 PAGES = {f"pages of {size}": size for size in (1, 2, 5, 16, 17, 64, 100, 128, 256)}
 MARGINS = (0, 0), (3, 5), (1, 1), (0, 300), (200, 0)
 NESTED = "jagged", "jagged with holes"
+SHARED = "shared"  # the layout in which the narrower of k and v is the other's first columns
 GIVEN = "both", "dout", "dlse"
 GRADIENT_LAYOUTS = {
     "heads after rows": Layout("bshd"),
@@ -97,11 +102,12 @@ GRADIENT_LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """By the names of what each axis has. rows, heads and head_dim are its shape."""
+    """By the names of what each axis has. rows, heads, head_dim and width_v are its shape."""
 
     rows: str = "unequal"
     heads: str = "4 of 2"
     head_dim: str = "64"
+    width_v: str = AS_Q
     element: str = "bf16"
     precision: str = "torch's"
     scale: str = "default"
@@ -132,6 +138,12 @@ class Case:
     def packed(self) -> bool:
         return self.lengths in PACKED
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Head dims by the tensor that has them."""
+        width = int(self.head_dim)
+        return {"q": width, "k": width, "v": width if self.width_v == AS_Q else int(self.width_v)}
+
 
 def axes(family: str | None, of_gradients: bool) -> dict[str, Iterable[str]]:
     """What is to meet in cases of a family's kernels, or of the CPU; what goes with nothing is left out."""
@@ -140,6 +152,7 @@ def axes(family: str | None, of_gradients: bool) -> dict[str, Iterable[str]]:
         "rows": ROWS | (ROWS_OF_KERNELS if on_gpu else {}),
         "heads": HEADS | (HEADS_OF_KERNELS if on_gpu else {}),
         "head_dim": map(str, (HEAD_DIMS if on_gpu else SOME_HEAD_DIMS) + ODD_HEAD_DIMS),
+        "width_v": [AS_Q, *map(str, WIDTHS_OF_V if on_gpu else SOME_WIDTHS_OF_V)],
         "element": [name for name in ALL_DTYPES if name != "fp32" or family != "sm90"],
         "precision": PRECISIONS,
         "scale": SCALES,
@@ -148,7 +161,7 @@ def axes(family: str | None, of_gradients: bool) -> dict[str, Iterable[str]]:
         "sinks": SINKS,
         "lengths": LENGTHS,
         "nested": ["no", *NESTED],
-        "layout": LAYOUTS,
+        "layout": [*LAYOUTS, SHARED],
     }
     if of_gradients:
         return found | {"deterministic": ["no", "yes"], "given": GIVEN, "dout": GRADIENT_LAYOUTS}
@@ -163,6 +176,7 @@ NOT_OF_CACHES = [
     "rows_not_16_bytes", "misaligned_start", "every_second_element", "columns_of_rows", "expanded_columns",
 ]  # fmt: skip
 ODD = [str(size) for size in ODD_HEAD_DIMS if size % 8]
+ODD_WIDTHS_OF_V = [str(size) for size in {*WIDTHS_OF_V, *SOME_WIDTHS_OF_V} if size % 8]
 NO_KERNEL = "this build has no sm.. kernel for caches and batch_invariant with"
 # Which values are refused together, the sentence, and where: everywhere, on a GPU or by a family.
 REFUSALS = (
@@ -175,6 +189,7 @@ REFUSALS = (
         (cached | refused, sentence, where)
         for refused, sentence, where in (
             ({"head_dim": ODD}, "head_dim of a cache must be a multiple of 8, got", ""),
+            ({"width_v": ODD_WIDTHS_OF_V}, "head_dim of a cache must be a multiple of 8, got", ""),
             ({"layout": NOT_OF_CACHES}, "[kv] is a cache, which is not copied; it", ""),
             ({"element": ["fp32"]}, NO_KERNEL, "gpu"),
         )
@@ -201,13 +216,13 @@ def refusals(values: dict[str, str], family: str | None) -> list[str]:
 
 @cache
 def drawn(family: str | None, kind: str) -> list[Case]:
-    """The cases of a family's kernels, or of the CPU: each pair, and on a GPU once more among others."""
+    """The cases of a family's kernels, or of the CPU: each pair, and on a GPU once more of v as wide as q."""
     named = {axis: [*values] for axis, values in axes(family, of_gradients=kind == "gradient_case").items()}
     names = [*named]
     rows = {}
-    for seed in range(2 if family else 1):
+    for seed, widths in enumerate([named["width_v"], [AS_Q]] if family else [named["width_v"]]):
         found = each_pair(
-            *named.values(),
+            *(named | {"width_v": widths}).values(),
             refused=lambda row: len(refusals({names[i]: value for i, value in row.items()}, family)),
             shuffle=random.Random(seed),  # in their order axes of as many values would go hand in hand
         )
@@ -242,7 +257,7 @@ class Place:
 class Call:
     """The tensors and arguments of a case.
 
-    q, k and v are (entries, heads, rows, head_dim), however they are given; rows that don't count are NaN.
+    q, k and v are (entries, heads, rows, its width), however they are given; rows that don't count are NaN.
     """
 
     case: Case
@@ -253,6 +268,11 @@ class Call:
     places: list[Place]
     sequences: list[Sequence]
     offsets: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+
+    @property
+    def shape_of_out(self) -> tuple[int, ...]:
+        """As q, k and v are here."""
+        return *self.q.shape[:3], self.v.shape[3]
 
     @property
     def function(self):
@@ -313,7 +333,7 @@ def make_call(case: Case, device: torch.device) -> Call:
     packed, page = case.packed or nested, PAGES.get(case.cache)
     used = {side: f"seqused_{side}" in names or case.nested == "jagged with holes" for side in "qk"}
     used["k"] |= "cu_seqlens_k" in names and case.cache != "none"  # a cache has no offsets
-    rows = {side: [pair["qk".index(side)] for pair in ROWS[case.rows]] for side in "qk"}
+    rows = {side: [pair["qk".index(side)] for pair in (ROWS | ROWS_OF_KERNELS)[case.rows]] for side in "qk"}
     if names == OF_QUERIES:
         rows["k"] = rows["q"]
     # Whether each sequence has an entry of its own.
@@ -346,11 +366,14 @@ def make_call(case: Case, device: torch.device) -> Call:
 
     places = [Place(at("q", i), at("k", i), leftpads[i]) for i in range(batch)]
     heads, dtype = (HEADS | HEADS_OF_KERNELS)[case.heads], ALL_DTYPES[case.element]
-    shapes = {side: (entries[side], heads[side == "k"], sizes[side], int(case.head_dim)) for side in "qk"}
+    shapes = {side: (entries[side], heads[side == "k"], sizes[side]) for side in "qk"}
     tensors = [
-        layout.make(shapes[side], dtype, device, generator)
-        for side, layout in zip("qkk", LAYOUTS[case.layout], strict=True)
+        layout.make((*shapes["q" if name == "q" else "k"], case.widths[name]), dtype, device, generator)
+        for name, layout in _layouts(case).items()
     ]
+    if case.layout == SHARED:
+        wider = max(tensors[1:], key=lambda x: x.shape[-1])
+        tensors[1:] = (wider[..., : case.widths[name]] for name in "kv")
     _poison(tensors[0], [place.queries for place in places])
     for tensor in tensors[1:]:
         _poison(tensor, [tuple(x[place.leftpad :] for x in place.keys) for place in places])
@@ -397,6 +420,18 @@ def make_call(case: Case, device: torch.device) -> Call:
         for place in places
     ]
     return Call(case, *tensors, arguments, places, sequences, offsets)
+
+
+def _layouts(case: Case) -> dict[str, Layout]:
+    """Of q, k and v. What is narrower than another has columns of NaN behind it, up to a multiple of 8."""
+    widest = max(case.widths.values())
+
+    def wide(layout: Layout, width: int) -> Layout:
+        more = 0 if width == widest else -(-widest // 8) * 8 - width
+        return replace(layout, columns=layout.columns + more)
+
+    layouts = zip("qkv", LAYOUTS["mixed" if case.layout == SHARED else case.layout], strict=True)
+    return {name: wide(layout, case.widths[name]) for name, layout in layouts}
 
 
 def _in_pages(counts: list[int], most: int, used: bool, page: int):
@@ -455,7 +490,7 @@ def check_forward(kernel, case: Case) -> None:
     inputs, options = call.inputs(), {}
     if case.out == "given":
         layout, generator = Layout("bshd", columns=8), torch.Generator(kernel.device).manual_seed(0)
-        options["out"] = call.given(layout.make(call.q.shape, call.q.dtype, kernel.device, generator))
+        options["out"] = call.given(layout.make(call.shape_of_out, call.q.dtype, kernel.device, generator))
     if sentences := refusals(asdict(case), kernel.family):
         _assert_refused(sentences, lambda: call.results(inputs, kernel.family, **options))
         return
@@ -465,7 +500,7 @@ def check_forward(kernel, case: Case) -> None:
     if "out" in options:
         assert out is options["out"]
     else:
-        _assert_alike(out, inputs[0], case)
+        _assert_alike(out, _like_out(inputs[0], case.widths["v"]), case)
     out, lse = call.entries(out), call.entries(lse)
     oracle, yardstick = (
         (torch.zeros_like(out, dtype=dtype), torch.full_like(lse, -torch.inf, dtype=of_lse))
@@ -495,7 +530,7 @@ def check_gradients(kernel, case: Case) -> None:
         _assert_refused(sentences, lambda: call.results(leaves, kernel.family, **options))
         return
     generator = torch.Generator(kernel.device).manual_seed(SEEDS.getrandbits(31))
-    sizes = (call.q.shape, call.q.dtype), ((*call.q.shape[:3], 1), torch.float32)
+    sizes = (call.shape_of_out, call.q.dtype), ((*call.q.shape[:3], 1), torch.float32)
     dout, dlse = (GRADIENT_LAYOUTS[case.dout].make(*size, kernel.device, generator) for size in sizes)
     for tensor in (dout, dlse):
         _poison(tensor, [place.queries for place in call.places])
@@ -542,6 +577,14 @@ def _with_rounding(oracle: torch.Tensor, dtype: torch.dtype, *yardsticks: torch.
     """Errs as the worst of these and as rounding does: few numbers may be exact by chance."""
     errors = [(x - oracle).abs() for x in yardsticks]
     return oracle + torch.stack([*errors, oracle.abs() * EPSILONS[dtype]]).amax(0)
+
+
+def _like_out(q: torch.Tensor, width: int) -> torch.Tensor:
+    """q where it is so wide; else rows without gaps, in memory one after another as q's are."""
+    if q.shape[-1] == width:
+        return q
+    order = sorted(range(q.dim() - 1), key=lambda dim: -q.stride(dim))
+    return torch.empty_permuted((*q.shape[:-1], width), (*order, q.dim() - 1), dtype=q.dtype, device=q.device)
 
 
 def _assert_alike(result: torch.Tensor, given: torch.Tensor, case: Case) -> None:

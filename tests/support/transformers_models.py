@@ -42,12 +42,25 @@ MODELS = {
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
 }
+# Whose values are narrower than queries and keys.
+LATENT = SIZES | {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4}
+ROUTED = {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+ROUTED |= {"moe_intermediate_size": 32, "experts_implementation": "eager"}
+NARROW_SINKS = {"head_dim": 24, "v_head_dim": 16, "sliding_window": 6}
+NARROW_SINKS |= {"layer_types": ["sliding_attention", "full_attention"]}
+NARROW = {
+    "DeepSeek V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT | ROUTED),
+    "MiniCPM3": ("MiniCPM3ForCausalLM", "MiniCPM3Config", LATENT),
+    "MiMo V2 Flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", GROUPED | ROUTED | NARROW_SINKS),
+}
+WITH_SINKS = "sinks", "MiMo V2 Flash"
 BATCH, LENGTH = 3, 20
 
 
 def build(name: str, device) -> torch.nn.Module:
     """The model in float32 on the CPU's random weights, so that they are the same on every device."""
-    model_class, config_class, sizes = MODELS[name]
+    model_class, config_class, sizes = (MODELS | NARROW)[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**sizes)
     return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").to(device)
@@ -61,7 +74,7 @@ class Trio:
         self.yardstick, self.oracle = rounded, copy.deepcopy(rounded).double()
         self.ours = copy.deepcopy(rounded)
         self.ours.set_attn_implementation("cute_attention")
-        self.oracle.set_attn_implementation("eager" if name == "sinks" else "sdpa")  # SDPA has no sinks
+        self.oracle.set_attn_implementation("eager" if name in WITH_SINKS else "sdpa")  # SDPA has no sinks
         self.all = self.ours, self.yardstick, self.oracle
 
 

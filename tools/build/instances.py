@@ -24,12 +24,14 @@ class Instance:
     element: str
     head_dim: str
     variant: str
+    head_dim_v: str = ""  # of v and out; empty: head_dim
     kinds_of_ptx = 1
 
     @property
     def name(self) -> str:
         variant = "" if self.variant == "plain" else f"_{self.variant}"
-        return f"{self.direction}_{self.family}_{self.element}_{self.head_dim}{variant}"
+        width = f"x{self.head_dim_v}" if self.head_dim_v else ""
+        return f"{self.direction}_{self.family}_{self.element}_{self.head_dim}{width}{variant}"
 
     @property
     def unit(self) -> str:
@@ -39,7 +41,8 @@ class Instance:
 
     @property
     def definition(self) -> str:
-        axes = self.direction, self.family, self.element, self.head_dim, self.variant
+        head_dim_v = self.head_dim_v or self.head_dim
+        axes = self.direction, self.family, self.element, self.head_dim, self.variant, head_dim_v
         return f"FLASH_CUTE_COMPILED({', '.join(axes)})\n"
 
     @property
@@ -56,6 +59,7 @@ class Instance:
     @property
     def instantiated(self) -> str:
         axes = f"Family::{self.family}, ElementType::{self.element}, {self.head_dim}, Variant::{self.variant}"
+        axes += f", {self.head_dim_v}" if self.head_dim_v else ""
         return f"{self.direction.capitalize()}Launch<Instance<{axes}>>"
 
     @property
@@ -65,7 +69,8 @@ class Instance:
         family, element, variant = (
             rf"\w*?{len(name)}{name}E{enumerators(name).index(x)}E" for name, x in axes
         )
-        return rf"8InstanceIL{family}L{element}Li{self.head_dim}EL{variant}"
+        head_dim_v = self.head_dim_v or self.head_dim
+        return rf"8InstanceIL{family}L{element}Li{self.head_dim}EL{variant}Li{head_dim_v}E"
 
 
 @dataclass(frozen=True)
@@ -236,10 +241,12 @@ def flags_of(unit: list[Instance | OtherInstance]) -> str:
 def listed_instances(table: str) -> list[Instance]:
     """The instances in the text of instances.def."""
     axis = re.findall(r"^FLASH_CUTE_ELEMENT\((\w+)\)", table, re.MULTILINE)
-    rows = re.findall(r"^FLASH_CUTE_INSTANCE\((\w+), (\w+), (\w+), (\w+)(.*)\)", table, re.MULTILINE)
+    rows = re.findall(
+        r"^FLASH_CUTE_(?:INSTANCE|PAIR)\((\w+), (\w+), (\d+)(?:, (\d+))?, ([a-z]+)(.*)\)", table, re.MULTILINE
+    )
     return [
-        Instance(direction, family, element, head_dim, variant)
-        for direction, family, head_dim, variant, elements in rows
+        Instance(direction, family, element, head_dim, variant, head_dim_v)
+        for direction, family, head_dim, head_dim_v, variant, elements in rows
         for element in re.findall(r"\w+", elements) or axis
     ]
 

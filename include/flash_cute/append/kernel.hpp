@@ -41,17 +41,18 @@ struct AppendRow {
   static constexpr int kWidth = kAppendChunkBytes / sizeof(Element);
   using Chunk = Values<Element, kWidth>;
 
-  // Moves the pair of chunks of that number from a row to another.
-  FLASH_CUTE_HOST_DEVICE static void move(AppendParams const& params, int64_t position, bool rotates,
-                                          int pair, void const* source, int64_t from, void* target,
-                                          int64_t to) {
+  // Moves the pair of chunks of that number, if it has one, from a row of head_dim elements to another.
+  FLASH_CUTE_HOST_DEVICE static void move(AppendParams const& params, int head_dim, int64_t position,
+                                          bool rotates, int pair, void const* source, int64_t from,
+                                          void* target, int64_t to) {
     Rotary const& rotary = params.rotary;
-    int const chunks = params.head_dim / kWidth;
+    int const chunks = head_dim / kWidth;
     // A rotation of halves takes chunks of both halves; all other pairs are as far apart, or neighbours.
     bool const halves = rotates && !rotary.interleaved;
     int const apart = halves ? rotary.dim / (2 * kWidth) : int(params.pairs.value);
     int const first = pair < apart ? pair : 2 * pair, second = pair < apart ? pair + apart : 2 * pair + 1;
     bool const has_second = second < chunks;
+    if (first >= chunks) return;  // of k or v where the other's rows are wider
 
     Chunk a = Chunk::load(source, from + first * kWidth), b{};
     if (has_second) b = Chunk::load(source, from + second * kWidth);
@@ -75,7 +76,7 @@ struct AppendRow {
     bool const rotates = params.rotary.dim > 0;
     if (row_of_token < tokens.heads_q) {
       if (token.row >= tokens.rows_q) return;
-      move(params, token.position, rotates, pair, params.q.data,
+      move(params, params.head_dim, token.position, rotates, pair, params.q.data,
            offset(params.q, token.entry, row_of_token, token.row), params.rotated_q.data,
            offset(params.rotated_q, token.entry, row_of_token, token.row));
       return;
@@ -86,8 +87,8 @@ struct AppendRow {
     int const head = is_v ? row_of_kv - tokens.heads_kv : row_of_kv;
     TensorView const& source = is_v ? params.v : params.k;
     TensorView const& target = is_v ? params.v_cache : params.k_cache;
-    move(params, token.position, rotates && !is_v, pair, source.data,
-         offset(source, token.entry, head, token.row), target.data,
+    move(params, is_v ? params.head_dim_v : params.head_dim, token.position, rotates && !is_v, pair,
+         source.data, offset(source, token.entry, head, token.row), target.data,
          offset(target, token.page, head, token.row_in_page));
   }
 

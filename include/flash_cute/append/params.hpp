@@ -58,8 +58,8 @@ struct AppendParams {
   NewTokens tokens;
   CachePages cache;
   Rotary rotary;
-  int head_dim;
-  Divisor pairs;  // of chunks in a row
+  int head_dim, head_dim_v;  // of q and k; of v
+  Divisor pairs;             // of chunks in the widest row
   TensorView k, v, k_cache, v_cache;
   TensorView q, rotated_q;  // of tokens.heads_q > 0
   DeviceInfo device;

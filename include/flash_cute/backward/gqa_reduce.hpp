@@ -14,7 +14,7 @@ namespace flash_cute {
 enum class KvGradient { dk, dv };
 
 FLASH_CUTE_HOST_DEVICE int width_of(KvGradient which, ProblemShape const& shape) {
-  return which == KvGradient::dk ? shape.head_dim : shape.head_dim_v();
+  return which == KvGradient::dk ? shape.head_dim : shape.head_dim_v;
 }
 
 // dK is the derivative by K of S * softmax_scale; dV has no factor.
@@ -30,7 +30,7 @@ CUTE_DEVICE void scale_gradient(BackwardParams const& params, KvGradient which, 
 template <class Traits>
 struct GqaSums {
   static constexpr int kThreads = Traits::kKeyThreads;  // the threads that share an accumulator
-  static constexpr int kFloats = Traits::kBlockN * Traits::kHeadDim;
+  static constexpr int kFloats = Traits::kBlockN * larger(Traits::kHeadDim, Traits::kHeadDimV);
 
   CUTE_DEVICE static BatchBlocks blocks(BackwardParams const& params) {
     return {params.lengths.cu_seqlens_k, params.shape.seqlen_k, params.shape.batch, Traits::kTileN};
@@ -77,23 +77,29 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)
   int const begin = (of_head - keys.first(b)) * Traits::kTileN + rank * Traits::kBlockN;
   if (!has_rows(begin, s.mask.seqlen_k)) return;
 
-  using TileKV = typename Traits::TileKV;
-  typename Traits::MmaDkv const mma;
-  Tensor sum = partition_fragment_C(mma, TileKV{});  // (MMA, MMA_N, MMA_D)
-  clear(sum);
+  auto reduce = [&](auto const& mma, auto tile_shape) {
+    Tensor sum = partition_fragment_C(mma, tile_shape);  // (MMA, MMA_N, MMA_D)
+    clear(sum);
 #pragma unroll 1
-  for (int part = 0; part < params.gqa_parts; part += params.workspace.gqa.parts_of_sum) {
-    int const index = Sums::sum_index(params, head * params.gqa_parts + part, of_head);
-    float const* const floats = Sums::of(params, which, index, rank, threadIdx.x);
-    CUTE_UNROLL
-    for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Sums::kThreads];
+    for (int part = 0; part < params.gqa_parts; part += params.workspace.gqa.parts_of_sum) {
+      int const index = Sums::sum_index(params, head * params.gqa_parts + part, of_head);
+      float const* const floats = Sums::of(params, which, index, rank, threadIdx.x);
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Sums::kThreads];
+    }
+    Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(tile_shape));
+    scale_gradient(params, which, sum);
+    TensorView const& view = which == KvGradient::dk ? params.dk : params.dv;
+    Tensor target =
+        local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, tile_shape);
+    store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, width_of(which, params.shape),
+               sum, coords);
+  };
+  if (Traits::kHeadDim == Traits::kHeadDimV || which == KvGradient::dk) {
+    reduce(typename Traits::MmaDk{}, typename Traits::TileK{});
+  } else {
+    reduce(typename Traits::MmaDv{}, typename Traits::TileV{});
   }
-  Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(TileKV{}));
-  scale_gradient(params, which, sum);
-  TensorView const& view = which == KvGradient::dk ? params.dk : params.dv;
-  Tensor target = local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, TileKV{});
-  store_rows(target.data().get(), view.row_stride, s.mask.seqlen_k - begin, width_of(which, params.shape),
-             sum, coords);
 }
 
 }  // namespace flash_cute

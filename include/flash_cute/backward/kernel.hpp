@@ -38,10 +38,10 @@ constexpr BackwardKernel backward_kernel(Family family, BackwardTile const& tile
 }
 
 // THE list: what a row of instances.def compiles for one element type.
-constexpr auto backward_kernels(Family family, int head_dim, ElementType element, Variant variant) {
+constexpr auto backward_kernels(Family family, HeadDims head_dims, ElementType element, Variant variant) {
   KernelList<BackwardKernel, 6> list;
   Masking const masking = masking_of(variant);
-  BackwardTiles const tiles = backward_tiles(family, head_dim, masking, element_bytes(element));
+  BackwardTiles const tiles = backward_tiles(family, head_dims, masking, element_bytes(element));
   for (BackwardTile const& tile : tiles.keys) {
     for (bool const yes : {false, true}) list.add(backward_kernel(family, tile, masking, yes, yes));
   }
@@ -51,7 +51,7 @@ constexpr auto backward_kernels(Family family, int head_dim, ElementType element
 template <class Instance>
 struct BackwardListOf {
   static constexpr auto kKernels =
-      backward_kernels(Instance::family, Instance::head_dim, Instance::element, Instance::variant);
+      backward_kernels(Instance::family, Instance::head_dims, Instance::element, Instance::variant);
 };
 
 }  // namespace flash_cute

@@ -129,11 +129,11 @@ inline bool has_unwritten(BackwardParams const& params, WindowMask const& mask) 
 }
 
 // for_any: the same whatever the lengths are.
-inline BackwardTile tile_for(BackwardTiles const& tiles, int bucket, BackwardParams const& params,
+inline BackwardTile tile_for(BackwardTiles const& tiles, HeadDims bucket, BackwardParams const& params,
                              WindowMask const& mask, bool for_any) {
   int index = 0;
   auto fits = [&](BackwardTile const& tile) {
-    return tile.smem_bytes(bucket, params.element_bytes) + kTileBytes <= params.device.smem_bytes &&
+    return tile.smem_bytes(bucket.qk, params.element_bytes) + kTileBytes <= params.device.smem_bytes &&
            (for_any || tile.pays_from <= queries_of_keys(params, mask).mean);
   };
   while (index + 1 < tiles.count() && !fits(tiles.keys[index])) ++index;
@@ -147,8 +147,10 @@ inline TileOrder kv_order(BackwardParams const& params, WindowMask const& mask, 
                           int wanted_tiles, bool one_by_one) {
   ProblemShape const& shape = params.shape;
   WindowMask const mean = mean_mask(params, mask);
-  ProblemShape const of_keys{shape.batch,   shape.heads_kv, shape.heads_kv,
-                             mean.seqlen_k, mean.seqlen_q,  shape.head_dim};
+  ProblemShape of_keys = shape;
+  of_keys.heads_q = shape.heads_kv;
+  of_keys.seqlen_q = mean.seqlen_k;
+  of_keys.seqlen_k = mean.seqlen_q;
   return TileOrder::make(of_keys, mean.transposed(), PackGqa(tile.block_n, 1),
                          params.device.l2_bytes / params.element_bytes, wanted_tiles, one_by_one);
 }
@@ -158,7 +160,7 @@ namespace plan {
 // What the parts of a plan ask of a call.
 struct BackwardCallFacts {
   Family family;
-  int bucket;  // the head dim of the kernel that serves the problem
+  HeadDims bucket;  // those of the kernel that serves the problem
   bool needs_dq, needs_dkv, deterministic;
 
   // On Hopper one kernel makes dQ, dK and dV, whatever is asked for, so that each gradient has the same bits.
@@ -177,7 +179,7 @@ inline bool stores_first(BackwardCallFacts const& facts, BackwardParams const& p
   bool const one_by_one = plan.kernel.tile.has_room_for_sums();
   bool const at_once = (one_by_one ? smaller(of_sequence, of_queries) : of_sequence) <= at_a_time;
   constexpr int kLargeSums = 1 << 20;  // floats
-  bool const small = int64_t(queries_of_keys(params, mask).most) * facts.bucket < kLargeSums;
+  bool const small = int64_t(queries_of_keys(params, mask).most) * facts.bucket.qk < kLargeSums;
   // Blocks of queries that nothing is added to must be 0.
   if (params.masking() == Masking::table) return false;
   return facts.one_kernel() && at_once && (small || shape.heads_q == shape.heads_kv);
@@ -275,9 +277,9 @@ inline BackwardLayout backward_workspace(BackwardCallFacts const& facts, Backwar
 
 }  // namespace plan
 
-// bucket: the head dim of the kernel that serves the problem.
-inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams params, WindowMask const& mask,
-                                  bool needs_dq, bool needs_dkv, bool deterministic) {
+// bucket: the head dims of the kernel that serves the problem.
+inline BackwardPlan plan_backward(Family family, HeadDims bucket, BackwardParams params,
+                                  WindowMask const& mask, bool needs_dq, bool needs_dkv, bool deterministic) {
   plan::BackwardCallFacts const facts{family, bucket, needs_dq, needs_dkv, deterministic};
   bool const one_kernel = facts.one_kernel(), varlen = params.lengths.given;
   BackwardPlan plan{};
@@ -309,13 +311,14 @@ inline BackwardPlan plan_backward(Family family, int bucket, BackwardParams para
   plan.tiles = plan.blocks = plan.kv_blocks * shape.heads_kv;
   if (one_kernel) plan.blocks = smaller(plan.tiles, at_a_time) * plan.kernel.tile.cluster;
   if (needs_dkv && plan.gqa.parts > 1) {
-    plan.gqa.floats = 2 * int64_t(plan.tiles / plan.gqa.parts_of_sum) * plan.kernel.tile.block_n * bucket;
+    plan.gqa.floats = 2 * int64_t(plan.tiles / plan.gqa.parts_of_sum) * plan.kernel.tile.block_n *
+                      larger(bucket.qk, bucket.v);
   }
 
   bool const first_stores = plan::stores_first(facts, params, mask, plan, at_a_time);
   plan.rows = int64_t(shape.heads_q) * plan.q_blocks * plan.kernel.tile.block_m;
   plan.dq.ordered = deterministic && plan.dq.is_accumulated();
-  plan.dq.columns = plan.dq.is_accumulated() ? bucket : 0;
+  plan.dq.columns = plan.dq.is_accumulated() ? bucket.qk : 0;
   if (plan.dq.is_accumulated() && !deterministic && !first_stores) {
     plan.dq.begin = one_kernel ? DqBegin::zeros_at_once : DqBegin::zeros_by_block;
   }

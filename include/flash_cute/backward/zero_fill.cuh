@@ -80,7 +80,7 @@ __device__ void zero_fill_unwritten(BackwardParams const& params, WindowMask con
       },
       [&](int entry, RowRange const& rows) {
         zero_fill_gradient<kElementBytes>(params.dk, params.heads_of_keys(), shape.head_dim, entry, rows);
-        zero_fill_gradient<kElementBytes>(params.dv, params.heads_of_keys(), shape.head_dim_v(), entry, rows);
+        zero_fill_gradient<kElementBytes>(params.dv, params.heads_of_keys(), shape.head_dim_v, entry, rows);
       });
 }
 

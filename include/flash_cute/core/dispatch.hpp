@@ -10,9 +10,10 @@ namespace flash_cute {
 // be missing.
 template <Pass kPass, class Visitor>
 bool visit_instances(Visitor&& visitor) {
-#define FLASH_CUTE_COMPILED(pass, family, element, head_dim, variant)                                       \
-  if constexpr (Pass::pass == kPass) {                                                                      \
-    if (visitor(Instance<Family::family, ElementType::element, head_dim, Variant::variant>{})) return true; \
+#define FLASH_CUTE_COMPILED(pass, family, element, head_dim, variant, head_dim_v)                            \
+  if constexpr (Pass::pass == kPass) {                                                                       \
+    using Compiled = Instance<Family::family, ElementType::element, head_dim, Variant::variant, head_dim_v>; \
+    if (visitor(Compiled{})) return true;                                                                    \
   }
 #ifdef FLASH_CUTE_WITH_CUDA
 #include "flash_cute/compiled.def"
@@ -21,21 +22,23 @@ bool visit_instances(Visitor&& visitor) {
   return false;
 }
 
-// Calls visitor(Instance<...>{}) for the instance that has the smallest compiled head dim which holds this
-// one, and returns whether there is one.
+// Calls visitor(Instance<...>{}) for the instance that has the smallest compiled head dims, by their sum,
+// which hold these, and returns whether there is one.
 template <Pass kPass, class Visitor>
-bool visit_instance(Family family, ElementType element, Variant variant, int head_dim, Visitor&& visitor) {
+bool visit_instance(Family family, ElementType element, Variant variant, HeadDims head_dims,
+                    Visitor&& visitor) {
   auto serves = [&]<class Candidate>(Candidate) {
     return Candidate::family == family && Candidate::element == element && Candidate::variant == variant &&
-           head_dim <= Candidate::head_dim;
+           Candidate::head_dims.holds(head_dims);
   };
-  int bucket = 0;
+  HeadDims bucket{};
   visit_instances<kPass>([&]<class Candidate>(Candidate candidate) {
-    if (serves(candidate) && (bucket == 0 || Candidate::head_dim < bucket)) bucket = Candidate::head_dim;
+    constexpr HeadDims found = Candidate::head_dims;
+    if (serves(candidate) && (bucket.qk == 0 || found.qk + found.v < bucket.qk + bucket.v)) bucket = found;
     return false;
   });
   return visit_instances<kPass>([&]<class Candidate>(Candidate candidate) {
-    bool const chosen = serves(candidate) && Candidate::head_dim == bucket;
+    bool const chosen = serves(candidate) && Candidate::head_dims == bucket;
     if (chosen) visitor(candidate);
     return chosen;
   });

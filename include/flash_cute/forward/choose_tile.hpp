@@ -75,7 +75,7 @@ inline TileOrder dynamic_order(UniformBatch const& batch, PackGqa const& rows) {
                                     (few ? 1 : 2) * of_head);
   int const last = ((few ? 2 : 3) * device.multiprocessors + m_blocks / 2) / m_blocks;
   int64_t const kv_bytes =
-      int64_t(batch.element_bytes) * shape.seqlen_k * (shape.head_dim + shape.head_dim_v());
+      int64_t(batch.element_bytes) * shape.seqlen_k * (shape.head_dim + shape.head_dim_v);
   order.widen_last(int(smaller<int64_t>(last, larger<int64_t>(1, 2 * device.l2_bytes / 3 / kv_bytes))));
   return order;
 }

@@ -46,8 +46,8 @@ constexpr ForwardKernel split_kernel(Family family, Masking masking) {
 }
 
 // THE list: what a row of instances.def compiles for one element type.
-constexpr auto forward_kernels(Family family, int head_dim, ElementType element, Variant variant) {
-  ForwardTiles const tiles = forward_tiles(family, head_dim, element_bytes(element));
+constexpr auto forward_kernels(Family family, HeadDims head_dims, ElementType element, Variant variant) {
+  ForwardTiles const tiles = forward_tiles(family, head_dims, element_bytes(element));
   Masking const masking = masking_of(variant);
   KernelList<ForwardKernel, 6> list;
   if (variant == Variant::plain) {
@@ -70,7 +70,7 @@ constexpr auto forward_kernels(Family family, int head_dim, ElementType element,
 template <class Instance>
 struct ForwardListOf {
   static constexpr auto kKernels =
-      forward_kernels(Instance::family, Instance::head_dim, Instance::element, Instance::variant);
+      forward_kernels(Instance::family, Instance::head_dims, Instance::element, Instance::variant);
 };
 
 }  // namespace flash_cute

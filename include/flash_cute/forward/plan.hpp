@@ -45,7 +45,7 @@ struct ForwardPlan {
   }
   PartialResults partial(ForwardParams const& params, void* memory) const {
     return PartialResults::in(workspace.find<void>(memory, ForwardRegion::partial), split.slots, split.rows,
-                              params.shape.head_dim_v(), split.stores_tiles);
+                              params.shape.head_dim_v, split.stores_tiles);
   }
   MaskTable mask_table(ForwardParams const& params, void* memory) const {
     return MaskTable::make(params, workspace.find<void>(memory, ForwardRegion::mask_table),
@@ -99,7 +99,7 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
     result.workspace.add<int>(ForwardRegion::tile_counter, 1);
   result.workspace.add<char>(
       ForwardRegion::partial,
-      PartialResults::bytes(split.slots, split.rows, params.shape.head_dim_v(), split.stores_tiles),
+      PartialResults::bytes(split.slots, split.rows, params.shape.head_dim_v, split.stores_tiles),
       kRegionAlignment);
   add_mask_table(result, params);
   return result;
@@ -148,8 +148,8 @@ inline ForwardPlan plan_whole(Family family, ForwardTiles const& tiles, ForwardP
 
 // bucket, split_bucket: the head dims of the kernels that serve the problem, with all keys of a tile and with
 // splits of them; 0 where there is none.
-inline ForwardPlan plan_forward(Family family, int bucket, int split_bucket, ForwardParams const& params,
-                                WindowMask const& mask) {
+inline ForwardPlan plan_forward(Family family, HeadDims bucket, HeadDims split_bucket,
+                                ForwardParams const& params, WindowMask const& mask) {
   ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
   if (plan::splits(family, split_tiles, params, mask)) {
     return plan::plan_split(family, split_tiles, params, mask);

@@ -24,7 +24,7 @@ CUTE_DEVICE void zero_fill_rows(ForwardParams const& params, int entry, RowRange
   constexpr int kMaxChunks = 256 / kChunk;  // of a row; those of a float32 row may be more than the lanes
   CUTE_UNROLL
   for (int before = 0; before < kMaxChunks; before += kLanes) {
-    int chunks = shape.head_dim_v() / kChunk;
+    int chunks = shape.head_dim_v / kChunk;
     if constexpr (kMaxChunks > kLanes) chunks = smaller(chunks - before, kLanes);
     if (before > 0 && chunks <= 0) break;
     int const side_by_side = kLanes / chunks;

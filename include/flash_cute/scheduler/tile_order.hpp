@@ -38,7 +38,7 @@ struct TileOrder {
       return keys.end - keys.begin;
     };
     int const longest = larger(length(m_blocks / 2), larger(length(0), length(m_blocks - 1)));
-    int64_t const kv_elements = int64_t(longest) * (shape.head_dim + shape.head_dim_v());
+    int64_t const kv_elements = int64_t(longest) * (shape.head_dim + shape.head_dim_v);
     int64_t const in_l2 = l2_elements / 2 / larger<int64_t>(1, kv_elements);
     int const heads_per_kv = shape.heads_q / shape.heads_kv;
     int64_t const packs = rows.packs(heads_per_kv);

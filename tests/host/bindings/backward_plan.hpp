@@ -70,8 +70,8 @@ inline void bind_backward_plan(py::module_& module) {
       .def_readonly("lse_delta_mma", &BackwardTile::lse_delta_mma)
       .def("smem_bytes",
            [](BackwardTile const& tile, int head_dim) { return tile.smem_bytes(head_dim, kBytes); });
-  module.def("backward_tiles", [](Family family, int head_dim) {
-    BackwardTiles const tiles = backward_tiles(family, head_dim);
+  module.def("backward_tiles", [](Family family, HeadDims head_dims) {
+    BackwardTiles const tiles = backward_tiles(family, head_dims);
     return std::vector(tiles.keys, tiles.keys + tiles.count());
   });
 
@@ -114,8 +114,8 @@ inline void bind_backward_plan(py::module_& module) {
       });
   module.def(
       "plan_backward",
-      [](Family family, int bucket, VarlenBatch const& batch, int smem_bytes, bool needs_dq, bool needs_dkv,
-         bool deterministic, int multiprocessors) {
+      [](Family family, HeadDims bucket, VarlenBatch const& batch, int smem_bytes, bool needs_dq,
+         bool needs_dkv, bool deterministic, int multiprocessors) {
         BackwardParams params = backward_params(batch);
         params.device = {
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 50 << 20};

@@ -19,11 +19,11 @@ inline void bind_forward_plan(py::module_& module) {
       .def_readonly("warps", &ForwardTile::warps);
   module.def(
       "forward_tiles",
-      [](Family family, int head_dim, int element_bytes) {
-        ForwardTiles const tiles = forward_tiles(family, head_dim, element_bytes);
+      [](Family family, HeadDims head_dims, int element_bytes) {
+        ForwardTiles const tiles = forward_tiles(family, head_dims, element_bytes);
         return std::tuple(tiles.main, tiles.small, tiles.decode, tiles.prefill_split);
       },
-      py::arg("family"), py::arg("head_dim"), py::arg("element_bytes") = 2);
+      py::arg("family"), py::arg("head_dims"), py::arg("element_bytes") = 2);
 
   using Plan = ForwardPlan const&;
   py::class_<ForwardPlan>(module, "ForwardPlan")
@@ -53,14 +53,15 @@ inline void bind_forward_plan(py::module_& module) {
                              })
       .def_property_readonly("packed_heads", [](Plan plan) { return plan.rows.heads.value; })
       .def_property_readonly("tile_queries", [](Plan plan) { return plan.rows.tile_queries(); });
-  module.def("plan_forward", [](Family family, int bucket, VarlenBatch const& batch, int multiprocessors,
+  module.def("plan_forward", [](Family family, HeadDims bucket, VarlenBatch const& batch, int multiprocessors,
                                 int64_t l2_bytes, int ranges) {
     ForwardParams params = batch.params;
     params.ranges.count = ranges;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
-    int split_bucket = bucket;  // of the smallest that holds this one
-    while (split_bucket <= 256 && forward_tiles(family, split_bucket).decode.warps == 0) split_bucket += 8;
-    return plan_forward(family, bucket, split_bucket, params, batch.mask);
+    int split_bucket = larger(bucket.qk, bucket.v);  // of the smallest that holds this one
+    while (split_bucket <= 256 && forward_tiles(family, both(split_bucket)).decode.warps == 0)
+      split_bucket += 8;
+    return plan_forward(family, bucket, both(split_bucket), params, batch.mask);
   });
 }
 

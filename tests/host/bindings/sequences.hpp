@@ -11,10 +11,12 @@ namespace flash_cute::host {
 
 constexpr int kBytes = element_bytes(ElementType::bf16);
 
-using Sizes = std::tuple<int, int, int, int, int, int>;
+// In the order of ProblemShape. The last one, of V, may be missing: it is then that of Q and K.
+using Sizes = std::vector<int>;
 
 inline ProblemShape shape_of(Sizes const& sizes) {
-  return std::apply([](auto... size) { return ProblemShape{size...}; }, sizes);
+  if (sizes.size() != 6 && sizes.size() != 7) throw std::invalid_argument("sizes must be 6 or 7");
+  return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes.back()};
 }
 
 // Params with tensors of lengths, which here are on the host.

@@ -26,7 +26,7 @@ struct BackwardDqTraitsSm80 {
   using Element = typename ElementOf<Instance::element>::type;
   static constexpr Masking kMasking = masking_of(Instance::variant);
   static constexpr QueryTile kTile =
-      backward_tiles(Instance::family, Instance::head_dim, kMasking, element_bytes(Instance::element))
+      backward_tiles(Instance::family, Instance::head_dims, kMasking, element_bytes(Instance::element))
           .queries;
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
@@ -120,13 +120,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   auto load_keys = [&](int block, int stage) {
     int const begin = block * kBlockN, head_kv = head / (shape.heads_q / params.heads_of_keys());
     TileInterior const interior_k{0, {mask.seqlen_k - begin, shape.head_dim}};
-    TileInterior const interior_v{0, {mask.seqlen_k - begin, shape.head_dim_v()}};
+    TileInterior const interior_v{0, {mask.seqlen_k - begin, shape.head_dim_v}};
     load(TileKV{}, params.k, head_kv, s.k_begin, begin, interior_k, sK(_, _, stage));
     load(TileKV{}, params.v, head_kv, s.k_begin, begin, interior_v, sV(_, _, stage));
   };
   int const first_row = mask.fully_masked_rows() - m_begin;
   TileInterior const interior{first_row, {s.used - m_begin, shape.head_dim}};
-  TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim_v()}};
+  TileInterior const interior_dout{first_row, {params.dout.data ? s.used - m_begin : 0, shape.head_dim_v}};
   load(TileQ{}, params.q, head, s.queries.begin, m_begin, interior, sQ);
   load(TileQ{}, params.dout, head, s.queries.begin, m_begin, interior_dout, sdO);
 

@@ -98,7 +98,7 @@ struct BackwardMainloopSm80 {
     };
 
     loader.load_keys(params.k, params.shape.head_dim, shared.k);
-    loader.load_keys(params.v, params.shape.head_dim_v(), shared.v);
+    loader.load_keys(params.v, params.shape.head_dim_v, shared.v);
     // The head and M block of this step, and of the next one to load.
     int head = tile.head_kv * heads, block = seen.first(), stage = 0;
     int const end_head = head + heads;

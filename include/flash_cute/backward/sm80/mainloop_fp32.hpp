@@ -31,7 +31,7 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
 
     int head = tile.head_kv * heads, block = seen.first();
     loader.load_keys(params.k, params.shape.head_dim, shared.k);
-    loader.load_keys(params.v, params.shape.head_dim_v(), shared.v);
+    loader.load_keys(params.v, params.shape.head_dim_v, shared.v);
     loader.load_queries(head, block, 0);
     cp_async_fence();
     while (head < end_head) {

@@ -64,7 +64,7 @@ struct KvTileLoader {
     if constexpr (Traits::kTwoRoles) first_row = tile.first_row;
     TileInterior const interior{first_row - begin, {seqlen_q - begin, params.shape.head_dim}};
     int const rows_dout = params.dout.data ? seqlen_q - begin : 0;
-    TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim_v()}};
+    TileInterior const interior_dout{first_row - begin, {rows_dout, params.shape.head_dim_v}};
     int64_t const first = int64_t(tile.sequence.queries.begin) + begin;
     auto load_rows = [&](TensorView const& view, TileInterior const& rows, typename Traits::Element* target) {
       load(Shape<Int<kBlockM>, Int<Traits::kHeadDim>>{}, view, head, first, rows,

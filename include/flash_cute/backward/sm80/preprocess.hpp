@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
     for (int first = 0; first < Instance::head_dim; first += kAtOnce) {
       int const column = first + lane * kChunk;
-      if (is_valid && params.dout.data && column < shape.head_dim_v()) {
+      if (is_valid && params.dout.data && column < shape.head_dim_v) {
         dot += dot_of_chunk<Element>(chunk(params.dout, row, column), chunk(params.out, row, column));
       }
     }

@@ -22,13 +22,16 @@ struct BackwardTraitsSm80 {
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr Masking kMasking = masking_of(Instance::variant);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
-  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
+  static_assert(kHeadDim == kHeadDimV, "these kernels have one layout for K and V");
   static constexpr int kThreads = kTile.warps() * 32;
   // kKeyThreads share an accumulator of dK or dV (see GqaSums): all threads, or where the work is split one
   // half of them has dV and the other dK. A KV tile belongs to one thread block.
   static constexpr bool kTwoRoles = kTile.has_two_roles();
   static constexpr int kTileN = kBlockN, kCluster = 1, kKeyThreads = kThreads / (kTwoRoles ? 2 : 1);
   using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileK = TileKV;
+  using TileV = TileKV;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;  // of S^T
   using Tile = std::conditional_t<kTwoRoles, TwoRoleKvTile, KvTile>;
 
@@ -39,6 +42,8 @@ struct BackwardTraitsSm80 {
   using MmaScores = typename TensorCore::template TiledMma<kTile.warps_keys, kTile.warps_across>;
   static constexpr int kWarpsKeys = kTwoRoles ? kTile.role_warps_keys : kTile.warps_keys;
   using MmaDkv = typename TensorCore::template TiledMma<kWarpsKeys, kKeyThreads / 32 / kWarpsKeys>;
+  using MmaDk = MmaDkv;
+  using MmaDv = MmaDkv;
   static constexpr int kWarpsDq = kTile.warps_queries;
   static_assert(kTile.warps() % kWarpsDq == 0);
   using MmaDq = typename TensorCore::template TiledMma<kWarpsDq, kTile.warps() / kWarpsDq>;

@@ -69,7 +69,7 @@ struct BackwardTwoRoleMainloopSm80 {
 
     int const heads = params.shape.heads_q / params.shape.heads_kv, end_head = (tile.head_kv + 1) * heads;
     int head = tile.head_kv * heads, block = visited.begin, stage = 0;
-    loader.load_keys(has_p ? params.k : params.v, has_p ? params.shape.head_dim : params.shape.head_dim_v(),
+    loader.load_keys(has_p ? params.k : params.v, has_p ? params.shape.head_dim : params.shape.head_dim_v,
                      scored_keys);
     if (!has_p) loader.load_queries(head, block, stage);
     cp_async_wait<0>();

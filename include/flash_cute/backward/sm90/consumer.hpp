@@ -15,7 +15,6 @@ template <class Traits>
 struct BackwardConsumerSm90 {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
-  using TileKV = typename Traits::TileKV;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr bool kLseDeltaMma = Traits::kLseDeltaMma;
   BackwardConsumerWarpgroup<Traits> const& own;
@@ -34,30 +33,33 @@ struct BackwardConsumerSm90 {
     auto const full_blocks = own.full(tile);
     float const scale_log2 = own.scale_log2();
 
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});        // (N, D)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});         // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{});         // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});    // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});       // (D, M, STAGE)
     Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
     typename Traits::MmaScores mma_s;
-    typename Traits::MmaDkv mma_k;
+    typename Traits::MmaDk mma_dk;
+    typename Traits::MmaDv mma_dv;
     auto const slice_s = mma_s.get_slice(own.warpgroup * kWarpgroupThreads);
-    auto const slice_k = mma_k.get_slice(own.warpgroup * kWarpgroupThreads);
-    Tensor tSrK = slice_s.partition_fragment_A(sK);     // (MMA, MMA_N, MMA_D)
-    Tensor tSrV = slice_s.partition_fragment_A(sV);     // (MMA, MMA_N, MMA_D)
-    Tensor tSrQ = slice_s.partition_fragment_B(sQ);     // (MMA, MMA_M, MMA_D, STAGE)
-    Tensor tSrdO = slice_s.partition_fragment_B(sdO);   // (MMA, MMA_M, MMA_D, STAGE)
-    Tensor tKrQ = slice_k.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
-    Tensor tKrdO = slice_k.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
+    auto const slice_dk = mma_dk.get_slice(own.warpgroup * kWarpgroupThreads);
+    auto const slice_dv = mma_dv.get_slice(own.warpgroup * kWarpgroupThreads);
+    Tensor tSrK = slice_s.partition_fragment_A(sK);      // (MMA, MMA_N, MMA_D)
+    Tensor tSrV = slice_s.partition_fragment_A(sV);      // (MMA, MMA_N, MMA_D)
+    Tensor tSrQ = slice_s.partition_fragment_B(sQ);      // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tSrdO = slice_s.partition_fragment_B(sdO);    // (MMA, MMA_M, MMA_D, STAGE)
+    Tensor tKrQ = slice_dk.partition_fragment_B(sQt);    // (MMA, MMA_D, MMA_M, STAGE)
+    Tensor tKrdO = slice_dv.partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.key_thread()).partition_C(make_identity_tensor(TileS{}));
     auto const store_ds = make_ds_store<Traits>(shared.ds, own.key_thread());
-    Tensor acc_dk = partition_fragment_C(mma_k, TileKV{});  // (MMA, MMA_N, MMA_D)
-    Tensor acc_dv = partition_fragment_C(mma_k, TileKV{});  // likewise
+    Tensor acc_dk = partition_fragment_C(mma_dk, typename Traits::TileK{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dv = partition_fragment_C(mma_dv, typename Traits::TileV{});  // likewise
     clear(acc_dk);
     clear(acc_dv);
 
-    RegisterSlices<Traits> k_slices, v_slices;
+    RegisterSlices<Traits, Traits::kHeadDim> k_slices;
+    RegisterSlices<Traits, Traits::kHeadDimV> v_slices;
     float first_lse = 0;
     auto wait_q = [&] {
       shared.ring_q.wait(at);
@@ -94,7 +96,7 @@ struct BackwardConsumerSm90 {
       // (4) dV += P dO
       auto issue_dv = [&] {
         Tensor rP = convert<Element>(acc_s);
-        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP), tKrdO(_, _, _, at.stage), acc_dv);
+        issue_product(GMMA::ScaleOut::One, mma_dv, operand_a_view(rP), tKrdO(_, _, _, at.stage), acc_dv);
         if constexpr (kFirst) release_second_warpgroup();
       };
       // dV in flight beside dS takes registers, which are free where no thread holds LSE and delta.
@@ -108,7 +110,7 @@ struct BackwardConsumerSm90 {
       store_ds(rdS, at.stage);
       // (7) dK += dS Q
       auto finish = [&](auto&& finish_dq) {
-        issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rdS), tKrQ(_, _, _, at.stage), acc_dk);
+        issue_product(GMMA::ScaleOut::One, mma_dk, operand_a_view(rdS), tKrQ(_, _, _, at.stage), acc_dk);
         cutlass::arch::fence_view_async_shared();
         own.arrive(full);
         auto const now = at;
@@ -163,8 +165,8 @@ struct BackwardConsumerSm90 {
     if (!own.params.dk.data) return;
     dq_accum.wait_read();
     dq_converter.finish();
-    own.store(KvGradient::dv, tile, acc_dv);
-    own.store(KvGradient::dk, tile, acc_dk);
+    own.template store<KvGradient::dv>(tile, acc_dv);
+    own.template store<KvGradient::dk>(tile, acc_dk);
     dq_converter.start_ready();  // while dK is stored
   }
 

@@ -54,19 +54,19 @@ struct BackwardDvConsumer2Cta {
     auto steps = steps_of<Traits>(own.params, tile);
     auto const full_blocks = own.full(tile);
     float const scale_log2 = own.scale_log2();
-    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutKV{});        // (N, D)
+    Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});         // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
     Tensor sdOt = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDOt{});  // (D, M, STAGE)
     typename Traits::MmaScores mma_s;
-    typename Traits::MmaDkv mma_k;
+    typename Traits::MmaDv mma_k;
     Tensor tSrK = mma_s.get_slice(0).partition_fragment_A(sK);     // (MMA, MMA_N, MMA_D)
     Tensor tSrQ = mma_s.get_slice(0).partition_fragment_B(sQ);     // (MMA, MMA_M, MMA_D, STAGE)
     Tensor tKrdO = mma_k.get_slice(0).partition_fragment_B(sdOt);  // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
-    Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dv = partition_fragment_C(mma_k, typename Traits::TileV{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dv);
 
-    RegisterSlices<Traits> k_slices;
+    RegisterSlices<Traits, Traits::kHeadDim> k_slices;
     auto at_before = at;  // dQ comes one step late, when dS is there
     // (6) dQ = dS K of the step before
     auto add_dq = [&](auto&& beside) {
@@ -122,7 +122,7 @@ struct BackwardDvConsumer2Cta {
     while (__any_sync(0xffffffffu, steps.left > 0)) step(std::false_type{});
     // When the last P has been read, V has been, too, and dV can be stored through its memory.
     shared.ring_p.acquire(at_p);
-    if (own.params.dv.data) own.template store</*kAllFit=*/true>(KvGradient::dv, tile, acc_dv);
+    if (own.params.dv.data) own.template store<KvGradient::dv, /*kAllFit=*/true>(tile, acc_dv);
     add_dq([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
@@ -145,20 +145,20 @@ struct BackwardDkConsumer2Cta {
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
     auto steps = steps_of<Traits>(own.params, tile);
-    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutKV{});      // (N, D)
+    Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{});       // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
     typename Traits::MmaScores mma_s;
-    typename Traits::MmaDkv mma_k;
+    typename Traits::MmaDk mma_k;
     Tensor tSrV = mma_s.get_slice(0).partition_fragment_A(sV);    // (MMA, MMA_N, MMA_D)
     Tensor tSrdO = mma_s.get_slice(0).partition_fragment_B(sdO);  // (MMA, MMA_M, MMA_D, STAGE)
     Tensor tKrQ = mma_k.get_slice(0).partition_fragment_B(sQt);   // (MMA, MMA_D, MMA_M, STAGE)
     Tensor cS = mma_s.get_slice(own.thread).partition_C(make_identity_tensor(TileS{}));
     auto const store_ds = make_ds_store<Traits>(shared.ds, own.thread);
-    Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileKV{});  // (MMA, MMA_N, MMA_D)
+    Tensor acc_dk = partition_fragment_C(mma_k, typename Traits::TileK{});  // (MMA, MMA_N, MMA_D)
     clear(acc_dk);
 
-    RegisterSlices<Traits> v_slices;
+    RegisterSlices<Traits, Traits::kHeadDimV> v_slices;
     auto at_before = at;  // dQ comes one step late, as in the first warpgroup
     // (6) dQ = dS K of the step before
     auto add_dq = [&](auto&& beside) { dq_accum.add(at_before, beside, [] {}); };
@@ -211,7 +211,7 @@ struct BackwardDkConsumer2Cta {
     add_dq([] {});
     own.release(shared.ring_k, at_keys);
     at_keys.advance();
-    if (own.params.dk.data) own.store(KvGradient::dk, tile, acc_dk);
+    if (own.params.dk.data) own.template store<KvGradient::dk>(tile, acc_dk);
   }
 };
 

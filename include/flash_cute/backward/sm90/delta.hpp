@@ -91,8 +91,8 @@ struct DeltaOperands {
     auto load_rows = [&](CUtensorMap const& map, Element* target, int entry_rows) {
       TmaCoord const coord =
           TmaCoord::of(params.lengths.given, entry_of(params, s), entry_rows, s.begin, s.used);
-      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, full, target, kRows, 0, head,
-                                                           coord.shift + begin, coord.plane, coord.bound);
+      load_panels<Traits::kHeadDimV, Traits::kPanel, kRows>(map, full, target, kRows, 0, head,
+                                                            coord.shift + begin, coord.plane, coord.bound);
     };
     load_rows(maps.out, out, maps.entry_rows.out);
     load_rows(maps.dout, dout(), maps.entry_rows.dout);
@@ -105,7 +105,7 @@ struct DeltaOperands {
     int const first = row / (8 / kChunks) % kChunks;
     float sum = 0;
 #pragma unroll 8
-    for (int i = 0; i < Traits::kHeadDim / kChunk; ++i) {
+    for (int i = 0; i < Traits::kHeadDimV / kChunk; ++i) {
       int const at = (i / kChunks * kRows + row) * Traits::kPanel + (first ^ (i % kChunks)) * kChunk;
       sum += dot_of_chunk<Element>(*reinterpret_cast<uint4 const*>(dout() + at),
                                    *reinterpret_cast<uint4 const*>(out + at));
@@ -114,7 +114,7 @@ struct DeltaOperands {
   }
 
  private:
-  CUTE_DEVICE Element* dout() const { return out + kRows * Traits::kHeadDim; }
+  CUTE_DEVICE Element* dout() const { return out + kRows * Traits::kHeadDimV; }
 };
 
 }  // namespace flash_cute

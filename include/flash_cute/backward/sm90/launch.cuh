@@ -28,7 +28,7 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
     of_map.rows -= first_row;
     return uniform_map<Element, 5>(device, view, of_map, box);
   };
-  int const head_dim = shape.head_dim, head_dim_v = shape.head_dim_v();
+  int const head_dim = shape.head_dim, head_dim_v = shape.head_dim_v;
   auto encode_queries = [&](TensorView const& view, int columns, TmaBox const& box) {
     return encode(view, columns, shape.heads_q, shape.seqlen_q, mask.fully_masked_rows(), box);
   };

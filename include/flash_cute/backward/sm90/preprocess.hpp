@@ -10,7 +10,7 @@ namespace flash_cute {
 
 template <class Traits>
 struct PreprocessStorage {
-  alignas(1024) typename Traits::Element rows[2 * Traits::kStageElements];
+  alignas(1024) typename Traits::Element rows[2 * Traits::kStageElementsDO];
   cutlass::arch::ClusterTransactionBarrier full;
   float sums[Traits::kBlockM / 32];
 };

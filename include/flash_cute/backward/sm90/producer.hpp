@@ -71,28 +71,32 @@ struct BackwardProducerSm90 {
   CUTE_DEVICE void load(KvTile const& tile) {
     auto steps = steps_of<Traits>(params, tile);
     if (steps.left == 0) return;
+    constexpr Int<Traits::kHeadDim> kWidth{};
+    constexpr Int<Traits::kHeadDimV> kWidthV{};
     bool const varlen = params.lengths.given;
     auto const& rows = maps.entry_rows;
-    auto load_rows = [&]<int kRows>(Int<kRows>, CUtensorMap const& map, auto& arrived, auto* target, int head,
-                                    int row, TmaCoord const& coord) {
-      load_panels<Traits::kHeadDim, Traits::kPanel, kRows>(map, arrived, target, kRows, 0, head,
-                                                           coord.shift + row, coord.plane, coord.bound);
+    auto load_rows = [&]<int kRows, int kColumns>(Int<kRows>, Int<kColumns>, CUtensorMap const& map,
+                                                  auto& arrived, auto* target, int head, int row,
+                                                  TmaCoord const& coord) {
+      load_panels<kColumns, Traits::kPanel, kRows>(map, arrived, target, kRows, 0, head, coord.shift + row,
+                                                   coord.plane, coord.bound);
     };
     int const first_key = first_own_key<Traits>(tile);
-    auto load_keys = [&](CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
-      load_rows(Int<kBlockN>{}, map, arrived, target, head_of_keys<Traits>(params, tile), first_key,
+    auto load_keys = [&](auto columns, CUtensorMap const& map, auto& arrived, auto* target, int entry_rows) {
+      load_rows(Int<kBlockN>{}, columns, map, arrived, target, head_of_keys<Traits>(params, tile), first_key,
                 TmaCoord::of_keys(varlen, tile, entry_rows));
     };
     TmaCoord const coord_q = TmaCoord::of_queries(varlen, tile, rows.q);
     TmaCoord coord_dout = TmaCoord::of_queries(varlen, tile, rows.dout);
     if (!params.dout.data) coord_dout.shift = RaggedCoord::kBound;  // past the end, so zeros arrive
-    auto load_queries = [&](CUtensorMap const& map, auto& arrived, auto* target, TmaCoord const& coord) {
+    auto load_queries = [&]<int kColumns>(Int<kColumns> columns, CUtensorMap const& map, auto& arrived,
+                                          auto* target, TmaCoord const& coord) {
       int const row = steps.block * kBlockM;
       if constexpr (Traits::kInCluster) {
-        load_panels_of_both<Traits::kHeadDim, Traits::kPanel, kBlockM>(
-            map, arrived, target, steps.head, coord.shift + row, coord.plane, coord.bound);
+        load_panels_of_both<kColumns, Traits::kPanel, kBlockM>(map, arrived, target, steps.head,
+                                                               coord.shift + row, coord.plane, coord.bound);
       } else {
-        load_rows(Int<kBlockM>{}, map, arrived, target, steps.head, row, coord);
+        load_rows(Int<kBlockM>{}, columns, map, arrived, target, steps.head, row, coord);
       }
     };
     auto load_lse_delta = [&](auto& arrived, uint4* target) {
@@ -122,19 +126,19 @@ struct BackwardProducerSm90 {
         load_floats(arrived, params.workspace.lse_delta.neg_delta,
                     shared.lse_delta.neg_delta + at.stage * kBlockM);
       }
-      load_queries(maps.q, arrived, shared.q + at.stage * Traits::kStageElements, coord_q);
+      load_queries(kWidth, maps.q, arrived, shared.q + at.stage * Traits::kStageElementsQ, coord_q);
       at.advance();
-      load_queries(maps.dout, shared.ring_dout.acquire(at_dout),
-                   shared.dout + at_dout.stage * Traits::kStageElements, coord_dout);
+      load_queries(kWidthV, maps.dout, shared.ring_dout.acquire(at_dout),
+                   shared.dout + at_dout.stage * Traits::kStageElementsDO, coord_dout);
       at_dout.advance();
       if (!first) continue;
       if constexpr (Traits::kInCluster) {
-        load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
-        load_keys(maps.v, shared.ring_v.acquire(PipelineState<1>{.phase = at_keys.phase ^ 1}), shared.v,
-                  rows.v);
+        load_keys(kWidth, maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
+        load_keys(kWidthV, maps.v, shared.ring_v.acquire(PipelineState<1>{.phase = at_keys.phase ^ 1}),
+                  shared.v, rows.v);
       } else {
-        load_keys(maps.v, shared.ring_v.acquire(at_keys), shared.v, rows.v);
-        load_keys(maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
+        load_keys(kWidthV, maps.v, shared.ring_v.acquire(at_keys), shared.v, rows.v);
+        load_keys(kWidth, maps.k, shared.ring_k.acquire(at_keys), shared.k, rows.k);
       }
     }
     at_keys.advance();

@@ -9,15 +9,16 @@
 
 namespace flash_cute {
 
-template <class Traits>
+// kColumns: of K or of V. Two of its slices stay in shared memory: where none does, ptxas serialises
+// products.
+template <class Traits, int kColumns>
 struct RegisterSlices {
   using Element = typename Traits::Element;
-  static constexpr int kSlices = Traits::kTile.register_slices;
-  static_assert(16 * kSlices <= Traits::kHeadDim);
+  static constexpr int kSlices = smaller(Traits::kTile.register_slices, kColumns / 16 - 2);
   using TileSlices = Shape<Int<Traits::kBlockN>, Int<16 * (kSlices > 0 ? kSlices : 1)>>;
   using Mma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float,
-                           Shape<Int<Traits::kBlockN>, Int<Traits::kBlockM>, Int<Traits::kHeadDim>>>(),
+                           Shape<Int<Traits::kBlockN>, Int<Traits::kBlockM>, Int<kColumns>>>(),
       typename Traits::KeyLayout{}));
   using Slices = decltype(make_tensor<Element>(partition_shape_A(Mma{}, TileSlices{})));
   Slices slices;  // (MMA, MMA_N, SLICE)

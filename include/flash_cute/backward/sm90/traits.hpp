@@ -36,7 +36,7 @@ struct BackwardTraitsSm90 {
   static constexpr bool kInCluster = kCluster > 1;
   static constexpr int kBlockM = kTile.block_m, kStages = kTile.stages;
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
-  static constexpr int kHeadDim = Instance::head_dim;
+  static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
 
   // One producer warpgroup and two consumer warpgroups, among which setmaxnreg distributes the registers.
   static constexpr int kConsumers = kTile.warps() / 4;
@@ -61,16 +61,21 @@ struct BackwardTraitsSm90 {
   // registers.
   using KeyLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
   using TileS = Shape<Int<kBlockN>, Int<kBlockM>>;
-  using TileKV = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileK = Shape<Int<kBlockN>, Int<kHeadDim>>;
+  using TileV = Shape<Int<kBlockN>, Int<kHeadDimV>>;
   using MmaScores = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kBlockM>, Int<kHeadDim>>>(),
       KeyLayout{}));
-  using MmaDkv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>,
+  template <int columns>
+  using MmaKeys = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockN>, Int<columns>, Int<kBlockM>>,
                            GMMA::Major::K, GMMA::Major::MN>(),
       KeyLayout{}));
+  using MmaDk = MmaKeys<kHeadDim>;
+  using MmaDv = MmaKeys<kHeadDimV>;
   static_assert(size<1>(typename MmaScores::AtomShape_MNK{}) == kBlockM &&
-                    size<1>(typename MmaDkv::AtomShape_MNK{}) == kHeadDim,
+                    size<1>(typename MmaDk::AtomShape_MNK{}) == kHeadDim &&
+                    size<1>(typename MmaDv::AtomShape_MNK{}) == kHeadDimV,
                 "CuTe falls back to narrower MMAs where it has none of this width");
   // dQ of a step is (kBlockM, kDqColumns). Each thread block of a cluster computes kCtaDqColumns of the
   // columns, from all of the tile's keys. Each warpgroup computes 64 rows or half of the thread block's
@@ -100,7 +105,8 @@ struct BackwardTraitsSm90 {
   using PanelAtom = std::conditional_t<kPanel == 64, Wide, Narrow>;
   using RowAtom = PanelAtom<GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
   using ColumnAtom = PanelAtom<GMMA::Layout_MN_SW128_Atom<Element>, GMMA::Layout_MN_SW64_Atom<Element>>;
-  using LayoutKV = decltype(tile_to_shape(RowAtom{}, TileKV{}));
+  using LayoutK = decltype(tile_to_shape(RowAtom{}, TileK{}));
+  using LayoutV = decltype(tile_to_shape(RowAtom{}, TileV{}));
   // Has room for the columns beyond the head dim that dQ reads and no load writes.
   using LayoutKt =
       decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kDqColumns>, Int<kBlockN>>{}, Step<_2, _1>{}));
@@ -111,9 +117,9 @@ struct BackwardTraitsSm90 {
   using LayoutQ = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStages>>{}));
   using LayoutQt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
-  using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDim>, Int<kStagesDO>>{}));
-  using LayoutDOt = decltype(tile_to_shape(ColumnAtom{}, Shape<Int<kHeadDim>, Int<kBlockM>, Int<kStagesDO>>{},
-                                           Step<_2, _1, _3>{}));
+  using LayoutDO = decltype(tile_to_shape(RowAtom{}, Shape<Int<kBlockM>, Int<kHeadDimV>, Int<kStagesDO>>{}));
+  using LayoutDOt = decltype(tile_to_shape(
+      ColumnAtom{}, Shape<Int<kHeadDimV>, Int<kBlockM>, Int<kStagesDO>>{}, Step<_2, _1, _3>{}));
   // In a cluster, stages of dS alternate between this thread block's dS and its peer's.
   static constexpr int kDsStages = kStages * kCluster, kDsStageElements = kBlockM * kBlockN;
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
@@ -150,13 +156,16 @@ struct BackwardTraitsSm90 {
     constexpr int kFours = kDqHalfFloats / 4 / 32;
     return kDqHalves == 1 ? i * 32 : i / kFours * kDqHalfFloats + i % kFours * 32;
   }
-  static constexpr int kStoreColumns = kHeadDim / kCluster;
-  using LayoutWarpDkv = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kStoreColumns>>{}));
+  // dK or dV leave so many columns at a time.
+  static constexpr int kStoreColumnsK = kHeadDim / kCluster, kStoreColumnsV = kHeadDimV / kCluster;
+  template <int columns>
+  using LayoutWarpRows = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<columns>>{}));
+  static constexpr int kStoreColumns = larger(kStoreColumnsK, kStoreColumnsV);
   using LayoutWarpDq = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kDqMmaColumns>>{}));
-  static_assert(kDqWarpFloats * sizeof(float) >= cosize_v<LayoutWarpDkv> * sizeof(Element) &&
+  static_assert(kDqWarpFloats * sizeof(float) >= kWarpRows * kStoreColumns * sizeof(Element) &&
                 kDqWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kPChunks = kInCluster ? kBlockN * kBlockM / 4 : 0;  // P in float32, 16 bytes each
-  static constexpr int kStageElements = kBlockM * kHeadDim;                // of a stage of Q or dO
+  static constexpr int kStageElementsQ = kBlockM * kHeadDim, kStageElementsDO = kBlockM * kHeadDimV;
   // In a cluster shared memory is short. The second warpgroup's part of dQ takes the memory of the dS that it
   // was computed from. At head dim 256 P takes the memory of the first warpgroup's part of dQ, which is
   // written when P has been read (the same at 192: 2 to 3% slower).
@@ -185,7 +194,7 @@ struct BackwardTraitsSm90 {
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
-    alignas(1024) Element v[cosize_v<LayoutKV>];
+    alignas(1024) Element v[cosize_v<LayoutV>];
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element dout[cosize_v<LayoutDO>];
     alignas(1024) Element ds[cosize_v<LayoutDS>];

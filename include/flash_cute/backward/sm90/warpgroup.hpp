@@ -154,19 +154,19 @@ struct BackwardConsumerWarpgroup {
 
   // The shared memory for this warp's rows of dK or dV: where it stages dQ, or in a cluster the memory of an
   // operand that the tile does not need any more.
+  template <int kWarpFloats>
   CUTE_DEVICE float* output_smem() const {
     if constexpr (!Traits::kInCluster) {
       return shared.dq + (warpgroup * 4 + thread / 32) * Traits::kDqWarpFloats;
     } else {
-      return reinterpret_cast<float*>(warpgroup == 0 ? shared.v : shared.peer_k) +
-             thread / 32 * Traits::kDqWarpFloats;
+      return reinterpret_cast<float*>(warpgroup == 0 ? shared.v : shared.peer_k) + thread / 32 * kWarpFloats;
     }
   }
 
   // Stores this warp's 16 rows of dK or dV, as many columns at a time as fit in shared memory, or all at
   // once. With GQA splits the rows are added to sums instead.
-  template <bool kAllFit = false, class Accumulator>
-  CUTE_DEVICE void store(KvGradient which, KvTile const& tile, Accumulator const& acc) const {
+  template <KvGradient which, bool kAllFit = false, class Accumulator>
+  CUTE_DEVICE void store(KvTile const& tile, Accumulator const& acc) const {
     if constexpr (Traits::kPartsOfGroups) {
       // The second condition is always true, but without it the main loop of head dim 128 has more spills.
       if (Traits::kInCluster || params.workspace.gqa.sums) {
@@ -177,22 +177,23 @@ struct BackwardConsumerWarpgroup {
         return;
       }
     }
-    bool const is_dk = which == KvGradient::dk;
+    constexpr bool is_dk = which == KvGradient::dk;
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
     float const scale = is_dk ? params.softmax_scale : 1.f;
     // The lane is read here, so that no address is kept in registers through the main loop.
     int const lane = read_lane_index();
-    float* const memory = output_smem();
+    constexpr int kWidth = is_dk ? Traits::kHeadDim : Traits::kHeadDimV;
+    constexpr int kColumns = is_dk ? Traits::kStoreColumnsK : Traits::kStoreColumnsV;
+    constexpr int kParts = kWidth / kColumns, kWarpFloats = Traits::kWarpRows * kColumns / 2;
+    float* const memory = output_smem<kWarpFloats>();
     TmaCoord const coord = TmaCoord::of_keys(params.lengths.given, tile, entry_rows);
-    constexpr int kColumns = Traits::kStoreColumns, kParts = Traits::kHeadDim / kColumns;
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      auto* const rows =
-          reinterpret_cast<Element*>(memory + (kAllFit ? part * Traits::kDqWarpgroupFloats : 0));
+      auto* const rows = reinterpret_cast<Element*>(memory + (kAllFit ? part * 4 * kWarpFloats : 0));
       if (!kAllFit && lane == 0) cute::tma_store_wait<0>();  // the store before has read the memory
       __syncwarp();
-      stage<typename Traits::LayoutWarpDkv>(rows, lane, scale, acc, part * kColumns);
+      stage<typename Traits::template LayoutWarpRows<kColumns>>(rows, lane, scale, acc, part * kColumns);
       if (lane == 0) {
         store_panels<kColumns, Traits::kPanel, Traits::kWarpRows>(
             map, rows, part * kColumns, tile.head_kv,

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   Tensor out = local_tensor<typename Traits::Element>(params.out, first.entry, tile.head, first.row,
                                                       Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});
   store_rows(out.data().get(), params.out.row_stride, params.out.head_stride, rows,
-             mask.seqlen_q - tile.m_begin, params.shape.head_dim_v(), acc_o, cO);
+             mask.seqlen_q - tile.m_begin, params.shape.head_dim_v, acc_o, cO);
 }
 
 }  // namespace flash_cute

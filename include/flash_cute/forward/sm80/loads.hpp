@@ -42,7 +42,7 @@ struct TileLoads {
   }
   template <class Target>
   CUTE_DEVICE void load_v(int block, Target&& target) const {
-    load_keys<Traits::kHeadDimV>(params.v, block, params.shape.head_dim_v(), target);
+    load_keys<Traits::kHeadDimV>(params.v, block, params.shape.head_dim_v, target);
   }
 
  private:
@@ -88,22 +88,26 @@ struct RowLoads {
     RowCoord const first = source.operands.query(tile, tile.m_begin);
     Element const* const first_row =
         data + first.entry * params.q.batch_stride + first.row * params.q.row_stride;
-    copy_rows(Int<Traits::kBlockM / Sources::kRows>{}, target, [&](int pass) {
-      int const row = Sources::first_row(thread) + pass * Sources::kRows, query = rows.query(row);
-      bool const is_query = rows.uses(row) && tile.m_begin + query < tile.seqlen_q;
-      return Row{first_row + query * params.q.row_stride + rows.head(row) * params.q.head_stride, is_query};
-    });
+    copy_rows(
+        Int<Traits::kBlockM / Sources::kRows>{}, target,
+        [&](int pass) {
+          int const row = Sources::first_row(thread) + pass * Sources::kRows, query = rows.query(row);
+          bool const is_query = rows.uses(row) && tile.m_begin + query < tile.seqlen_q;
+          return Row{first_row + query * params.q.row_stride + rows.head(row) * params.q.head_stride,
+                     is_query};
+        },
+        params.shape.head_dim);
   }
   // Before the first block of keys.
   CUTE_DEVICE void start(int block) { find_page(block); }
   template <class Target>
   CUTE_DEVICE void load_k(int block, Target&& target) {
     if (!Walk::kNeighbours) find_page(block);
-    load_keys(params.k, block, target);
+    load_keys(params.k, block, params.shape.head_dim, target);
   }
   template <class Target>
   CUTE_DEVICE void load_v(int block, Target&& target) {
-    load_keys(params.v, block, target);
+    load_keys(params.v, block, params.shape.head_dim_v, target);
     if (Walk::kNeighbours) find_page(block - 1);
   }
 
@@ -121,18 +125,18 @@ struct RowLoads {
   }
 
   template <class Target>
-  CUTE_DEVICE void load_keys(TensorView const& view, int block, Target&& target) const {
+  CUTE_DEVICE void load_keys(TensorView const& view, int block, int columns, Target&& target) const {
     Element const* chunks[Sources::kPasses];
     int const first_key = Sources::first_key(thread, block);
     Sources::find(source.operands, tile, view, first_chunk(view, tile.head_kv), thread, block, first_key,
                   page, chunks);
-    copy_rows(Int<Sources::kPasses>{}, target,
-              [&](int pass) { return Row{chunks[pass], Sources::is_seen(tile, first_key, pass)}; });
+    copy_rows(
+        Int<Sources::kPasses>{}, target,
+        [&](int pass) { return Row{chunks[pass], Sources::is_seen(tile, first_key, pass)}; }, columns);
   }
-  // row_of(pass): the row that the thread copies in a pass. Rows of V are as wide as those of K: a width as
-  // an argument changes the registers of these kernels.
+  // row_of(pass): the row, of so many columns, that the thread copies in a pass.
   template <class Passes, class Target, class RowOf>
-  CUTE_DEVICE void copy_rows(Passes passes, Target&& target, RowOf const& row_of) const {
+  CUTE_DEVICE void copy_rows(Passes passes, Target&& target, RowOf const& row_of, int columns) const {
     Tensor chunks =
         typename Traits::TiledLoad{}.get_slice(thread).partition_D(target);  // (COPY, PASS, PANEL)
     static_assert(decltype(size<1>(chunks))::value == Passes::value);
@@ -142,7 +146,7 @@ struct RowLoads {
       CUTE_UNROLL
       for (int panel = 0; panel < size<2>(chunks); ++panel) {
         int const column = panel * kChunks * kChunk;
-        bool const copies = row.is_seen && column + thread % kChunks * kChunk < params.shape.head_dim;
+        bool const copies = row.is_seen && column + thread % kChunks * kChunk < columns;
         Tensor source = make_tensor(make_gmem_ptr(row.chunk + column), Layout<Shape<Int<kChunk>>>{});
         copy(typename Traits::LoadAtom{}.with(copies), source, chunks(_, pass, panel));
       }

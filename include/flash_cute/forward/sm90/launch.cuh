@@ -11,8 +11,7 @@ namespace flash_cute {
 template <class Traits, bool kHasKeys, class Encode>
 ForwardMaps encode_maps(ForwardParams const& params, PackGqa const& rows, VarlenCoords const& operands,
                         Encode&& encode) {
-  auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim] = params.shape;
-  int const head_dim_v = params.shape.head_dim_v();
+  auto const [batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v] = params.shape;
   TmaBox const box_q{Traits::kPanel, int(rows.heads.value), rows.queries};
   auto const& entry_rows = operands.entry_rows;
   ForwardMaps maps{};

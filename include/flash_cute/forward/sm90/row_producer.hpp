@@ -57,7 +57,7 @@ struct ForwardRowProducerSm90 {
       if (blocks.remaining() == requested_at && thread() == 0) take(at_queue);
       load_rows<Traits::kHeadDim>(source.operands, tile, params.k, params.shape.head_dim, shared.ring_k, at_k,
                                   shared.k, blocks.block, page);
-      load_rows<Traits::kHeadDimV>(source.operands, tile, params.v, params.shape.head_dim_v(), shared.ring_v,
+      load_rows<Traits::kHeadDimV>(source.operands, tile, params.v, params.shape.head_dim_v, shared.ring_v,
                                    at_v, shared.v, blocks.block, page);
     } while (blocks.advance());
   }

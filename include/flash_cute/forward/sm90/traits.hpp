@@ -21,6 +21,9 @@ struct ForwardMaps {
   CUtensorMap q, k, v, out;
 };
 
+// Of shared memory's 227 KB; a list of sequences takes the others.
+constexpr int kMostOperandBytes = 224 << 10;
+
 template <class Instance_, ForwardKernel kernel>
 struct ForwardTraitsSm90 {
   using Instance = Instance_;
@@ -81,8 +84,16 @@ struct ForwardTraitsSm90 {
   using LayoutVt = decltype(tile_to_shape(AtomVt{}, Shape<Int<kHeadDimV>, Int<kBlockN>, Int<kStages>>{},
                                           Step<_2, _1, _3>{}));
 
-  // O leaves through shared memory: at once where there is room for it, else panel by panel.
-  static constexpr int kStagesO = kRunsAhead ? 1 : 2, kColumnsO = kRunsAhead ? kHeadDimV : kPanel;
+  static constexpr int kStageElementsQ = kBlockM * kHeadDim, kStageElementsK = kBlockN * kHeadDim,
+                       kStageElementsV = kBlockN * kHeadDimV;
+
+  // O leaves through shared memory: at once where there is room for it, else panel by panel, two of them
+  // where that is possible.
+  static constexpr int kColumnsO = kRunsAhead ? kHeadDimV : kPanel;
+  static constexpr int kElements = kStagesQ * kStageElementsQ + kStages * (kStageElementsK + kStageElementsV);
+  static constexpr bool kTwoPanelsFit =
+      int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <= kMostOperandBytes;
+  static constexpr int kStagesO = kRunsAhead || !kTwoPanelsFit ? 1 : 2;
   static constexpr int kPartsO = kHeadDimV / kColumnsO;
   using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
   using MmaO = decltype(make_tiled_mma(
@@ -90,8 +101,6 @@ struct ForwardTraitsSm90 {
                            GMMA::Major::MN>(),
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-  static constexpr int kStageElementsQ = kBlockM * kHeadDim, kStageElementsK = kBlockN * kHeadDim,
-                       kStageElementsV = kBlockN * kHeadDimV;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
