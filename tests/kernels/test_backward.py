@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from support.cases import (
-    ALL_DTYPES,
     BATCHES,
     BUCKETS,
     DTYPES,
@@ -627,7 +626,7 @@ def test_wild_lengths_stay_inside(kernel, values, given, packed):
     assert all(torch.equal(*pair) for pair in zip(wild, tame, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES.values(), ids=ALL_DTYPES)
+@dtypes
 @full_and_causal
 @pytest.mark.parametrize("widths", TWO_WIDTHS, ids=str)
 def test_v_of_another_width(kernel, widths, mask, dtype):
