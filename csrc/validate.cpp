@@ -253,9 +253,9 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   };
 }
 
-SizesOfOut::SizesOfOut(Operand const& q, Operand const& v) : count(q.sizes.size()) {
-  std::ranges::copy(q.sizes, sizes.begin());
-  sizes[count - 1] = v.sizes.back();
+SizesOfOut::SizesOfOut(Operand const& q, Operand const& v) : count_(q.sizes.size()) {
+  std::ranges::copy(q.sizes, sizes_.begin());
+  sizes_[count_ - 1] = v.sizes.back();
 }
 
 void validate_out(Operand const& q, Operand const& v, Operand const& out) {

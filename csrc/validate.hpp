@@ -66,11 +66,11 @@ inline constexpr char const* kBackwardNames[] = {"out", "lse", "dout", "dlse"};
 class SizesOfOut {
  public:
   SizesOfOut(Operand const& q, Operand const& v);
-  IntHeaderOnlyArrayRef get() const { return {sizes.data(), count}; }
+  IntHeaderOnlyArrayRef get() const { return {sizes_.data(), count_}; }
 
  private:
-  std::array<int64_t, 4> sizes{};
-  size_t count;
+  std::array<int64_t, 4> sizes_{};
+  size_t count_;
 };
 
 // Throws if a forward's result can't be written into `out`.
