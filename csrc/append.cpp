@@ -56,16 +56,6 @@ void require_contiguous_in_last(Operand const& operand) {
           " must be contiguous in its last dimension, got stride ", operand.step);
 }
 
-void require_alike_but_for_the_last(Operand const& a, Operand const& b) {
-  auto leading = [](Operand const& operand) {
-    size_t const dims = operand.sizes.size();
-    return IntHeaderOnlyArrayRef(operand.sizes.data(), dims == 0 ? 0 : dims - 1);
-  };
-  require(a.sizes.size() == b.sizes.size() && std::ranges::equal(leading(a), leading(b)), a.name,
-          " has shape ", ShapeOf{a.sizes}, " and ", b.name, " ", ShapeOf{b.sizes},
-          "; they must be the same but for the last dimension");
-}
-
 // Is it a table of rotations for rows of this type and size? Returns how many columns are rotated.
 int rotary_dim(Operand const& cos, Operand const& sin, Operand const& k) {
   require(cos.type == k.type || cos.type == ScalarType::Float, "rotary_cos has dtype ", DtypeOf{cos.type},

@@ -66,6 +66,16 @@ void require_type(Operand const& operand, ScalarType type) {
           " is accepted");
 }
 
+void require_alike_but_for_the_last(Operand const& a, Operand const& b) {
+  auto leading = [](Operand const& operand) {
+    size_t const dims = operand.sizes.size();
+    return IntHeaderOnlyArrayRef(operand.sizes.data(), dims == 0 ? 0 : dims - 1);
+  };
+  require(a.sizes.size() == b.sizes.size() && std::ranges::equal(leading(a), leading(b)), a.name,
+          " has shape ", ShapeOf{a.sizes}, " and ", b.name, " ", ShapeOf{b.sizes},
+          "; they must be the same but for the last dimension");
+}
+
 void require_same_device(Operand const& operand, Operand const& like) {
   if (operand.device == like.device) return;
   refuse(operand.name, " is on device ", name_of(operand.device), " and ", like.name, " on ",

@@ -59,6 +59,7 @@ Operand operand(char const* name, Tensor const& tensor);
 // Checks that all functions share. Each throws if it does not hold.
 void require_type(Operand const& operand, ScalarType type);
 void require_same_device(Operand const& operand, Operand const& like);
+void require_alike_but_for_the_last(Operand const& a, Operand const& b);      // dimension
 void require_entries(Operand const& length, int64_t entries, int64_t batch);  // (entries,), contiguous
 void require_scale(char const* name, double scale);                           // for kernels, in float
 

@@ -183,10 +183,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   }
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
-  for (size_t dim = 0; dim + 1 < dims_k; ++dim) {
-    require(sizes_v[dim] == sizes_k[dim], "v has shape ", ShapeOf{sizes_v}, " and k ", ShapeOf{sizes_k},
-            "; they must be the same but for the last dimension");
-  }
+  require_alike_but_for_the_last(v, k);
   int64_t const head_dim = sizes_q[dims - 1], head_dim_v = sizes_v[dims_k - 1];
   require(packed || cached || sizes_k[0] == sizes_q[0], "k has batch ", sizes_k[0], " and q ", sizes_q[0],
           "; they must be the same");

@@ -24,13 +24,17 @@ class Instance:
     element: str
     head_dim: str
     variant: str
-    head_dim_v: str = ""  # of v and out; empty: head_dim
+    head_dim_v: str  # of v and out
     kinds_of_ptx = 1
+
+    @property
+    def is_pair(self) -> bool:
+        return self.head_dim_v != self.head_dim
 
     @property
     def name(self) -> str:
         variant = "" if self.variant == "plain" else f"_{self.variant}"
-        width = f"x{self.head_dim_v}" if self.head_dim_v else ""
+        width = f"x{self.head_dim_v}" if self.is_pair else ""
         return f"{self.direction}_{self.family}_{self.element}_{self.head_dim}{width}{variant}"
 
     @property
@@ -41,8 +45,7 @@ class Instance:
 
     @property
     def definition(self) -> str:
-        head_dim_v = self.head_dim_v or self.head_dim
-        axes = self.direction, self.family, self.element, self.head_dim, self.variant, head_dim_v
+        axes = self.direction, self.family, self.element, self.head_dim, self.variant, self.head_dim_v
         return f"FLASH_CUTE_COMPILED({', '.join(axes)})\n"
 
     @property
@@ -59,7 +62,7 @@ class Instance:
     @property
     def instantiated(self) -> str:
         axes = f"Family::{self.family}, ElementType::{self.element}, {self.head_dim}, Variant::{self.variant}"
-        axes += f", {self.head_dim_v}" if self.head_dim_v else ""
+        axes += f", {self.head_dim_v}" if self.is_pair else ""
         return f"{self.direction.capitalize()}Launch<Instance<{axes}>>"
 
     @property
@@ -69,8 +72,7 @@ class Instance:
         family, element, variant = (
             rf"\w*?{len(name)}{name}E{enumerators(name).index(x)}E" for name, x in axes
         )
-        head_dim_v = self.head_dim_v or self.head_dim
-        return rf"8InstanceIL{family}L{element}Li{self.head_dim}EL{variant}Li{head_dim_v}E"
+        return rf"8InstanceIL{family}L{element}Li{self.head_dim}EL{variant}Li{self.head_dim_v}E"
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ def listed_instances(table: str) -> list[Instance]:
         r"^FLASH_CUTE_(?:INSTANCE|PAIR)\((\w+), (\w+), (\d+)(?:, (\d+))?, ([a-z]+)(.*)\)", table, re.MULTILINE
     )
     return [
-        Instance(direction, family, element, head_dim, variant, head_dim_v)
+        Instance(direction, family, element, head_dim, variant, head_dim_v or head_dim)
         for direction, family, head_dim, head_dim_v, variant, elements in rows
         for element in re.findall(r"\w+", elements) or axis
     ]
