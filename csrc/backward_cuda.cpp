@@ -36,8 +36,8 @@ struct Gradient : Target {
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out, given_sinks] =
-      arguments.attention;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out, given_sinks, mask, bias,
+               alibi_slopes, dropout_seed] = arguments.attention;
   BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -94,6 +94,8 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
     if (ranges) params.ranges = range_params(ranges);
+    bool const takes_tiles = has_bias_tiles(call.problem, lengths) && call.launch.kernel.tile.has_pair_tiles;
+    ScoreTensors const score_tensors(arguments.attention, takes_tiles, params.pair_mask, params.scores);
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
@@ -117,10 +119,15 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(arguments.attention.q.get_device_index());
   KernelAttributes const attributes = call.kernel.attributes(call.launch);
   BackwardTile const& tile = call.launch.kernel.tile;
+  std::vector<std::string> copies = reasons_to_copy(arguments.attention, call.params.lengths.given);
+  if (arguments.attention.bias &&
+      copies_bias(*arguments.attention.bias,
+                  has_bias_tiles(problem, arguments.attention.lengths) && tile.has_pair_tiles))
+    copies.push_back(kReasonToCopyBias);
   JsonObject plan;
   plan.add("family", name_of(call.kernel.family))
       .add("element", name_of(call.problem.element))
-      .add("copies", reasons_to_copy(arguments.attention, call.params.lengths.given))
+      .add("copies", copies)
       .add("bucket", call.kernel.bucket.qk)
       .add("bucket_v", call.kernel.bucket.v)
       .add("block_m", tile.block_m)

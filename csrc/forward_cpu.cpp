@@ -85,7 +85,8 @@ std::vector<Tensor> forward_in_own_type(AttentionArguments const& arguments,
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   if (element_bytes(problem.element) == sizeof(float)) return {};
-  if (problem.varlen || problem.ranges > 0 || problem.shape.head_dim != problem.shape.head_dim_v) return {};
+  if (problem.varlen || problem.is_general()) return {};
+  if (problem.shape.head_dim != problem.shape.head_dim_v) return {};
   if (arguments.q.numel() == 0 || arguments.k.numel() == 0) return {};
   WindowMask const mask = problem.mask();
   bool const full_to_the_left = mask.left >= mask.seqlen_k - 1;

@@ -28,7 +28,8 @@ ForwardCall plan_call(AttentionArguments const& arguments) {
 }  // namespace
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out, given_sinks] = arguments;
+  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out, given_sinks, mask, bias,
+               alibi_slopes, dropout_seed] = arguments;
   ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -65,6 +66,9 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   if (given_sinks) params.sinks = sink_params(sinks.emplace(as_contiguous("a copy of sinks", *given_sinks)));
 
   if (ranges) params.ranges = range_params(ranges);
+  bool const takes_tiles = has_bias_tiles(call.problem, lengths) &&
+                           call.launch.kernel.takes_bias_tiles(call.kernel.family, call.kernel.bucket);
+  ScoreTensors const score_tensors(arguments, takes_tiles, params.pair_mask, params.scores);
 
   std::optional<Tensor> workspace;
   if (int64_t const bytes = call.launch.workspace.bytes; bytes > 0)
@@ -80,10 +84,14 @@ std::string plan_cuda(AttentionArguments const& arguments) {
   auto const& [problem, kernel, params, mask, launches, launch] = call;
   KernelAttributes const attributes = kernel.attributes(launch);
 
+  std::vector<std::string> copies = reasons_to_copy(arguments, launch.kernel.seqlens == Seqlens::varlen);
+  bool const takes_tiles = has_bias_tiles(problem, arguments.lengths) &&
+                           launch.kernel.takes_bias_tiles(kernel.family, kernel.bucket);
+  if (arguments.bias && copies_bias(*arguments.bias, takes_tiles)) copies.push_back(kReasonToCopyBias);
   JsonObject plan;
   plan.add("family", name_of(kernel.family))
       .add("element", name_of(problem.element))
-      .add("copies", reasons_to_copy(arguments, launch.kernel.seqlens == Seqlens::varlen))
+      .add("copies", copies)
       .add("bucket", kernel.bucket.qk)
       .add("bucket_v", kernel.bucket.v)
       .add("block_m", launch.kernel.tile.block_m)

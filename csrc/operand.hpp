@@ -37,9 +37,11 @@ inline ElementType element_of(ScalarType type) {
   }
 }
 
-// Of the types that are accepted, lengths and places among them.
+// Of the types that are accepted, those of lengths, places and masks among them.
 inline int element_bytes(ScalarType type) {
   switch (type) {
+    case ScalarType::Bool:
+    case ScalarType::Byte: return 1;
     case ScalarType::Int: return sizeof(int);
     case ScalarType::Long: return sizeof(int64_t);
     default: return element_bytes(element_of(type));

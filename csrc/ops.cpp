@@ -34,7 +34,7 @@ struct TracedCall {
     Sizes q, k, v;
     AttentionOptions options;
     std::array<MaybeSizes, std::tuple_size_v<LengthOperands>> lengths;  // kLengthNames
-    MaybeSizes ranges, sinks;
+    MaybeSizes ranges, sinks, mask, bias, alibi_slopes, dropout_seed;
   } attention = {};
   std::vector<ScalarType> dtypes;
   std::vector<Device> devices;
@@ -78,7 +78,9 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   } else {
     next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
   }
-  next("Tensor? ranges=None, ", of.ranges);
+  next("Tensor? ranges=None, Tensor? mask=None, Tensor? bias=None, ", of.ranges, of.mask, of.bias);
+  next("Tensor? alibi_slopes=None, Tensor? dropout_seed=None, ", of.alibi_slopes, of.dropout_seed);
+  next("float softcap=0.0, float dropout_p=0.0, ", options.softcap, options.dropout_p);
   if constexpr (kind == kPlan) next("bool backward=False, ", call.backward);
   if constexpr (kind == kPublicForward || kind == kBackward || kind == kPlan) {
     next("bool deterministic=False, ", call.deterministic);
@@ -144,7 +146,8 @@ void check_backward(BackwardArguments const& arguments) { validate(arguments); }
 
 // The checks of a call, of the backward if it has an lse.
 void check_traced(TracedCall const& call) {
-  auto const& [q_sizes, k_sizes, v_sizes, options, lengths_sizes, ranges_sizes, sinks] = call.attention;
+  auto const& [q_sizes, k_sizes, v_sizes, options, lengths_sizes, ranges_sizes, sinks_sizes, mask, bias,
+               alibi_slopes, dropout_seed] = call.attention;
   size_t next = 0, next_step = 0;
   auto operand = [&](char const* name, Sizes const& sizes) {
     Operand const found{name, sizes, call.dtypes.at(next), call.devices.at(next)};
@@ -160,8 +163,15 @@ void check_traced(TracedCall const& call) {
   LengthOperands lengths;
   for (size_t i = 0; i < lengths.size(); ++i) lengths[i] = length(kLengthNames[i], lengths_sizes[i]);
   auto const ranges = length("ranges", ranges_sizes);
-  AttentionProblem const problem = validate(q, k, v, options, lengths, ranges);
-  if (sinks) validate_sinks(q, operand("sinks", *sinks));
+  std::optional<Operand> sinks;
+  if (sinks_sizes) sinks.emplace(operand("sinks", *sinks_sizes));
+  ScoreOperands scores;
+  MaybeSizes const* const scores_sizes[] = {&mask, &bias, &alibi_slopes, &dropout_seed};
+  for (size_t i = 0; i < scores.size(); ++i) {
+    if (*scores_sizes[i]) scores[i].emplace(operand(kScoreNames[i], **scores_sizes[i]));
+  }
+  AttentionProblem const problem = validate(q, k, v, options, lengths, ranges, scores);
+  if (sinks) validate_sinks(q, *sinks);
   BackwardOperands results;
   for (size_t i = 0; i < results.size(); ++i) {
     if (call.results[i]) results[i].emplace(operand(kBackwardNames[i], *call.results[i]));

@@ -36,6 +36,10 @@ struct BackwardCall {
   // With operands. workspace: of launch.workspace.bytes.
   void run(void* workspace, cudaStream_t stream) {
     params.workspace = launch.parts(workspace, params);
+    if (params.scores.bias.given) {
+      params.scores.lowest = {static_cast<int*>(params.workspace.mask_table), params.lse,
+                              params.lse_batch_stride, params.shape.seqlen_q};
+    }
     kernel.run(params, mask, launch, stream);
   }
 };

@@ -47,6 +47,13 @@ struct AttentionProblem {
   int pages = 0, page_size = 0;                      // of a cache in pages
   bool batch_invariant = false;
   int ranges = 0;  // of keys that each query sees, cut by the rest of the mask; 0: it sees all of them
+  // Without memory: what a plan asks of them.
+  PairMaskParams pair_mask = {};
+  ScoreParams scores = {};
+
+  // Is there anything beside the scale, a window, lengths and sinks?
+  bool is_general() const { return masking_of(ranges_params(), pair_mask, scores) == Masking::table; }
+  RangeParams ranges_params() const { return {.count = ranges}; }
 
   // That of sequences which are all as long as the shape says.
   WindowMask mask() const {
@@ -58,7 +65,7 @@ struct AttentionProblem {
 
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
 inline char const* name_of(Variant variant) {
-  return variant == Variant::plain ? "plain" : variant == Variant::split ? "split" : "ranges";
+  return variant == Variant::plain ? "plain" : variant == Variant::split ? "split" : "general";
 }
 inline char const* name_of(Family family) { return family == Family::sm80 ? "sm80" : "sm90"; }
 inline char const* name_of(ElementType element) {

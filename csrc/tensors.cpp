@@ -174,6 +174,85 @@ RangeParams range_params(std::optional<Tensor> const& ranges) {
           .count = int(sizes[sizes.size() - 2])};
 }
 
+namespace {
+
+// The stride of a dimension that may have one entry for all.
+int64_t stride_of(Tensor const& tensor, int dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
+
+// Can TMA load tiles of a bias? Keys are neighbours, and other strides multiples of 16 bytes.
+bool is_tiled(Tensor const& bias) {
+  int const bytes = element_bytes(bias.scalar_type());
+  bool aligned = reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % kRowAlignment == 0;
+  for (int dim : {0, 1, 2}) aligned &= stride_of(bias, dim) * bytes % kRowAlignment == 0;
+  return aligned && bias.stride(3) == 1;
+}
+
+// All of them where one entry stands for all, of whatever size the tensor is.
+int sequences_of_entry(Tensor const& q, Tensor const& bias) {
+  int64_t const batch = larger<int64_t>(1, q.size(0)), entries = larger<int64_t>(1, bias.size(0));
+  return int(stride_of(bias, 0) == 0 ? batch : batch / entries);
+}
+
+// With rows that begin at multiples of 16 bytes.
+Tensor aligned_copy(Tensor const& bias) {
+  int64_t const elements = kRowAlignment / element_bytes(bias.scalar_type());
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(bias.get(), &dtype));
+  int64_t const columns = ceil_div(bias.size(3), elements) * elements;
+  Tensor memory = allocate("a copy of bias", bias, dtype, element_bytes(bias.scalar_type()),
+                           {bias.size(0), bias.size(1), bias.size(2), columns});
+  Tensor copy = torch::stable::narrow(memory, 3, 0, bias.size(3));
+  torch::stable::copy_(copy, bias);
+  return copy;
+}
+
+}  // namespace
+
+bool has_bias_tiles(AttentionProblem const& problem, Lengths const& lengths) {
+  if (lengths.leftpad_k) return false;
+  if (!problem.window_left) return true;
+  bool const is_uniform = !lengths.seqused_q && !lengths.seqused_k;
+  return is_uniform && problem.mask().first_reachable_key() == 0;
+}
+
+bool copies_bias(Tensor const& bias, bool takes_tiles) {
+  return takes_tiles && bias.size(3) > 1 && !is_tiled(bias);
+}
+
+ScoreTensors::ScoreTensors(AttentionArguments const& arguments, bool takes_bias_tiles,
+                           PairMaskParams& pair_mask, ScoreParams& scores) {
+  if (auto const& mask = arguments.mask) {
+    pair_mask.data = static_cast<uint8_t const*>(mask->const_data_ptr());
+    pair_mask.entry_stride = stride_of(*mask, 0);
+    pair_mask.head_stride = stride_of(*mask, 1);
+    pair_mask.row_stride = stride_of(*mask, 2);
+    pair_mask.byte_stride = mask->stride(3);
+  }
+  if (arguments.bias) {
+    bias_ = copies_bias(*arguments.bias, takes_bias_tiles) ? aligned_copy(*arguments.bias) : arguments.bias;
+    Tensor const* const bias = &*bias_;
+    scores.bias = {.data = bias->const_data_ptr(),
+                   .given = true,
+                   .is_tiled = takes_bias_tiles && bias->size(3) > 1,
+                   .sequences_of_entry = sequences_of_entry(arguments.q, *bias),
+                   .rows = int(arguments.q.size(2)),
+                   .columns = int(arguments.k.size(2)),
+                   .entry_stride = stride_of(*bias, 0),
+                   .head_stride = stride_of(*bias, 1),
+                   .row_stride = stride_of(*bias, 2),
+                   .key_stride = stride_of(*bias, 3)};
+  }
+  if (arguments.alibi_slopes) {
+    slopes_ = as_contiguous("a copy of alibi_slopes", *arguments.alibi_slopes);
+    scores.slopes = static_cast<float const*>(slopes_->const_data_ptr());
+    scores.slopes_stride = slopes_->dim() == 2 ? int(slopes_->size(1)) : 0;
+  }
+  if (arguments.dropout_seed) {
+    seed_ = as_contiguous("a copy of dropout_seed", *arguments.dropout_seed);
+    scores.dropout.seed = static_cast<int64_t const*>(seed_->const_data_ptr());
+  }
+}
+
 // torch.empty_like, which costs the host 2 us more through the dispatcher; most q are dense.
 Tensor allocate_like(char const* name, Tensor const& tensor) {
   return allocated(name, tensor.numel(), element_bytes(tensor.scalar_type()), [&] {

@@ -57,6 +57,24 @@ LengthParams length_params(Lengths const& lengths, bool cached = false);
 // sinks: contiguous; they must outlive what is returned.
 SinkParams sink_params(Tensor const& sinks);
 
+// The tensors that change scores or hide pairs of them, where kernels can read them.
+class ScoreTensors {
+ public:
+  // Says where they lie; they must outlive the launch.
+  ScoreTensors(AttentionArguments const& arguments, bool takes_bias_tiles, PairMaskParams& pair_mask,
+               ScoreParams& scores);
+
+ private:
+  std::optional<Tensor> bias_, slopes_, seed_;
+};
+// May TMA load tiles of a bias? Keys of all sequences are counted from the first, as its columns are: in
+// shared memory a tile begins with a multiple of eight.
+bool has_bias_tiles(AttentionProblem const& problem, Lengths const& lengths);
+// Is a bias copied, as TMA can't load tiles of it?
+bool copies_bias(Tensor const& bias, bool takes_tiles);
+inline constexpr char const* kReasonToCopyBias =
+    "bias: its rows must be multiples of 16 bytes apart, and its keys neighbours";
+
 // Memory of torch's allocator, on the device of `like`. Each throws one sentence, with the bytes that it
 // asked for, if there are not as many.
 Tensor as_contiguous(char const* name, Tensor const& tensor);  // the tensor itself, or a copy

@@ -98,6 +98,100 @@ void validate_ranges(Operand const& q, Operand const& ranges, int64_t batch, boo
   require(!options.batch_invariant, "ranges must be None with batch_invariant");
 }
 
+// Is one of a tensor's sizes, which may be 1 in place of what it stands for?
+bool is_all_or_one(int64_t size, int64_t all) { return size == all || size == 1; }
+
+void validate_mask(Operand const& q, Operand const& mask, LengthOperands const& lengths,
+                   ProblemShape const& shape) {
+  require(!lengths[0], "mask must be None with cu_seqlens_q, got a tensor");
+  bool const bits = mask.type == ScalarType::Byte;
+  require(
+      bits || mask.type == ScalarType::Bool, "mask has dtype ", DtypeOf{mask.type},
+      "; torch.bool or, with 8 keys a byte, torch.uint8 is accepted, and numbers to add to scores are bias");
+  require_same_device(mask, q);
+  auto const& sizes = mask.sizes;
+  int64_t const columns = bits ? ceil_div(shape.seqlen_k, 8) : shape.seqlen_k;
+  bool const may_be_short = lengths[3] || lengths[5];  // seqused_k, block_table
+  bool const fits = sizes.size() == 4 && is_all_or_one(sizes[0], shape.batch) &&
+                    is_all_or_one(sizes[1], shape.heads_q) && is_all_or_one(sizes[2], shape.seqlen_q) &&
+                    (sizes[3] == columns || (may_be_short && sizes[3] >= 1 && sizes[3] < columns));
+  require(fits, "mask must have shape (batch or 1, heads_q or 1, seqlen_q or 1, ",
+          may_be_short ? "1 to " : "", bits ? "seqlen_k / 8, rounded up" : "seqlen_k", "), here (",
+          shape.batch, " or 1, ", shape.heads_q, " or 1, ", shape.seqlen_q, " or 1, ",
+          may_be_short ? "1 to " : "", columns, "), got ", ShapeOf{sizes});
+}
+
+PairMaskParams pair_mask_of(Operand const& mask, ProblemShape const& shape) {
+  auto const& sizes = mask.sizes;
+  bool const is_packed = mask.type == ScalarType::Byte;
+  return {.given = true,
+          .is_packed = is_packed,
+          .entries = int(sizes[0]),
+          .heads = int(sizes[1]),
+          .rows = int(sizes[2]),
+          .columns = int(smaller<int64_t>(shape.seqlen_k, is_packed ? 8 * sizes[3] : sizes[3]))};
+}
+
+void validate_bias(Operand const& q, Operand const& bias, LengthOperands const& lengths,
+                   ProblemShape const& shape, AttentionOptions const& options) {
+  require(!lengths[0], "bias must be None with cu_seqlens_q, got a tensor");
+  require(!lengths[5], "bias must be None with block_table, got a tensor");
+  require(!options.batch_invariant, "bias must be None with batch_invariant, got a tensor");
+  require(bias.type == q.type, "bias must have the dtype of q, ", DtypeOf{q.type}, ", got ",
+          DtypeOf{bias.type});
+  require_same_device(bias, q);
+  auto const& sizes = bias.sizes;
+  auto divides = [](int64_t entries, int64_t batch) {
+    return entries == batch || (entries > 0 && batch % entries == 0);
+  };
+  bool const fits = sizes.size() == 4 && divides(sizes[0], shape.batch) &&
+                    is_all_or_one(sizes[1], shape.heads_q) && is_all_or_one(sizes[2], shape.seqlen_q) &&
+                    is_all_or_one(sizes[3], shape.seqlen_k);
+  require(fits,
+          "bias must have shape (a divisor of batch, heads_q or 1, seqlen_q or 1, seqlen_k or 1), here (",
+          "a divisor of ", shape.batch, ", ", shape.heads_q, " or 1, ", shape.seqlen_q, " or 1, ",
+          shape.seqlen_k, " or 1), got ", ShapeOf{sizes});
+}
+
+void validate_alibi_slopes(Operand const& q, Operand const& slopes, ProblemShape const& shape) {
+  require_type(slopes, ScalarType::Float);
+  require_same_device(slopes, q);
+  auto const& sizes = slopes.sizes;
+  bool const fits = !sizes.empty() && sizes.back() == shape.heads_q &&
+                    (sizes.size() == 1 || (sizes.size() == 2 && sizes[0] == shape.batch));
+  require(fits, "alibi_slopes must have shape (heads_q,) or (batch, heads_q), here (", shape.heads_q,
+          ",) or (", shape.batch, ", ", shape.heads_q, "), got ", ShapeOf{sizes});
+}
+
+float softcap_of(AttentionOptions const& options) {
+  float const softcap = float(options.softcap);
+  require(options.softcap == 0 || (softcap > 0 && std::isnormal(softcap)), "softcap is ", options.softcap,
+          "; 0, for none, or a finite number > 0 is accepted");
+  return softcap;
+}
+
+// Returns how many of DropoutParams::kAll weights are kept.
+int dropout_keep_of(Operand const& q, LengthOperands const& lengths, bool cached,
+                    AttentionOptions const& options, std::optional<Operand> const& seed) {
+  double const p = options.dropout_p;
+  require(p >= 0 && p < 1, "dropout_p is ", p, "; a number from 0 to less than 1 is accepted");
+  if (seed) {
+    require_type(*seed, ScalarType::Long);
+    require_same_device(*seed, q);
+    require(seed->sizes.size() == 1 && seed->sizes[0] == 2, "dropout_seed must have shape (2,), got ",
+            ShapeOf{seed->sizes});
+  }
+  if (p == 0) return DropoutParams::kAll;
+  require(!lengths[5], "dropout_p must be 0 with block_table, got ", p);
+  require(!cached, "dropout_p must be 0 where k is a cache beside packed queries, got ", p);
+  require(!options.batch_invariant, "dropout_p must be 0 with batch_invariant, got ", p);
+  require(seed.has_value(), "dropout_seed is None; a tensor is accepted where dropout_p is ", p);
+  int const keep = int(std::nearbyint(DropoutParams::kAll * (1 - p)));  // of a half to the even one
+  require(keep > 0, "dropout_p is ", p, ", which keeps no weight, as one is kept with a multiple of 1 / ",
+          DropoutParams::kAll, "; less than ", 1 - 0.5 / DropoutParams::kAll, " is accepted");
+  return keep;
+}
+
 // Each entry of a batch lies without gaps; one may stand for all of them.
 void require_contiguous_entries(Tensor const& ranges) {
   auto const sizes = ranges.sizes(), strides = ranges.strides();
@@ -124,23 +218,37 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   Operand const q = operand("q", arguments.q), k = operand("k", arguments.k), v = operand("v", arguments.v);
   std::optional<Operand> ranges;
   if (arguments.ranges) ranges.emplace(operand("ranges", *arguments.ranges));
-  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths, ranges);
+  std::optional<Tensor> const* const given_scores[] = {&arguments.mask, &arguments.bias,
+                                                       &arguments.alibi_slopes, &arguments.dropout_seed};
+  ScoreOperands scores;
+  for (size_t index = 0; index < scores.size(); ++index) {
+    if (*given_scores[index]) scores[index].emplace(operand(kScoreNames[index], **given_scores[index]));
+  }
+  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths, ranges, scores);
   require_stored(q, arguments.q);
   require_stored(k, arguments.k);
   require_stored(v, arguments.v);
   for (size_t index = 0; index < lengths.size(); ++index) {
     if (lengths[index]) require_stored(*lengths[index], **given[index]);
   }
+  for (size_t index = 0; index < scores.size(); ++index) {
+    if (scores[index]) require_stored(*scores[index], **given_scores[index]);
+  }
   if (ranges && arguments.ranges->numel() > 0) {
     require_contiguous_entries(*arguments.ranges);
     require_stored(*ranges, *arguments.ranges);
   }
   if (arguments.out) {
+    auto const& [mask, bias, alibi_slopes, dropout_seed] = scores;
     Operand const out = operand("out", *arguments.out);
     validate_out(q, v, out);
     require_stored(out, *arguments.out);
     require_memory_of_its_own({&out, &*arguments.out},
-                              {{&q, &arguments.q}, {&k, &arguments.k}, {&v, &arguments.v}});
+                              {{&q, &arguments.q},
+                               {&k, &arguments.k},
+                               {&v, &arguments.v},
+                               {mask ? &*mask : nullptr, mask ? &*arguments.mask : nullptr},
+                               {bias ? &*bias : nullptr, bias ? &*arguments.bias : nullptr}});
   }
   if (arguments.sinks) {
     Operand const sinks = operand("sinks", *arguments.sinks);
@@ -156,7 +264,7 @@ AttentionProblem validate(AttentionArguments const& arguments) {
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths,
-                          std::optional<Operand> const& ranges) {
+                          std::optional<Operand> const& ranges, ScoreOperands const& scores) {
   require(lengths[0] || !lengths[1], "cu_seqlens_k is given without cu_seqlens_q");
   bool const packed = lengths[0].has_value(), paged = lengths[5].has_value();
   // Beside packed queries keys may be a cache of (batch, heads, capacity, head_dim).
@@ -232,9 +340,15 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   require(!family || q.device.type() != DeviceType::CPU, "family is '", options.family.value_or(""),
           "', but q is on the CPU; None is accepted there");
 
+  ProblemShape const shape{int(batch),    int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]),
+                           int(seqlen_k), int(head_dim),   int(head_dim_v)};
+  auto const& [mask, bias, alibi_slopes, dropout_seed] = scores;
+  if (mask) validate_mask(q, *mask, lengths, shape);
+  if (bias) validate_bias(q, *bias, lengths, shape, options);
+  if (alibi_slopes) validate_alibi_slopes(q, *alibi_slopes, shape);
+
   return {
-      .shape = {int(batch), int(sizes_q[1]), int(sizes_k[1]), int(sizes_q[rows]), int(seqlen_k),
-                int(head_dim), int(head_dim_v)},
+      .shape = shape,
       .element = element,
       .softmax_scale = float(scale),
       .window_left = options.window_left,
@@ -247,6 +361,12 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .page_size = paged ? int(sizes_k[2]) : 0,
       .batch_invariant = options.batch_invariant,
       .ranges = ranges ? int(ranges->sizes[ranges->sizes.size() - 2]) : 0,
+      .pair_mask = mask ? pair_mask_of(*mask, shape) : PairMaskParams{},
+      .scores = {.scale = float(scale),
+                 .softcap = softcap_of(options),
+                 .has_slopes = alibi_slopes.has_value(),
+                 .bias = {.given = bias.has_value()},
+                 .dropout = {.keep = dropout_keep_of(q, lengths, cached, options, dropout_seed)}},
   };
 }
 

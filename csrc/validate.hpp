@@ -17,6 +17,7 @@ struct AttentionOptions {
   std::optional<std::string> family;
   bool batch_invariant = false;
   bool tf32 = false;  // for float32: products of TF32, not exact ones
+  double softcap = 0, dropout_p = 0;
 };
 
 // Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for
@@ -39,6 +40,13 @@ struct AttentionArguments {
   std::optional<Tensor> ranges = {};
   std::optional<Tensor> out = {};    // that a forward writes into
   std::optional<Tensor> sinks = {};  // (heads_q,), float32 or q's type
+  // bool (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), or uint8 with 8 keys a byte, key j in bit j %
+  // 8; beside seqused_k or block_table fewer columns are those of the last keys of each sequence
+  std::optional<Tensor> mask = {};
+  // q's type, (g, heads_q or 1, seqlen_q or 1, seqlen_k or 1), entry n / (batch / g) of it for sequence n
+  std::optional<Tensor> bias = {};
+  std::optional<Tensor> alibi_slopes = {};  // float32 (heads_q,) or (batch, heads_q)
+  std::optional<Tensor> dropout_seed = {};  // int64 (2,)
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
@@ -50,11 +58,15 @@ using LengthOperands = std::array<std::optional<Operand>, 6>;
 inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q",
                                                "seqused_k",    "leftpad_k",    "block_table"};
 
+// What changes scores and weights: mask, bias, alibi_slopes, dropout_seed.
+using ScoreOperands = std::array<std::optional<Operand>, 4>;
+inline constexpr char const* kScoreNames[] = {"mask", "bias", "alibi_slopes", "dropout_seed"};
+
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths,
-                          std::optional<Operand> const& ranges = {});
+                          std::optional<Operand> const& ranges = {}, ScoreOperands const& scores = {});
 AttentionProblem validate(AttentionArguments const& arguments);
 
 // Those that a backward has besides: out and lse of its forward, and their gradients, of which one may be

@@ -37,16 +37,16 @@ auto forward_of(Variant variant) {
     return forward_kernel(family, element, head_dims, variant);
   };
 }
-// The order in which Hopper's kernels add to dQ where calls are deterministic is a window's: with key ranges
+// The order in which Hopper's kernels add to dQ where calls are deterministic is a window's: of general calls
 // sm80's, which need none, take their place.
 auto backward_of(Variant variant, bool deterministic = false) {
   return [=](Family family, ElementType element, HeadDims head_dims) {
-    if (variant == Variant::ranges && deterministic) family = Family::sm80;
+    if (variant == Variant::general && deterministic) family = Family::sm80;
     return backward_kernel(family, element, head_dims, variant);
   };
 }
 Variant variant_of(AttentionProblem const& problem) {
-  return problem.ranges > 0 ? Variant::ranges : Variant::plain;
+  return problem.is_general() ? Variant::general : Variant::plain;
 }
 std::string described(ProblemShape const& shape) {
   std::string const text = "head_dim " + std::to_string(shape.head_dim);
@@ -55,20 +55,25 @@ std::string described(ProblemShape const& shape) {
 }
 // The kernel that cuts keys into parts, if there is one.
 ForwardEntry split_entry(AttentionProblem const& problem, Family family) {
-  Variant const variant = problem.ranges > 0 ? Variant::ranges : Variant::split;
+  Variant const variant = problem.is_general() ? Variant::general : Variant::split;
   auto const kernel = forward_kernel(family, problem.element, problem.shape.head_dims(), variant);
   auto const tiles = forward_tiles(family, kernel.bucket, element_bytes(problem.element));
   return tiles.decode.warps > 0 ? kernel : ForwardEntry{};
 }
-// The kernels of ranges ask a sequence for its lengths, whether they were given or not.
-bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.ranges > 0; }
+// General kernels ask a sequence for its lengths, whether they were given or not.
+bool has_lengths(AttentionProblem const& problem) { return problem.varlen || problem.is_general(); }
+
+// What an error says a kernel lacks.
+char const* described(AttentionProblem const& problem, Variant variant) {
+  return variant != Variant::general ? "" : problem.ranges > 0 ? "ranges with " : "changed scores with ";
+}
 
 template <class Find>
 auto kernel_for(Pass pass, AttentionProblem const& problem, Gpu const& gpu, Find&& find) {
   Family const family = family_for(problem, gpu, find);
   auto const kernel = find(family, problem.element, problem.shape.head_dims());
   require(kernel.run, "this build has no ", name_of(family), ' ', name_of(pass), " kernel for ",
-          problem.ranges > 0 ? "ranges with " : "", name_of(problem.element), " and ",
+          described(problem, variant_of(problem)), name_of(problem.element), " and ",
           described(problem.shape), kBuildAll);
   return kernel;
 }
@@ -91,7 +96,10 @@ Params make_params(AttentionProblem const& problem, LengthParams const& lengths,
     *width = padded_head_dim(*width, params.element_bytes);
   params.device = device;
   params.lse_batch_stride = problem.packed ? 0 : int64_t(problem.shape.heads_q) * problem.shape.seqlen_q;
-  params.ranges.count = problem.ranges;
+  params.ranges = problem.ranges_params();
+  params.pair_mask = problem.pair_mask;
+  if (problem.varlen) params.pair_mask.entries = problem.shape.batch;  // by each sequence's own keys
+  params.scores = problem.scores.derive();
   if (has_lengths(problem)) {
     params.lengths = lengths;
     params.lengths.given = true;
@@ -136,7 +144,8 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
                    reachable_mask(problem),
                    true,
                    {}};
-  call.params.softmax = {problem.softmax_scale * float(M_LOG2E)};
+  call.params.softmax = {(problem.scores.change() ? call.params.scores.unit : problem.softmax_scale) *
+                         float(M_LOG2E)};
   call.params.batch_invariant = problem.batch_invariant;
   call.params.cache = {.given = problem.cached,
                        .table = block_table,
@@ -164,8 +173,9 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
 
 BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                                 bool needs_dq, bool needs_dkv, bool deterministic) {
-  require(!deterministic || problem.ranges == 0 || problem.family != Family::sm90,
-          "family must be 'sm80' or None where gradients with ranges are deterministic, got 'sm90'");
+  require(!deterministic || !problem.is_general() || problem.family != Family::sm90,
+          "family must be 'sm80' or None where gradients with ranges or changed scores are deterministic, "
+          "got 'sm90'");
   BackwardCall call{problem,
                     kernel_for(Pass::backward, problem, gpu, backward_of(variant_of(problem), deterministic)),
                     make_params<BackwardParams>(problem, lengths, gpu.info),

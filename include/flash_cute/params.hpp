@@ -1,6 +1,7 @@
 // What a kernel launch needs, as plain host structs composed by concern. No torch, no CUDA.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "flash_cute/core/platform.hpp"
@@ -9,12 +10,14 @@ namespace flash_cute {
 
 enum class Pass { forward, backward };
 enum class Family { sm80, sm90 };
-// split: splits of the keys side by side, and caches in pages; ranges: key ranges of each query.
-enum class Variant { plain, split, ranges };
+// split: splits of the keys side by side, and caches in pages; general: whatever hides pairs or changes their
+// scores beside a window.
+enum class Variant { plain, split, general };
 enum class Masking { window, table };  // by a window alone, or by a table of blocks, too
 constexpr Masking masking_of(Variant variant) {
-  return variant == Variant::ranges ? Masking::table : Masking::window;
+  return variant == Variant::general ? Masking::table : Masking::window;
 }
+enum class Scores { product, general };  // of Q and K, scaled; or what ScoreParams say, with any pairs hidden
 // What kernels compute with. tf32: float32 in memory, whose products are computed in TF32 (precision="high").
 // Attention has kernels for those that instances.def lists.
 enum class ElementType { fp16, bf16, fp32, tf32 };
@@ -98,8 +101,75 @@ struct RangeParams {
   int const* given = nullptr;  // (batch or 1, seqlen_q, count, 2), packed (seqlen_q, count, 2)
   int64_t entry_stride = 0;    // from one entry of the batch to the next
   int count = 0;               // of a query; 0 where there are none
+};
 
-  Masking masking() const { return count > 0 ? Masking::table : Masking::window; }
+// For each pair of a query and a key, does the query see the key? Strides count bytes and are 0 where one
+// entry stands for all.
+struct PairMaskParams {
+  uint8_t const* data = nullptr;
+  bool given = false, is_packed = false;  // packed: key j is bit j % 8 of byte j / 8; else a byte each
+  int entries = 1, heads = 1, rows = 1;   // that differ: 1, or all of the batch, of q's heads, of its rows
+  int columns = 0;                        // keys, the last ones of a sequence where it has more
+  int64_t entry_stride = 0, head_stride = 0, row_stride = 0, byte_stride = 0;
+};
+
+// What is added to the score of a pair, of the operands' element. Strides count elements and are 0 where one
+// entry stands for all.
+struct BiasParams {
+  void const* data = nullptr;
+  bool given = false;
+  bool is_tiled = false;       // does TMA load tiles? Else threads load what they need, of any strides
+  int sequences_of_entry = 1;  // sequence n reads entry n / sequences_of_entry
+  int rows = 0, columns = 0;   // that there are, at least one
+  int64_t entry_stride = 0, head_stride = 0, row_stride = 0, key_stride = 0;
+};
+
+// Of 4096 pairs so many are kept, by a generator that counts places (attention/scores/dropout.hpp).
+struct DropoutParams {
+  static constexpr int kAll = 4096;
+  int64_t const* seed = nullptr;  // (2,)
+  int keep = kAll;
+  float inverse_keep = 1;  // kAll / keep
+
+  constexpr bool drops() const { return keep < kAll; }
+};
+
+// x = softcap tanh(scale S / softcap) + bias - slope |distance|, of S = Q K^T, and dropout of the weights.
+// Kernels compute with scores that stand for `unit` each, so that S is one.
+struct ScoreParams {
+  float scale = 1;    // softmax_scale
+  float softcap = 0;  // 0: none
+  bool has_slopes = false;
+  float const* slopes = nullptr;  // (batch or 1, heads_q)
+  int slopes_stride = 0;          // from one sequence's to the next's
+  BiasParams bias;
+  DropoutParams dropout;
+  // Of the backward: rows whose LSE names how many keys have a bias of its lowest number
+  // (attention/scores/lowest.hpp).
+  struct {
+    int const* exist = nullptr;
+    float const* lse = nullptr;
+    int64_t lse_batch_stride = 0;
+    int seqlen_q = 0;
+  } lowest = {};
+  // Of these, as derive() sets them.
+  float unit = 1, inverse_unit = 1;
+  float of_tanh = 0;  // scale / softcap
+  float lowest_score = 0;
+
+  ScoreParams derive() const {
+    ScoreParams derived = *this;
+    derived.unit = softcap > 0 ? softcap : scale;
+    derived.inverse_unit = 1 / derived.unit;
+    derived.of_tanh = softcap > 0 ? scale / softcap : 0;
+    // Lower ones, but -inf, become this one: a power of two, so that in base 2 it is exact, and what rounding
+    // leaves of a higher one beside itself is a number that exp2 can take.
+    derived.lowest_score = -std::exp2(std::floor(30 - std::log2(derived.unit)));
+    derived.dropout.inverse_keep = float(DropoutParams::kAll) / float(dropout.keep);
+    return derived;
+  }
+  FLASH_CUTE_HOST_DEVICE bool change() const { return softcap > 0 || has_slopes || bias.given; }
+  bool any() const { return change() || dropout.drops(); }
 };
 
 // For each query head the logit of a key that every query sees and that has no value.
@@ -114,6 +184,11 @@ struct SinkParams {
   }
 };
 
+inline Masking masking_of(RangeParams const& ranges, PairMaskParams const& pair_mask,
+                          ScoreParams const& scores) {
+  return ranges.count == 0 && !pair_mask.given && !scores.any() ? Masking::window : Masking::table;
+}
+
 struct ForwardParams {
   ProblemShape shape;  // seqlen_q, seqlen_k: of packed tensors all rows
   int element_bytes;   // of q, k, v and out
@@ -127,8 +202,16 @@ struct ForwardParams {
   RangeParams ranges;
   bool batch_invariant;  // do a query's results not depend on what is computed beside it?
   SinkParams sinks;
+  PairMaskParams pair_mask;
+  ScoreParams scores;
 
-  Masking masking() const { return ranges.masking(); }
+  Masking masking() const { return masking_of(ranges, pair_mask, scores); }
+  bool has_general_scores() const { return scores.any() || pair_mask.given; }
+  // Words of dropout and tiles of a bias are those of a head, and so are the blocks that a mask of pairs
+  // leaves.
+  bool has_one_head_a_tile() const {
+    return scores.dropout.drops() || scores.bias.given || pair_mask.heads > 1;
+  }
 };
 
 }  // namespace flash_cute

@@ -21,12 +21,14 @@ import pytest
 
 HERE = Path(__file__).parent
 INCLUDE = HERE.parent.parent / "include"
+CALLS = HERE.parent.parent / "csrc"  # what plans a call, without torch
 
 
 # What each fixture loads, and a header of CUDA's that this includes.
 MODULES = {
     "host": ("flash_cute_host", None),
     "kernel_on_host": ("flash_cute_append", "cuda_fp16.h"),
+    "planned": ("flash_cute_planned", "cuda_runtime.h"),
     "launcher": ("flash_cute_launcher", "cuda_runtime.h"),
 }
 
@@ -51,7 +53,7 @@ def built(pytestconfig: pytest.Config, fixture: str) -> Path:
         pytest.skip("no CUDA headers")
     patterns = "conftest.py", "*.cpp", "*.def", "*.hpp", "*.cuh"
     sources = sorted(
-        path for folder in (HERE, INCLUDE) for pattern in patterns for path in folder.rglob(pattern)
+        path for folder in (HERE, INCLUDE, CALLS) for pattern in patterns for path in folder.rglob(pattern)
     )
     state = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + sys.version.encode())
     folder = kept(pytestconfig) / state.hexdigest()[:16]
@@ -106,6 +108,12 @@ def host(pytestconfig: pytest.Config) -> ModuleType:
 def launcher(pytestconfig: pytest.Config) -> ModuleType:
     """What launches kernels, on a CUDA runtime and driver that fail when told to."""
     return module(pytestconfig, "launcher")
+
+
+@pytest.fixture(scope="session")
+def planned(pytestconfig: pytest.Config) -> ModuleType:
+    """What decides a call of any face before it knows where its operands lie."""
+    return module(pytestconfig, "planned")
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@
 #include "bindings/backward_plan.hpp"
 #include "bindings/core.hpp"
 #include "bindings/forward_plan.hpp"
+#include "bindings/mask_tables.hpp"
 #include "bindings/masks.hpp"
 #include "bindings/orders.hpp"
 #include "bindings/sequences.hpp"
@@ -24,6 +25,7 @@ PYBIND11_MODULE(flash_cute_host, module) {
   bind_core(module);
   bind_masks(module);
   bind_sequences(module);
+  bind_mask_tables(module);
   bind_orders(module);
   bind_forward_plan(module);
   bind_backward_plan(module);

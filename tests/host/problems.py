@@ -110,10 +110,11 @@ def plan_backward(
     family="sm80",
     window=CAUSAL,
     multiprocessors=HOPPERS,
+    **changes,
 ):
     batch = make_varlen_batch(host, sizes, window, lengths)
     plan = host.plan_backward(
-        getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, multiprocessors
+        getattr(host.Family, family), head_dim, batch, smem_bytes, *asked_for, multiprocessors, changes
     )
     assert plan.is_listed
     return plan

@@ -14,11 +14,13 @@ KEPT_TILE = 128  # of shared memory, beside what tiles ask for
 
 @pytest.mark.parametrize("smem_bytes", [HOPPER, A100, ADA])
 def test_tiles_of_the_backward_fit(host, smem_bytes):
-    for direction, family, head_dim, _, _ in host.instances():
+    for direction, family, head_dim, _, variant in host.instances():
         if (direction, family) != (host.Pass.backward, host.Family.sm80):
             continue
-        tiles = host.backward_tiles(family, head_dim)
-        tile = plan_backward(host, head_dim, (1, 1, 1, 4096, 4096, head_dim), smem_bytes).tile
+        general = variant == host.Variant.general
+        tiles = host.backward_tiles(family, head_dim, general, general)
+        changes = {"softcap": 20.0} if general else {}
+        tile = plan_backward(host, head_dim, (1, 1, 1, 4096, 4096, head_dim), smem_bytes, **changes).tile
         assert tile.smem_bytes(head_dim) + KEPT_TILE <= smem_bytes
         largest = max(
             tile.block_m * tile.block_n
@@ -53,6 +55,63 @@ def test_keys_out_of_reach_do_not_make_the_tile_smaller(host):
     dense, packed = (2, 2, 2, 2048, 16384, 64), (2, 2, 2, 4096, 32768, 64)
     for sizes, lengths in ((dense, None), (packed, (queries, keys))):
         assert plan_backward(host, 64, sizes, lengths=lengths, window=(4096, 0)).tile.block_m == 128
+
+
+RANGES = {"ranges": 1}, {"ranges": 4}
+MASKS = {"mask": (1, 1, 1)}, {"mask": (2, 8, 2048)}
+CHANGES = *MASKS, {"softcap": 20.0}, {"slopes": True}, {"bias": True}, {"keep": 3686}
+LONG = 2, 8, 8, 2048, 2048
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_of_general_calls(host, family, head_dim):
+    """Of ranges alone Hopper has kernels that look neither at scores nor at pairs."""
+    for changes in RANGES + CHANGES:
+        plan = plan_backward(host, head_dim, (*LONG, head_dim), family=family, **changes)
+        assert plan.has_table
+        assert plan.changes_scores == (family == "sm80" or changes in CHANGES)
+        assert not plan.tile.has_two_roles
+        assert plan.zero_fills_dq  # of blocks of queries that no tile visits
+    for changes in ({}, {"keep": 4096}, {"softcap": 0.0}):
+        plan = plan_backward(host, head_dim, (*LONG, head_dim), family=family, **changes)
+        assert not plan.has_table
+        assert not plan.changes_scores
+        assert plan.tile.has_two_roles == (family == "sm80" and head_dim == 256)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "of_ranges", "of_changes"),
+    [(64, (128, 128), (64, 128)), (128, (64, 128), (64, 128)), (256, (64, 128), (64, 128))],
+)
+def test_tiles_of_changed_scores_on_hopper(host, head_dim, of_ranges, of_changes):
+    """Threads add LSE and delta; where one thread block has a tile, pairs have room in its memory instead of
+    sums of dQ."""
+    for changes in RANGES + CHANGES:
+        plan = plan_backward(host, head_dim, (*LONG, head_dim), family="sm90", window=FULL, **changes)
+        changed = changes in CHANGES
+        assert (plan.tile.block_m, plan.tile.block_n) == (of_changes if changed else of_ranges)
+        assert plan.tile.lse_delta_mma == (not changed and head_dim <= 128)
+        assert plan.tile.has_pair_tiles == (changed and head_dim <= 128)
+        assert plan.converts_dq == (not changed and head_dim <= 128)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_the_workspace_of_a_mask_of_pairs(host, family):
+    """A bit for each pair that differs; those of one row, entry or head are there once."""
+    batch, heads, _, seqlen, _ = LONG
+
+    def table(*mask):
+        plan = plan_backward(host, 128, (*LONG, 128), family=family, mask=mask)
+        return plan.regions[-1][2]
+
+    least = table(1, 1, 1)
+    for entries, of_heads in ((1, 1), (batch, 1), (1, heads), (batch, heads)):
+        more = table(entries, of_heads, seqlen) - least
+        differ = (entries * of_heads * seqlen - 1) * seqlen // 8
+        of_blocks = (of_heads - 1) * batch * (seqlen + (8 + 8 + 4) * seqlen // 64)
+        assert differ <= more <= differ + of_blocks + 64
+    assert 30 * least <= table(batch, heads, seqlen)
 
 
 @pytest.mark.parametrize(

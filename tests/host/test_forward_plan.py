@@ -10,10 +10,10 @@ from problems import CAUSAL, FULL, HOPPERS, assume, given, make_varlen_batch, ra
 L2_BYTES = 60 << 20  # of an H200, as it says itself
 
 
-def plan(host, family, head_dim, sizes, window=FULL, lengths=None, ranges=0):
+def plan(host, family, head_dim, sizes, window=FULL, lengths=None, **changes):
     """Its kernel is compiled, and its regions lie one after the other in the workspace."""
     batch = make_varlen_batch(host, sizes, window, lengths)
-    chosen = host.plan_forward(getattr(host.Family, family), head_dim, batch, HOPPERS, L2_BYTES, ranges)
+    chosen = host.plan_forward(getattr(host.Family, family), head_dim, batch, HOPPERS, L2_BYTES, changes)
     assert chosen.is_listed
     end = 0
     for begin, size in sorted(chosen.regions):
@@ -95,6 +95,107 @@ def test_the_table_of_ranges_is_a_region(host, shape, family, head_dim, ranges):
     assert size > 8 * batch * seqlen_q * ranges
     without = plan(host, family, head_dim, sizes, CAUSAL)
     assert not chosen.splits or chosen.tile.block_n == without.tile.block_n
+
+
+RANGES = {"ranges": 1}, {"ranges": 4}
+MASKS = {"mask": (1, 1, 1)}, {"mask": (8, 1, 2048)}, {"mask": (8, 32, 2048)}
+CHANGES = *MASKS, {"softcap": 20.0}, {"slopes": True}, {"bias": True}, {"keep": 3686}
+LONG = 8, 32, 8, 2048, 2048
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_of_general_calls(host, family, head_dim):
+    """Of ranges alone Hopper has kernels that look neither at scores nor at pairs."""
+    for changes in RANGES + CHANGES:
+        chosen = plan(host, family, head_dim, (*LONG, head_dim), **changes)
+        assert chosen.has_table
+        assert chosen.changes_scores == (family == "sm80" or changes in CHANGES)
+        assert plan(host, family, head_dim, (*LONG, head_dim), **{**changes, "slopes": True}).changes_scores
+    for changes in ({}, {"keep": 4096}, {"softcap": 0.0}):
+        chosen = plan(host, family, head_dim, (*LONG, head_dim), **changes)
+        assert not chosen.has_table
+        assert not chosen.changes_scores
+
+
+@pytest.mark.parametrize(
+    ("family", "head_dim", "of_ranges", "of_changes"),
+    [
+        ("sm80", 64, (128, 128, 1), (128, 128, 1)),
+        ("sm80", 128, (128, 64, 1), (128, 64, 1)),
+        ("sm80", 256, (64, 64, 1), (64, 64, 1)),
+        ("sm90", 64, (192, 128, 2), (128, 128, 2)),
+        ("sm90", 128, (128, 128, 2), (128, 128, 1)),  # a tile of the bias takes the second stage's room
+        ("sm90", 256, (128, 64, 1), (128, 64, 1)),
+    ],
+)
+@pytest.mark.parametrize("seqlen", [300, 8192])
+def test_general_calls_have_one_tile(host, family, head_dim, of_ranges, of_changes, seqlen):
+    """Whatever the lengths."""
+    for changes in RANGES + CHANGES:
+        for window in (FULL, CAUSAL):
+            sizes = 16, 32, 32, seqlen, seqlen, head_dim
+            tile = plan(host, family, head_dim, sizes, window, **changes).tile
+            expected = of_changes if changes in CHANGES else of_ranges
+            assert (tile.block_m, tile.block_n, tile.stages_q) == expected
+
+
+@pytest.mark.parametrize(("group", "packed"), [(4, 4), (64, 64), (65, 33)])
+def test_heads_that_share_a_tile_see_the_same_blocks(host, group, packed):
+    """Not so where a mask differs between heads, nor do they share words of dropout or tiles of a bias. Keys
+    are cut in parts or not."""
+    heads = 2 * group
+    for keys in (100, 8192):
+        sizes = 16, heads, 2, 1, keys, 128
+        for changes in ({}, {"ranges": 2}, {"mask": (16, 1, 1)}, {"softcap": 20.0}, {"slopes": True}):
+            chosen = plan(host, "sm90", 128, sizes, **changes)
+            assert chosen.splits == (keys > 100)
+            assert chosen.packed_heads == packed
+        of_heads = {"mask": (1, heads, 1)}
+        for changes in (of_heads, {"keep": 2048}, {"bias": True}, {**of_heads, "softcap": 20.0}):
+            for family in ("sm80", "sm90"):
+                assert plan(host, family, 128, sizes, **changes).packed_heads == 1
+        assert plan(host, "sm80", 128, sizes, mask=(1, heads, 1)).splits == (keys > 100)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("sizes", [(1, 32, 8, 1, 8192), (4, 32, 8, 16, 256), (1, 1, 1, 4096, 8192)])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_keys_are_whole_with_dropout_or_a_bias(host, family, sizes, lengths):
+    """Not so with whatever else changes scores or hides pairs."""
+    for head_dim in (64, 128, 256):
+        used = [None, None, None, [sizes[4]] * sizes[0]] if lengths else None
+        call = (*sizes, head_dim), CAUSAL, used
+        for changes in ({"bias": True}, {"keep": 4095}, {"bias": True, "ranges": 1, "slopes": True}):
+            chosen = plan(host, family, head_dim, *call, **changes)
+            assert not chosen.splits
+            assert chosen.slots == 0
+        for changes in ({}, {"softcap": 20.0}, {"slopes": True}, {"ranges": 3}, {"mask": (1, 1, 1)}):
+            chosen = plan(host, family, head_dim, *call, **changes)
+            assert chosen.splits
+            assert chosen.changes_scores == bool(changes)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("seqlen_q", [1, 2048])
+def test_the_workspace_of_a_mask_of_pairs(host, family, seqlen_q):
+    """A bit for each pair that differs; those of one row, entry or head are there once."""
+    batch, heads, seqlen_k = 2, 8, 4096
+    sizes = batch, heads, 2, seqlen_q, seqlen_k, 128
+
+    def table(*mask):
+        return plan(host, family, 128, sizes, mask=mask).regions[-1][1]
+
+    rows = seqlen_q * seqlen_k // 8
+    least = table(1, 1, 1)
+    for entries, of_heads in ((1, 1), (batch, 1), (1, heads), (batch, heads)):
+        more = table(entries, of_heads, seqlen_q) - least
+        differ = entries * of_heads * rows - seqlen_k // 8
+        of_blocks = (of_heads - 1) * batch * (seqlen_q + 32 * -(-seqlen_q // 64))
+        assert differ <= more <= differ + of_blocks + 64
+    if seqlen_q > 1:
+        assert 5 * least <= table(1, 1, seqlen_q)
+        assert 60 * least <= table(batch, heads, seqlen_q)
 
 
 @given(shapes, st.sampled_from(["sm80", "sm90"]), st.sampled_from([64, 96, 128, 192, 256]))

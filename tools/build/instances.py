@@ -118,12 +118,14 @@ OTHER_INSTANCES = [
     for element in ("fp16", "bf16", "fp32")
 ]
 
+_ENDS_OF_UNITS = "64", "96", "128", "192", "256", "fp16", "bf16", "fp32", "tf32"
+
 # What `python -m flash_cute.build_report --check` lets pass, by the end of an instance's name.
 # - Softmax spills where rows have edges and blocks share them: a thread has 64 registers, as with more
 #   fewer rows would be on an SM (include/flash_cute/softmax/plan.hpp). Its plain rows spill
 #   nothing on Hopper.
-# - Kernels with key ranges have the plain ones' tiles, whose registers are all taken; what they spill is for
-#   the element test of partial blocks.
+# - General kernels have the plain ones' tiles, whose registers are all taken; what they spill is for what a
+#   call may ask: a bias that each thread loads, tanh that is kept for its derivative, the element test.
 # - The backward of sm80 at head dim 64 spills one register on Ampere, none on Hopper.
 # - float32 takes all registers for operands in two parts; what spills is addresses, some 20 loads of a
 #   step's 1500 instructions.
@@ -137,21 +139,22 @@ TOLERATED = [
         ("row_softmax_backward", "fp16", 112, 40),
         ("row_softmax_backward", "fp32", 80, 24),
         ("forward_kernel_sm90", "split", 48, 24),  # of head dim 256: where sinks count
-        ("forward_kernel_sm80", "ranges", 192, 72),
-        ("forward_kernel_sm90", "ranges", 192, 72),
-        ("backward_kernel_sm80", "ranges", 192, 72),
-        ("backward_kernel_sm90", "ranges", 192, 72),
+        ("forward_kernel_sm80", "general", 1900, 800),
+        ("forward_kernel_sm90", "general", 1400, 480),
+        ("backward_kernel_sm80", "general", 800, 160),
+        ("backward_dq_kernel_sm80", "general", 640, 160),
+        ("backward_kernel_sm90", "general", 1100, 320),
         ("backward_kernel_sm80", "64", 8, 8),
+        *(("prepare_ranges_kernel", unit, 0, 32) for unit in _ENDS_OF_UNITS),  # a query's ranges are sorted
         *(
-            ("backward_preprocess_sm80", f"{element}_256{variant}", 96, 32)
+            ("backward_preprocess_sm80", f"{element}_256{variant}", spill_bytes, stack_bytes)
             for element in ("fp32", "tf32")
-            for variant in ("", "_ranges")
+            for variant, spill_bytes, stack_bytes in (("", 96, 32), ("_general", 144, 48))
         ),
         *(
-            (kernel, f"{element}_{head_dim}{variant}", spill_bytes, stack_bytes)
+            (kernel, f"{element}_{head_dim}", spill_bytes, stack_bytes)
             for element in ("fp32", "tf32")
             for head_dim in (64, 128, 256)
-            for variant in ("", "_ranges")
             for kernel, spill_bytes, stack_bytes in (
                 ("forward_kernel_sm80", 640, 128),
                 ("backward_kernel_sm80", 640, 160),
@@ -267,13 +270,13 @@ def runs_on(capability: int, instance: Instance) -> bool:
     """Does a call on this GPU, which names no family, take an instance?
 
     As csrc/kernels/planned_call.cpp has it: Hopper has a family of its own, but for float32, and for
-    gradients of key ranges in deterministic calls.
+    gradients of general calls that are deterministic.
     """
     if capability != 90:
         return instance.family == "sm80"
     is_float32 = instance.element in ("fp32", "tf32")
-    of_ranges = instance.direction == "backward" and instance.variant == "ranges"
-    return instance.family == "sm90" or is_float32 or of_ranges
+    is_general = instance.direction == "backward" and instance.variant == "general"
+    return instance.family == "sm90" or is_float32 or is_general
 
 
 def built_for() -> list[int]:

@@ -17,10 +17,15 @@ FLASH_CUTE_HOST_DEVICE int width_of(KvGradient which, ProblemShape const& shape)
   return which == KvGradient::dk ? shape.head_dim : shape.head_dim_v;
 }
 
-// dK is the derivative by K of S * softmax_scale; dV has no factor.
-template <class Accumulator>
+// dK is the derivative by K of S * softmax_scale; dV has the factor of weights that dropout keeps.
+template <class Traits>
+CUTE_DEVICE float factor_of(BackwardParams const& params, KvGradient which) {
+  if (which == KvGradient::dk) return params.softmax_scale;
+  return Traits::kMasking == Masking::table ? params.scores.dropout.inverse_keep : 1.f;
+}
+template <class Traits, class Accumulator>
 CUTE_DEVICE void scale_gradient(BackwardParams const& params, KvGradient which, Accumulator& acc) {
-  float const scale = which == KvGradient::dk ? params.softmax_scale : 1.f;
+  float const scale = factor_of<Traits>(params, which);
   CUTE_UNROLL
   for (int i = 0; i < size(acc); ++i) acc(i) *= scale;
 }
@@ -88,7 +93,7 @@ __global__ void __launch_bounds__(Traits::kKeyThreads, 1)
       for (int i = 0; i < size(sum); ++i) sum(i) += floats[i * Sums::kThreads];
     }
     Tensor coords = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(tile_shape));
-    scale_gradient(params, which, sum);
+    scale_gradient<Traits>(params, which, sum);
     TensorView const& view = which == KvGradient::dk ? params.dk : params.dv;
     Tensor target =
         local_tensor<typename Traits::Element>(view, b, head, int64_t(s.k_begin) + begin, tile_shape);

@@ -18,6 +18,7 @@ enum class DqSums { none, all, at_run_time };
 struct BackwardKernel {
   BackwardTile tile;
   Masking masking = Masking::window;
+  Scores scores = Scores::product;
   TileHeads heads = TileHeads::all;
   DqSums dq_sums = DqSums::at_run_time;
 
@@ -26,11 +27,12 @@ struct BackwardKernel {
 
 // What a call takes: with sums of dQ or without, with groups of heads in parts or whole.
 constexpr BackwardKernel backward_kernel(Family family, BackwardTile const& tile, Masking masking,
-                                         bool sums_dq, bool has_parts) {
+                                         Scores scores, bool sums_dq, bool has_parts) {
   bool const one_kernel = traits_of(family).one_backward_kernel,
              asks = one_kernel || !tile.dq_at_compile_time;
   return {.tile = tile,
           .masking = masking,
+          .scores = scores,
           .heads = one_kernel && has_parts ? TileHeads::part : TileHeads::all,
           .dq_sums = asks      ? DqSums::at_run_time
                      : sums_dq ? DqSums::all
@@ -41,9 +43,13 @@ constexpr BackwardKernel backward_kernel(Family family, BackwardTile const& tile
 constexpr auto backward_kernels(Family family, HeadDims head_dims, ElementType element, Variant variant) {
   KernelList<BackwardKernel, 6> list;
   Masking const masking = masking_of(variant);
-  BackwardTiles const tiles = backward_tiles(family, head_dims, masking, element_bytes(element));
-  for (BackwardTile const& tile : tiles.keys) {
-    for (bool const yes : {false, true}) list.add(backward_kernel(family, tile, masking, yes, yes));
+  for (bool const is_general : {false, true}) {
+    if (is_general && masking == Masking::window) continue;
+    Scores const scores = scores_of(family, masking, is_general);
+    BackwardTiles const tiles = backward_tiles(family, head_dims, masking, scores, element_bytes(element));
+    for (BackwardTile const& tile : tiles.keys) {
+      for (bool const yes : {false, true}) list.add(backward_kernel(family, tile, masking, scores, yes, yes));
+    }
   }
   return list;
 }

@@ -5,6 +5,8 @@
 #include "flash_cute/attention/kv_blocks.hpp"
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/mask/mask_table.hpp"
+#include "flash_cute/attention/scores/lowest.hpp"
+#include "flash_cute/attention/scores/place.hpp"
 #include "flash_cute/backward/params.hpp"
 #include "flash_cute/backward/tile_scheduler.hpp"
 
@@ -24,7 +26,6 @@ struct WindowOfKeys {
 };
 struct TableOfKeys : TableQueryBlocks {
   FullBlocks full_blocks;
-  TableMask mask;
 
   FLASH_CUTE_HOST_DEVICE bool empty() const { return count() == 0; }
 };
@@ -42,8 +43,26 @@ struct BackwardMask;
 
 template <>
 struct BackwardMask<Masking::window> {
+  // What the pairs of a tile of keys have in common.
+  struct OfTile {
+    ScorePlace place = {};
+  };
+  template <class Traits>
+  CUTE_DEVICE static OfTile of_tile(BackwardParams const&, KvTile const&) {
+    return {};
+  }
+  struct Nothing {};
+  template <class Traits, class Coords>
+  using Visible = Nothing;
+
+  CUTE_DEVICE static float lse_in_base_2(BackwardParams const&, float lse) { return lse * float(M_LOG2E); }
+
   // Of queries that the window leaves a key.
-  CUTE_DEVICE static bool sees_any_key(BackwardParams const&, int, int) { return true; }
+  CUTE_DEVICE static bool sees_any_key(BackwardParams const&, int, int, int) { return true; }
+  template <class Traits>
+  CUTE_DEVICE static ScorePlace place(BackwardParams const&, KvTile const&, int) {
+    return {};
+  }
 
   // The steps of a tile of keys.
   template <class Traits>
@@ -57,9 +76,9 @@ struct BackwardMask<Masking::window> {
     return begin + keys <= mask.seqlen_k ? mask.full_rows(begin, keys, block_m) : BlockRange{0, 0};
   }
   // Hides pairs of S^T, of queries from m_begin and keys from n_begin on.
-  template <class Traits, class Coords, class Scores>
-  CUTE_DEVICE static void apply(BackwardParams const&, KvTile const& tile, int n_begin, int m_begin,
-                                Coords const& cS, Scores& acc_s) {
+  template <class Coords, class Scores>
+  CUTE_DEVICE static void apply(KvTile const& tile, int n_begin, int m_begin, Coords const& cS,
+                                Scores& acc_s) {
     apply_mask<KeyBits>(TransposedMask{tile.sequence.mask.transposed()}, OneHead{}, n_begin, m_begin, cS,
                         acc_s);
   }
@@ -71,17 +90,49 @@ struct BackwardMask<Masking::window> {
             full_blocks(tile, tile.n_begin, Traits::kBlockN, Traits::kBlockM)};
   }
   template <class Traits>
-  CUTE_DEVICE static auto keys_seen_by(BackwardParams const&, Sequence const& s, int, int m_begin) {
+  CUTE_DEVICE static auto keys_seen_by(BackwardParams const&, Sequence const& s, int, int, int m_begin) {
     constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
     return KeysOfQueries{KvBlocks(s.mask.visited(m_begin, kBlockM, kBlockN)),
                          s.mask.full(m_begin, kBlockM, kBlockN), s.mask};
   }
+  CUTE_DEVICE static ScorePlace place(BackwardParams const&, Sequence const&, int, int) { return {}; }
 };
 
 template <>
 struct BackwardMask<Masking::table> {
-  CUTE_DEVICE static bool sees_any_key(BackwardParams const& params, int b, int row) {
-    return flash_cute::sees_any_key(params, params.workspace.mask_table, b, row);
+  // Of LowestRows what is left when their scores are 0.
+  CUTE_DEVICE static float lse_in_base_2(BackwardParams const& params, float lse) {
+    if (params.scores.bias.given && LowestRows::has(lse)) {
+      *static_cast<int*>(params.workspace.mask_table) = 1;
+      return LowestRows::log2_keys(lse);
+    }
+    return lse * float(M_LOG2E);
+  }
+  // A bias may hide keys, too: then the LSE alone tells.
+  CUTE_DEVICE static bool sees_any_key(BackwardParams const& params, int b, int head, int row) {
+    if (params.scores.bias.given) {
+      int const entry = params.lengths.cu_seqlens_q ? 0 : b;
+      float const lse =
+          params.lse[entry * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + row];
+      if (lse == -INFINITY) return false;
+    }
+    return flash_cute::sees_any_key(params, params.workspace.mask_table, b, head, row);
+  }
+  // Of a head of q.
+  CUTE_DEVICE static ScorePlace place(BackwardParams const& params, Sequence const& s, int b, int head) {
+    auto first_row = [&](int const* offsets, int rows) {
+      return BatchBlocks{offsets, rows, params.shape.batch, 1}.owned(b).begin;
+    };
+    return {.sequence = b,
+            .head = head,
+            .diagonal = s.mask.shift(),
+            .queries = s.used,
+            .query_begin = s.queries.begin - first_row(params.lengths.cu_seqlens_q, params.shape.seqlen_q),
+            .key_begin = s.k_begin - first_row(params.lengths.cu_seqlens_k, params.shape.seqlen_k)};
+  }
+  template <class Traits>
+  CUTE_DEVICE static ScorePlace place(BackwardParams const& params, KvTile const& tile, int head) {
+    return place(params, tile.sequence, tile.pair / params.shape.heads_kv, head);
   }
 
   template <class Traits>
@@ -91,24 +142,34 @@ struct BackwardMask<Masking::table> {
   }
   // Of the tile's keys, as its steps know.
   CUTE_DEVICE static FullInTable full_blocks(KvTile const&, int, int, int) { return {}; }
-  template <class Traits, class Coords, class Scores>
-  CUTE_DEVICE static void apply(BackwardParams const& params, KvTile const& tile, int n_begin, int m_begin,
-                                Coords const& cS, Scores& acc_s) {
-    apply_transposed<Traits::kBlockM, Traits::kBlockN>(mask<Traits>(params, tile), n_begin, m_begin, cS,
-                                                       acc_s);
+  template <class Traits, class Coords>
+  using Visible = VisiblePairsTransposed<Traits::kBlockM, Traits::kBlockN, Coords, Traits::kGeneral>;
+  struct OfTile {
+    ScorePlace place;  // its head is any
+  };
+  template <class Traits>
+  CUTE_DEVICE static OfTile of_tile(BackwardParams const& params, KvTile const& tile) {
+    return {place<Traits>(params, tile, 0)};
+  }
+  // Of a block of queries of a head.
+  template <class Traits, class Coords>
+  CUTE_DEVICE static void find(BackwardParams const& params, KvTile const& tile, int head, int n_begin,
+                               int m_begin, Coords const& cS, Visible<Traits, Coords>& visible) {
+    visible.find(mask<Traits>(params, tile, head), n_begin, m_begin, cS);
   }
   template <class Traits>
   CUTE_DEVICE static TableOfKeys queries_that_see(BackwardParams const& params, KvTile const& tile) {
     TableQueryBlocks const blocks = query_blocks<Traits>(params, tile);
-    return {blocks, {blocks.bits}, mask<Traits>(params, tile)};
+    return {blocks, {blocks.bits}};
   }
   template <class Traits>
-  CUTE_DEVICE static auto keys_seen_by(BackwardParams const& params, Sequence const& s, int b, int m_begin) {
+  CUTE_DEVICE static auto keys_seen_by(BackwardParams const& params, Sequence const& s, int b, int head,
+                                       int m_begin) {
     auto const table = MaskTable::make(params, params.workspace.mask_table, Traits::kBlockM, Traits::kBlockN,
                                        /*transposes=*/false);
-    int const m_block = table.m_block(b, m_begin);
+    int const m_block = table.m_block(b, head, m_begin);
     return KeysOfQueries{TableKvBlocks(table.key_bits_of(m_block), table.words, table.visited_by(m_block)),
-                         FullInTable{}, table.mask(b, s.queries.begin, s.used, s.mask.seqlen_k)};
+                         FullInTable{}, table.mask(b, head, s.queries.begin, s.used, s.mask.seqlen_k)};
   }
 
   // The table of the tiles of a kernel.
@@ -119,17 +180,18 @@ struct BackwardMask<Masking::table> {
   }
 
  private:
+  // Of all heads that share the keys.
   template <class Traits>
   CUTE_DEVICE static TableQueryBlocks query_blocks(BackwardParams const& params, KvTile const& tile) {
     int const b = tile.pair / params.shape.heads_kv;
-    return {table<Traits>(params).query_bits_of(b, tile.n_begin / Traits::kTileN),
+    return {table<Traits>(params).query_bits_of(b, tile.head_kv, tile.n_begin / Traits::kTileN),
             ceil_div(tile.sequence.used, Traits::kBlockM)};
   }
   template <class Traits>
-  CUTE_DEVICE static TableMask mask(BackwardParams const& params, KvTile const& tile) {
+  CUTE_DEVICE static TableMask mask(BackwardParams const& params, KvTile const& tile, int head) {
     int const b = tile.pair / params.shape.heads_kv;
     Sequence const& s = tile.sequence;
-    return table<Traits>(params).mask(b, s.queries.begin, s.used, s.mask.seqlen_k);
+    return table<Traits>(params).mask(b, head, s.queries.begin, s.used, s.mask.seqlen_k);
   }
 };
 

@@ -28,8 +28,11 @@ struct BackwardParams {
   RangeParams ranges;
   BackwardWorkspace workspace;
   SinkGradients sinks;
+  PairMaskParams pair_mask;
+  ScoreParams scores;
 
-  Masking masking() const { return ranges.masking(); }
+  Masking masking() const { return masking_of(ranges, pair_mask, scores); }
+  bool has_general_scores() const { return scores.any() || pair_mask.given; }
   FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_parts; }
 
   // As the kernels after varlen_prepare see it.

@@ -283,7 +283,8 @@ inline BackwardPlan plan_backward(Family family, HeadDims bucket, BackwardParams
   plan::BackwardCallFacts const facts{family, bucket, needs_dq, needs_dkv, deterministic};
   bool const one_kernel = facts.one_kernel(), varlen = params.lengths.given;
   BackwardPlan plan{};
-  BackwardTiles const tiles = backward_tiles(family, bucket, params.masking(), params.element_bytes);
+  Scores const scores = scores_of(family, params.masking(), params.has_general_scores());
+  BackwardTiles const tiles = backward_tiles(family, bucket, params.masking(), scores, params.element_bytes);
   // On Hopper an entry's bits would else depend on the others' lengths in a deterministic call.
   plan.kernel.tile = tile_for(tiles, bucket, params, mask, one_kernel && deterministic && varlen);
   plan.query_tile = tiles.queries;
@@ -305,7 +306,7 @@ inline BackwardPlan plan_backward(Family family, HeadDims bucket, BackwardParams
       larger(1, params.device.multiprocessors * plan.kernel.tile.blocks_per_sm / plan.kernel.tile.cluster);
   plan.gqa.parts = choose_gqa_parts(params, mask, plan.kernel.tile, plan.kv_blocks, at_a_time, deterministic);
   plan.gqa.parts_of_sum = deterministic ? 1 : plan.gqa.parts;
-  plan.kernel = backward_kernel(family, plan.kernel.tile, params.masking(), plan.dq.is_accumulated(),
+  plan.kernel = backward_kernel(family, plan.kernel.tile, params.masking(), scores, plan.dq.is_accumulated(),
                                 plan.gqa.parts > 1);
   plan.part_groups(params);
   plan.tiles = plan.blocks = plan.kv_blocks * shape.heads_kv;

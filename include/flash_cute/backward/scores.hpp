@@ -3,26 +3,12 @@
 // workspace holds its negative, neg_delta = dLSE - rowsum(dO O), which is added to dP.
 #pragma once
 
-#include "flash_cute/core/accumulator.hpp"
+#include "flash_cute/attention/scores/pairs.hpp"
 #include "flash_cute/core/math.hpp"
 
 namespace flash_cute {
 
 using namespace cute;
-
-// The axis of an accumulator of scores that counts queries.
-enum class QueryAxis { rows, columns };
-
-// (queries, keys) that this thread owns.
-template <QueryAxis axis, class Accumulator>
-CUTE_DEVICE auto query_key_view(Accumulator&& acc) {
-  auto const view = row_col_view(acc);
-  if constexpr (axis == QueryAxis::rows) {
-    return view;
-  } else {
-    return make_tensor(view.data(), make_layout(get<1>(view.layout()), get<0>(view.layout())));
-  }
-}
 
 // A function of i that reads the LSE or delta of this thread's i-th query from `values`, which has those of
 // an M block. coords: the coordinates of the accumulator.

@@ -39,12 +39,15 @@ struct BackwardTile {
   // backward/sm80/two_role_mainloop.hpp): so many warps of a half lie along the keys of dV or dK, the others
   // along the columns. warps_keys and warps_across are then those of a half, for S or dP.
   int role_warps_keys = 0;
+  // On Hopper, shared memory has what a step asks where scores are general: a tile of a bias, and words of
+  // dropout that a warp draws.
+  bool has_pair_tiles = false;
 
   constexpr bool has_two_roles() const { return role_warps_keys > 0; }
   constexpr int warps() const { return warps_keys * warps_across * (has_two_roles() ? 2 : 1); }
   // On Hopper, shared memory has room for complete accumulators of dQ, so that the main kernel can convert
   // them.
-  constexpr bool has_room_for_sums() const { return warps_across == 1; }
+  constexpr bool has_room_for_sums() const { return warps_across == 1 && !has_pair_tiles; }
   constexpr bool operator==(BackwardTile const&) const = default;
 
   // Of the Ampere family's, exactly: K and V; Q, dO and two floats of each query, or four; dS, P where warps
@@ -278,15 +281,30 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
   return {};
 }
 
+// Where scores may be others than the product of Q and K: each thread adds their LSE and delta. At head dim
+// 64 with 128 queries they spill.
+constexpr BackwardTiles backward_tiles_general(int head_dim) {
+  BackwardTiles tiles = backward_tiles_sm90(head_dim);
+  BackwardTile& tile = tiles.keys[0];
+  tile.lse_delta_mma = false;
+  tile.pays_from = 0;
+  tile.has_pair_tiles = tile.cluster == 1;
+  if (head_dim == 64) tile.block_m = 64;
+  tiles.keys[1] = {};
+  return tiles;
+}
+
 constexpr BackwardTiles backward_tiles(Family family, HeadDims head_dims, Masking masking = Masking::window,
-                                       int element_bytes = 2) {
+                                       Scores scores = Scores::product, int element_bytes = 2) {
   int const head_dim = head_dims.qk;
   if (head_dims.v != head_dim) {  // the tile that dK and Q of this head dim have
     return family == Family::sm90 && head_dims == HeadDims{192, 128} ? backward_tiles_sm90(head_dim)
                                                                      : BackwardTiles{};
   }
   if (element_bytes == 4) return family == Family::sm80 ? backward_tiles_fp32(head_dim) : BackwardTiles{};
-  if (family == Family::sm90) return backward_tiles_sm90(head_dim);
+  if (family == Family::sm90) {
+    return scores == Scores::general ? backward_tiles_general(head_dim) : backward_tiles_sm90(head_dim);
+  }
   BackwardTiles const tiles = backward_tiles_sm80(head_dim);
   return masking == Masking::table ? without_split_work(tiles) : tiles;
 }

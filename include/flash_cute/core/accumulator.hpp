@@ -65,6 +65,16 @@ CUTE_DEVICE auto convert(Source const& source) {
   return target;
 }
 
+// The same of a tensor that may be rounded already.
+template <class Element, class Source>
+CUTE_DEVICE auto rounded(Source const& source) {
+  if constexpr (std::is_same_v<typename Source::value_type, Element>) {
+    return source;
+  } else {
+    return convert<Element>(source);
+  }
+}
+
 // Transposes words among the four lanes of a quad: word j of lane t becomes word t of lane j. It takes one
 // exchange per bit of the index.
 CUTE_DEVICE void transpose_quad(uint32_t (&words)[4], int lane) {

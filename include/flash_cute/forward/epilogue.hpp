@@ -2,6 +2,7 @@
 // registers of the compute warps.
 #pragma once
 
+#include "flash_cute/attention/scores/lowest.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/forward/tile_source.hpp"
@@ -51,18 +52,40 @@ CUTE_DEVICE void normalize_split(Softmax& softmax, Output& acc_o) {
   softmax.normalize(acc_o, [&](int row) { return softmax.lse(row) == -INFINITY; });
 }
 
+// Is a row fully masked? Where a bias may hide pairs, a sum of 0 says so.
+template <class Traits, class Mask>
+CUTE_DEVICE bool is_fully_masked(ForwardParams const& params, Mask const& mask, int query, bool has_no_sum) {
+  if constexpr (Traits::kKernel.scores == Scores::general) {
+    if (params.scores.bias.given) return has_no_sum;
+  }
+  return mask.is_fully_masked(query);
+}
+
 // Divides O by the sums of the rows that this thread owns. m_begin: their first query.
-template <class Softmax, class Mask, class Pack, class Coords, class Output>
-CUTE_DEVICE void divide_rows(Softmax& softmax, Mask const& mask, int m_begin, Pack const& rows,
-                             Coords const& accumulator_coords, Output& acc_o) {
+template <class Traits, class Softmax, class Mask, class Pack, class Coords, class Output>
+CUTE_DEVICE void divide_rows(ForwardParams const& params, Softmax& softmax, Mask const& mask, int m_begin,
+                             Pack const& rows, Coords const& accumulator_coords, Output& acc_o) {
+  if constexpr (Traits::kKernel.scores == Scores::general && Traits::kKernel.keys == Keys::whole) {
+    // The LSE of rows that saw a bias's lowest numbers alone, whose weights are 1 each.
+    float const lowest = params.scores.lowest_score * softmax.scale_log2 * float(M_LN2);
+    CUTE_UNROLL
+    for (int i = 0; i < decltype(size<0>(row_col_view(accumulator_coords)))::value; ++i) {
+      bool const is_low = params.scores.bias.given && isfinite(softmax.row_max[i]) &&
+                          softmax.row_max[i] <= 0.999999f * lowest;
+      if (is_low) softmax.row_max[i] = LowestRows::lse_of(1.f / softmax.row_sum[i]);
+      softmax.row_sum[i] *= params.scores.dropout.inverse_keep;
+    }
+  }
   auto const coords = row_col_view(accumulator_coords);
-  softmax.normalize(
-      acc_o, [&](int row) { return mask.is_fully_masked(m_begin + rows.query(get<0>(coords(row, 0)))); });
+  softmax.normalize(acc_o, [&](int row) {
+    bool const has_no_sum = softmax.row_sum[row] == 0.f || softmax.row_sum[row] == INFINITY;
+    return is_fully_masked<Traits>(params, mask, m_begin + rows.query(get<0>(coords(row, 0))), has_no_sum);
+  });
 }
 
 // The same with sinks, after the sum, as the combining kernel counts them.
-template <class Element, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
-CUTE_DEVICE void divide_rows_with_sinks(SinkParams const& sinks, Softmax& softmax, Mask const& mask,
+template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
+CUTE_DEVICE void divide_rows_with_sinks(ForwardParams const& params, Softmax& softmax, Mask const& mask,
                                         Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
                                         Output& acc_o) {
   normalize_split(softmax, acc_o);
@@ -72,11 +95,14 @@ CUTE_DEVICE void divide_rows_with_sinks(SinkParams const& sinks, Softmax& softma
   for (int i = 0; i < size<0>(coords); ++i) {
     int const row = get<0>(coords(i, 0));
     float const lse = softmax.lse(i);
-    float const sink = rows.uses(row) ? sinks.logit<Element>(tile.head + rows.head(row)) : -INFINITY;
+    float const sink =
+        rows.uses(row) ? params.sinks.logit<typename Traits::Element>(tile.head + rows.head(row)) : -INFINITY;
     float const highest = fmaxf(lse, sink), reference = highest == -INFINITY ? 0.f : highest;
     float const weight = expf(lse - reference), sum = weight + expf(sink - reference);
-    bool const is_fully_masked = sum == 0.f && mask.is_fully_masked(tile.m_begin + rows.query(row));
-    float const factor = is_fully_masked ? 0.f : 1.f / sum;
+    bool const is_empty = sum == 0.f;
+    bool const is_hidden =
+        is_empty && is_fully_masked<Traits>(params, mask, tile.m_begin + rows.query(row), is_empty);
+    float const factor = is_hidden ? 0.f : 1.f / sum;
     CUTE_UNROLL
     for (int col = 0; col < size<1>(output); ++col) output(i, col) = output(i, col) * weight * factor;
     softmax.row_max[i] = reference + logf(sum);
@@ -89,10 +115,9 @@ CUTE_DEVICE void normalize_rows(ForwardParams const& params, Softmax& softmax, M
                                 Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
                                 Output& acc_o) {
   if (Traits::kKernel.keys == Keys::split && params.sinks.logits) {
-    divide_rows_with_sinks<typename Traits::Element>(params.sinks, softmax, mask, tile, rows,
-                                                     accumulator_coords, acc_o);
+    divide_rows_with_sinks<Traits>(params, softmax, mask, tile, rows, accumulator_coords, acc_o);
   } else {
-    divide_rows(softmax, mask, tile.m_begin, rows, accumulator_coords, acc_o);
+    divide_rows<Traits>(params, softmax, mask, tile.m_begin, rows, accumulator_coords, acc_o);
   }
 }
 

@@ -19,9 +19,14 @@ struct ForwardKernel {
   Keys keys = Keys::whole;
   Loads loads = Loads::tiles;
   Masking masking = Masking::window;
+  Scores scores = Scores::product;
   Tiles tiles = Tiles::one;
 
   constexpr bool operator==(ForwardKernel const&) const = default;
+  // Do tiles of a bias come by TMA? Where head dims leave no room, and elsewhere, each thread loads its own.
+  constexpr bool takes_bias_tiles(Family family, HeadDims head_dims) const {
+    return family == Family::sm90 && scores == Scores::general && keys == Keys::whole && head_dims.qk <= 128;
+  }
 
   constexpr ForwardKernel with(ForwardTile const& other) const {
     ForwardKernel kernel = *this;
@@ -31,10 +36,12 @@ struct ForwardKernel {
 };
 
 // Without a tile.
-constexpr ForwardKernel whole_kernel(Family family, Seqlens seqlens, Masking masking) {
+constexpr ForwardKernel whole_kernel(Family family, Seqlens seqlens, Masking masking,
+                                     Scores scores = Scores::product) {
   return {.tile = {},
           .seqlens = seqlens,
           .masking = masking,
+          .scores = scores,
           .tiles = traits_of(family).persistent ? Tiles::taken : Tiles::one};
 }
 constexpr ForwardKernel split_kernel(Family family, Masking masking) {
@@ -42,6 +49,7 @@ constexpr ForwardKernel split_kernel(Family family, Masking masking) {
           .keys = Keys::split,
           .loads = Loads::rows,
           .masking = masking,
+          .scores = masking == Masking::table ? Scores::general : Scores::product,
           .tiles = traits_of(family).persistent ? Tiles::taken : Tiles::one};
 }
 
@@ -60,8 +68,11 @@ constexpr auto forward_kernels(Family family, HeadDims head_dims, ElementType el
     }
     return list;
   }
-  if (masking == Masking::table)
-    list.add(whole_kernel(family, Seqlens::varlen, masking).with(tiles.for_table()));
+  if (masking == Masking::table) {
+    if (traits_of(family).has_product_kernels)
+      list.add(whole_kernel(family, Seqlens::varlen, masking).with(tiles.for_table()));
+    list.add(whole_kernel(family, Seqlens::varlen, masking, Scores::general).with(tiles.for_general()));
+  }
   list.add(split_kernel(family, masking).with(tiles.decode));
   list.add(split_kernel(family, masking).with(tiles.prefill_split));
   return list;

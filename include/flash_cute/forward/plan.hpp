@@ -72,7 +72,7 @@ inline void add_mask_table(ForwardPlan& plan, ForwardParams const& params) {
 inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                               WindowMask const& mask) {
   bool const persistent = traits_of(family).persistent;
-  auto const [tile, rows] = choose_split_tile(family, tiles, of_equal_lengths(params, mask, 1).shape);
+  auto const [tile, rows] = choose_split_tile(family, tiles, params, of_equal_lengths(params, mask, 1).shape);
   ForwardPlan result{split_kernel(family, params.masking()).with(tile), rows};
   SplitPlan& split = result.split;
   split.is_uniform = !params.lengths.given;
@@ -113,7 +113,8 @@ inline ForwardPlan plan_whole(Family family, ForwardTiles const& tiles, ForwardP
   // Kernels with a table ask a sequence for its lengths.
   bool const has_table = params.masking() == Masking::table;
   Seqlens const seqlens = params.lengths.given || has_table ? Seqlens::varlen : Seqlens::uniform;
-  ForwardPlan result{whole_kernel(family, seqlens, params.masking()).with(tile), rows};
+  Scores const scores = scores_of(family, params.masking(), params.has_general_scores());
+  ForwardPlan result{whole_kernel(family, seqlens, params.masking(), scores).with(tile), rows};
   UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,
   // where tiles have equal lengths or a static scheduler, of one head of K and V.

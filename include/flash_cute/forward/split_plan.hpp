@@ -29,10 +29,13 @@ inline bool are_few(ProblemShape const& shape) {
 
 // The tile for a call whose keys are cut into splits: all heads that share keys are packed where the queries
 // of the mean sequence leave room.
-inline ChosenTile choose_split_tile(Family family, ForwardTiles const& tiles, ProblemShape const& shape) {
+inline ChosenTile choose_split_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params,
+                                    ProblemShape const& shape) {
   bool const few = are_few(shape);
   ForwardTile const& tile = few ? tiles.decode : tiles.prefill_split;
-  int const packed = few ? heads_of_few(shape) : packed_heads(family, shape, tile);
+  int const packed = params.has_one_head_a_tile() ? 1
+                     : few                        ? heads_of_few(shape)
+                                                  : packed_heads(family, shape, tile);
   return {tile, rows_of(family, tile, packed)};
 }
 
@@ -41,12 +44,12 @@ inline ChosenTile choose_split_tile(Family family, ForwardTiles const& tiles, Pr
 // causal: 64 tiles -22%; 128 tiles would take 41% longer.)
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
-  if (tiles.decode.warps == 0) return false;
+  if (tiles.decode.warps == 0 || params.scores.dropout.drops() || params.scores.bias.given) return false;
   if (params.cache.given || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys
   if (are_few(mean) && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
-  PackGqa const rows = choose_split_tile(family, tiles, mean).rows;
+  PackGqa const rows = choose_split_tile(family, tiles, params, mean).rows;
   return mean.seqlen_k >= kLong && 2 * count_tiles(mean, rows) <= params.device.multiprocessors;
 }
 

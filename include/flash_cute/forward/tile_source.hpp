@@ -10,6 +10,7 @@
 #include "flash_cute/attention/kv_blocks.hpp"
 #include "flash_cute/attention/mask/mask_table.hpp"
 #include "flash_cute/attention/mask/shifted.hpp"
+#include "flash_cute/attention/scores/place.hpp"
 #include "flash_cute/forward/kernel.hpp"
 #include "flash_cute/forward/partial.hpp"
 #include "flash_cute/scheduler/split_order.hpp"
@@ -123,6 +124,7 @@ struct SequenceOf<SplitSource> {
     SplitSequence const s = SplitOrder::sequence_of(params, limits, b);
     return {s.queries, s.used, s.k_begin - s.k_first, ShiftedMask(s.mask, s.k_first)};
   }
+  FLASH_CUTE_HOST_DEVICE static int end_key(Result const& s) { return s.mask.first + s.mask.mask.seqlen_k; }
 };
 
 // The same as another source, where the mask is a table that is made before.
@@ -133,10 +135,24 @@ struct WithTable : Source {
   MaskTable table;
 
   FLASH_CUTE_HOST_DEVICE TableMask mask(Tile const& tile) const {
-    return table.mask(tile.batch, tile.q_begin, tile.seqlen_q, tile.seqlen_k);
+    return table.mask(tile.batch, tile.head, tile.q_begin, tile.seqlen_q, tile.seqlen_k);
+  }
+  FLASH_CUTE_HOST_DEVICE ScorePlace place(Tile const& tile) const {
+    int first_key = 0, key_begin = 0;
+    if constexpr (std::is_base_of_v<SplitTile, Tile>) {
+      first_key = tile.k_first;
+    } else {
+      key_begin = tile.k_begin - table.n_blocks.owned(tile.batch).begin;
+    }
+    return {.sequence = tile.batch,
+            .head = tile.head,
+            .diagonal = first_key + tile.seqlen_k - tile.seqlen_q,
+            .queries = tile.seqlen_q,
+            .query_begin = 0,
+            .key_begin = key_begin};
   }
   FLASH_CUTE_HOST_DEVICE Walk walk(Tile const& tile) const {
-    int const m_block = table.m_block(tile.batch, tile.m_begin);
+    int const m_block = table.m_block(tile.batch, tile.head, tile.m_begin);
     BlockBits const* const bits = table.key_bits_of(m_block);
     if constexpr (std::is_base_of_v<SplitTile, Tile>) {
       return {bits, BlockRange{tile.block_begin, tile.block_end}};

@@ -26,10 +26,13 @@ struct ForwardTiles {
   // Where keys are cut into splits, for few queries and for many. Both have the same block of keys: a query's
   // bits are the same in either. Those of sm80 were not tuned (docs/decoding.md).
   ForwardTile decode = {}, prefill_split = {};
+  ForwardTile general = {};  // where scores are not the product's, if not main
 
   // Where the mask is a table. At head dim 128 blocks of 64 keys, beside 192 rows, lose 15% where sequences
   // are short.
   constexpr ForwardTile for_table() const { return small.block_n > main.block_n ? small : main; }
+  // Where scores are not the product's.
+  constexpr ForwardTile for_general() const { return general.warps > 0 ? general : main; }
 };
 
 // Of float32, for products of either precision.
@@ -96,6 +99,7 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 0.87,
                 0.935,
                 {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:
@@ -113,7 +117,8 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 0.965,
                 0.985,
                 {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <string>
 
+#include "bindings/changes.hpp"
 #include "bindings/core.hpp"
 #include "bindings/sequences.hpp"
 #include "flash_cute/backward/plan.hpp"
@@ -68,18 +69,29 @@ inline void bind_backward_plan(py::module_& module) {
       .def_readonly("block_n", &BackwardTile::block_n)
       .def_readonly("cluster", &BackwardTile::cluster)
       .def_readonly("lse_delta_mma", &BackwardTile::lse_delta_mma)
+      .def_readonly("has_pair_tiles", &BackwardTile::has_pair_tiles)
+      .def_property_readonly("has_two_roles", &BackwardTile::has_two_roles)
       .def("smem_bytes",
            [](BackwardTile const& tile, int head_dim) { return tile.smem_bytes(head_dim, kBytes); });
-  module.def("backward_tiles", [](Family family, HeadDims head_dims) {
-    BackwardTiles const tiles = backward_tiles(family, head_dims);
-    return std::vector(tiles.keys, tiles.keys + tiles.count());
-  });
+  module.def(
+      "backward_tiles",
+      [](Family family, HeadDims head_dims, bool has_table, bool changes_scores) {
+        Masking const masking = has_table ? Masking::table : Masking::window;
+        Scores const scores = changes_scores ? Scores::general : Scores::product;
+        BackwardTiles const tiles = backward_tiles(family, head_dims, masking, scores, kBytes);
+        return std::vector(tiles.keys, tiles.keys + tiles.count());
+      },
+      py::arg("family"), py::arg("head_dims"), py::arg("has_table") = false,
+      py::arg("changes_scores") = false);
 
   using Plan = PlannedBackward const&;
   py::class_<PlannedBackward>(module, "BackwardPlan")
       .def_property_readonly("tile", [](Plan plan) { return plan.kernel.tile; })
       .def_property_readonly(
           "is_listed", [](Plan plan) { return is_listed(Pass::backward, plan.kernel, backward_kernels); })
+      .def_property_readonly("has_table", [](Plan plan) { return plan.kernel.masking == Masking::table; })
+      .def_property_readonly("changes_scores",
+                             [](Plan plan) { return plan.kernel.scores == Scores::general; })
       .def_readonly("runs_kv", &PlannedBackward::runs_kv)
       .def_property_readonly("runs_dq_alone",
                              [](Plan plan) { return plan.dq.method == DqMethod::separate_kernel; })
@@ -115,8 +127,9 @@ inline void bind_backward_plan(py::module_& module) {
   module.def(
       "plan_backward",
       [](Family family, HeadDims bucket, VarlenBatch const& batch, int smem_bytes, bool needs_dq,
-         bool needs_dkv, bool deterministic, int multiprocessors) {
+         bool needs_dkv, bool deterministic, int multiprocessors, py::dict const& changes) {
         BackwardParams params = backward_params(batch);
+        Changes(changes).apply(params);
         params.device = {
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 50 << 20};
         return PlannedBackward{

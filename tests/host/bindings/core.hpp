@@ -37,7 +37,10 @@ bool is_listed(Pass of, Kernel const& kernel, List&& list) {
 
 inline void bind_core(py::module_& module) {
   py::enum_<Pass>(module, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
-  py::enum_<Variant>(module, "Variant").value("plain", Variant::plain);
+  py::enum_<Variant>(module, "Variant")
+      .value("plain", Variant::plain)
+      .value("split", Variant::split)
+      .value("general", Variant::general);
   py::enum_<Family>(module, "Family").value("sm80", Family::sm80).value("sm90", Family::sm90);
   py::enum_<ElementType>(module, "ElementType")
       .value("fp16", ElementType::fp16)

@@ -1,6 +1,7 @@
 // Tiles and plans of the forward.
 #pragma once
 
+#include "bindings/changes.hpp"
 #include "bindings/core.hpp"
 #include "bindings/sequences.hpp"
 #include "flash_cute/forward/plan.hpp"
@@ -16,6 +17,7 @@ inline void bind_forward_plan(py::module_& module) {
       .def_readonly("block_m", &ForwardTile::block_m)
       .def_readonly("block_n", &ForwardTile::block_n)
       .def_readonly("stages", &ForwardTile::stages)
+      .def_readonly("stages_q", &ForwardTile::stages_q)
       .def_readonly("warps", &ForwardTile::warps);
   module.def(
       "forward_tiles",
@@ -24,12 +26,20 @@ inline void bind_forward_plan(py::module_& module) {
         return std::tuple(tiles.main, tiles.small, tiles.decode, tiles.prefill_split);
       },
       py::arg("family"), py::arg("head_dims"), py::arg("element_bytes") = 2);
+  module.def("is_general", [](py::dict const& changes) {
+    ForwardParams params{};
+    Changes(changes).apply(params);
+    return params.masking() == Masking::table;
+  });
 
   using Plan = ForwardPlan const&;
   py::class_<ForwardPlan>(module, "ForwardPlan")
       .def_property_readonly("tile", [](Plan plan) { return plan.kernel.tile; })
       .def_property_readonly("is_listed",  // is its kernel one of those that its instance compiles?
                              [](Plan plan) { return is_listed(Pass::forward, plan.kernel, forward_kernels); })
+      .def_property_readonly("has_table", [](Plan plan) { return plan.kernel.masking == Masking::table; })
+      .def_property_readonly("changes_scores",
+                             [](Plan plan) { return plan.kernel.scores == Scores::general; })
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepared_by_kernel", &ForwardPlan::prepared_by_kernel)
       .def_property_readonly("dynamic",
@@ -54,9 +64,9 @@ inline void bind_forward_plan(py::module_& module) {
       .def_property_readonly("packed_heads", [](Plan plan) { return plan.rows.heads.value; })
       .def_property_readonly("tile_queries", [](Plan plan) { return plan.rows.tile_queries(); });
   module.def("plan_forward", [](Family family, HeadDims bucket, VarlenBatch const& batch, int multiprocessors,
-                                int64_t l2_bytes, int ranges) {
+                                int64_t l2_bytes, py::dict const& changes) {
     ForwardParams params = batch.params;
-    params.ranges.count = ranges;
+    Changes(changes).apply(params);
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
     int split_bucket = larger(bucket.qk, bucket.v);  // of the smallest that holds this one
     while (split_bucket <= 256 && forward_tiles(family, both(split_bucket)).decode.warps == 0)

@@ -36,4 +36,13 @@ CUtensorMap ragged_map(int device, TensorView const& view, MapShape const& shape
       {view.head_stride, view.row_stride, view.row_stride, back}, box);
 }
 
+// Of a bias that comes in tiles: (columns, heads, rows, entries).
+template <class Element>
+CUtensorMap bias_map(int device, BiasParams const& bias, ProblemShape const& shape, TmaBox box) {
+  TensorView const view{const_cast<void*>(bias.data), bias.entry_stride, bias.head_stride, bias.row_stride};
+  int const entries = bias.entry_stride == 0 ? 1 : shape.batch / bias.sequences_of_entry;
+  return uniform_map<Element, 4>(
+      device, view, {bias.columns, bias.head_stride == 0 ? 1 : shape.heads_q, bias.rows, entries}, box);
+}
+
 }  // namespace flash_cute

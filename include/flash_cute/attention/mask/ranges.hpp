@@ -13,6 +13,11 @@ constexpr int kMaxRanges = 4;  // of a query
 struct CutRanges {
   KeyRange ranges[kMaxRanges];
 
+  // All that the window leaves.
+  FLASH_CUTE_HOST_DEVICE CutRanges(int first, int end) : ranges{{first, larger(first, end)}} {
+    for (int i = 1; i < kMaxRanges; ++i) ranges[i] = {0, 0};
+  }
+
   template <class Mask>
   FLASH_CUTE_HOST_DEVICE CutRanges(int const* given, int count, int shift, Mask const& mask, int row) {
     int const first = mask.first_key(row), end = mask.end_key(row);

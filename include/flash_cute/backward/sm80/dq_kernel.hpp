@@ -8,6 +8,7 @@
 #include "flash_cute/attention/store_rows.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/backward/fully_masked.hpp"
+#include "flash_cute/backward/general_step.hpp"
 #include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/scores.hpp"
 #include "flash_cute/backward/sm80/operands.hpp"
@@ -25,8 +26,10 @@ struct BackwardDqTraitsSm80 {
   using Instance = Instance_;
   using Element = typename ElementOf<Instance::element>::type;
   static constexpr Masking kMasking = masking_of(Instance::variant);
+  static constexpr bool kGeneral = kMasking == Masking::table;
   static constexpr QueryTile kTile =
-      backward_tiles(Instance::family, Instance::head_dims, kMasking, element_bytes(Instance::element))
+      backward_tiles(Instance::family, Instance::head_dims, kMasking,
+                     scores_of(Instance::family, kMasking, false), element_bytes(Instance::element))
           .queries;
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
@@ -100,7 +103,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   WindowMask const& mask = s.mask;
   int const m_begin = (of_head - tiles.first(b)) * kBlockM;
   if (!has_rows(m_begin, s.used)) return;
-  auto const seen = BackwardMask<Traits::kMasking>::template keys_seen_by<Traits>(params, s, b, m_begin);
+  constexpr bool kGeneral = Traits::kGeneral;
+  ScorePlace const place = BackwardMask<Traits::kMasking>::place(params, s, b, head);
+  auto const seen =
+      BackwardMask<Traits::kMasking>::template keys_seen_by<Traits>(params, s, b, head, m_begin);
 
   typename Traits::Mma const mma;
   auto const thread_mma = mma.get_slice(thread);
@@ -159,18 +165,32 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     Tensor acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // (MMA, MMA_M, MMA_N)
     clear(acc_s);
     add_scores<Traits>(thread, sQ, sK(_, _, stage), acc_s);
+    auto step = score_step<Traits, QueryAxis::rows>(params, place, m_begin, block * kBlockN, cS);
+    step.change(acc_s);
+    step.level(acc_s);
     if (!blocks.is_full(seen.full_blocks)) {
       apply_mask<ComparedKeys>(seen.mask, OneHead{}, m_begin, block * kBlockN, cS, acc_s);
     }
     // (3) P = exp2(S c - LSE)
-    compute_p<QueryAxis::rows>(acc_s, params.softmax_scale * float(M_LOG2E),
+    compute_p<QueryAxis::rows>(acc_s, step.scale_log2(params.softmax_scale * float(M_LOG2E)),
                                [&](int row) { return lse[row]; });
     // (2) dP = dO V^T, less delta
     Tensor acc_ds = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});  // dP, then dS
-    fill_with_delta<QueryAxis::rows>(acc_ds, [&](int row) { return neg_delta[row]; });
+    auto const delta_of_row = [&](int row) { return neg_delta[row]; };
+    if constexpr (kGeneral) {
+      clear(acc_ds);
+    } else {
+      fill_with_delta<QueryAxis::rows>(acc_ds, delta_of_row);
+    }
     add_scores<Traits>(thread, sdO, sV(_, _, stage), acc_ds);
     // (5) dS = P (dP - delta)
-    compute_ds(acc_ds, acc_s);
+    if constexpr (kGeneral) {
+      step.differentiate(acc_s);
+      step.drop(acc_ds);
+      compute_ds<QueryAxis::rows>(acc_ds, acc_s, delta_of_row);
+    } else {
+      compute_ds(acc_ds, acc_s);
+    }
     // (6) dQ += dS K
     add_by_keys<Traits>(thread, acc_ds, sKt(_, _, stage), acc_dq);
     if constexpr (kStages == 1) {

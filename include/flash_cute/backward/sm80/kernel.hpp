@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       return Sums::add(Sums::of(params, which, Sums::sum_index(params, tile), 0, own(read_thread_index())),
                        acc);
     }
-    scale_gradient(params, which, acc);
+    scale_gradient<Traits>(params, which, acc);
     Tensor target = local_tensor<Element>(view, tile.batch, tile.head_kv,
                                           int64_t(tile.sequence.k_begin) + tile.n_begin, TileKV{});
     store_rows(target.data().get(), view.row_stride, tile.sequence.mask.seqlen_k - tile.n_begin,

@@ -25,9 +25,9 @@ void BackwardLaunch<Instance>::run(BackwardParams const& params, WindowMask cons
       params.lengths.given && plan.dq.is_accumulated() && queries >= zero_fill_blocks;
   constexpr bool kHasTable = masking_of(Instance::variant) == Masking::table;
   auto prepare_table = [&](int block_m, int block_n, bool transposes) {
-    launch_transposed_mask_table</*kStartsEarly=*/false>(
-        params, mask, MaskTable::make(params, params.workspace.mask_table, block_m, block_n, transposes),
-        stream);
+    auto table = MaskTable::make(params, params.workspace.mask_table, block_m, block_n, transposes);
+    if (!transposes) ++table.has_lowest_rows;  // what the preprocess has found out stays
+    launch_transposed_mask_table</*kStartsEarly=*/false>(params, mask, table, stream);
   };
   visit_kernel<BackwardListOf<Instance>>(plan.kernel, [&]<BackwardKernel kernel>() {
     using Traits = BackwardTraitsSm80<Instance, kernel.tile>;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/general_step.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/mask.hpp"
@@ -30,13 +31,20 @@ CUTE_DEVICE void mask_scores(int n_begin, TransposedMask const& transposed_mask,
     apply_mask<ComparedKeys>(transposed_mask, OneHead{}, n_begin, m_begin, cS, acc_s);
   }
 }
+// The same of a block of queries of a head, whichever the mask is.
 template <class Traits, class Mma, class Coords, class Scores>
-CUTE_DEVICE void mask_scores(int n_begin, TableMask const& mask, int block, Mma const& mma, Coords const&,
-                             Scores& acc_s) {
-  auto const own_mma = mma.get_slice(read_thread_index());
-  apply_transposed<Traits::kBlockM, Traits::kBlockN>(
-      mask, n_begin, block * Traits::kBlockM,
-      own_mma.partition_C(make_identity_tensor(typename Traits::TileS{})), acc_s);
+CUTE_DEVICE void mask_scores(BackwardParams const&, KvTile const& tile, WindowOfKeys const& seen, int,
+                             int block, Mma const& mma, Coords const& cS, Scores& acc_s) {
+  mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
+}
+template <class Traits, class Mma, class Coords, class Scores>
+CUTE_DEVICE void mask_scores(BackwardParams const& params, KvTile const& tile, TableOfKeys const&, int head,
+                             int block, Mma const& mma, Coords const&, Scores& acc_s) {
+  using Mask = BackwardMask<Masking::table>;
+  Tensor cS = mma.get_slice(read_thread_index()).partition_C(make_identity_tensor(typename Traits::TileS{}));
+  Mask::Visible<Traits, decltype(cS)> visible;
+  Mask::template find<Traits>(params, tile, head, tile.n_begin, block * Traits::kBlockM, cS, visible);
+  visible.apply(acc_s);
 }
 
 template <class Traits, DqSums dq_sums>
@@ -45,6 +53,7 @@ struct BackwardMainloopSm80 {
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kStages = Traits::kStages;
+  static constexpr bool kGeneral = Traits::kGeneral;
   using TileS = typename Traits::TileS;
 
   // The accumulators of S and dP have keys as rows, so P and dS are left operands of dV += P dO and dK += dS
@@ -122,22 +131,35 @@ struct BackwardMainloopSm80 {
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       clear(acc_s);
       multiply_shared(thread, mma, copy_a, sK, copy_b, sQ(_, _, stage), acc_s);
+      ScorePlace const place = BackwardMask<Traits::kMasking>::template place<Traits>(params, tile, head);
+      auto step = score_step<Traits, QueryAxis::columns>(params, place, block * kBlockM, tile.n_begin, cS);
+      step.change(acc_s);
+      step.level(acc_s);
       if (!seen.full_blocks.contains(block)) {
-        mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
+        mask_scores<Traits>(params, tile, seen, head, block, mma, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
-      compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),
+      compute_p<QueryAxis::columns>(acc_s, step.scale_log2(params.softmax_scale * float(M_LOG2E)),
                                     of_query<QueryAxis::columns>(shared.lse + stage * kBlockM, cS));
-      Tensor rP = convert<Element>(acc_s);
+      Tensor rP = rounded<Element>(step.of_dv(acc_s));
       if constexpr (Traits::kSharesScores) store_scores(rP, sP);
 
       // (2) dP = V dO^T, less delta
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
-      fill_with_delta<QueryAxis::columns>(
-          acc_ds, of_query<QueryAxis::columns>(shared.neg_delta + stage * kBlockM, cS));
+      auto const neg_delta = of_query<QueryAxis::columns>(shared.neg_delta + stage * kBlockM, cS);
+      if constexpr (kGeneral) {
+        clear(acc_ds);
+      } else {
+        fill_with_delta<QueryAxis::columns>(acc_ds, neg_delta);
+      }
       multiply_shared(thread, mma, copy_a, sV, copy_b, sdO(_, _, stage), acc_ds);
       // (5) dS = P (dP - delta)
-      compute_ds(acc_ds, acc_s);
+      if constexpr (kGeneral) {
+        step.drop(acc_ds);
+        compute_ds<QueryAxis::columns>(acc_ds, acc_s, neg_delta);
+      } else {
+        compute_ds(acc_ds, acc_s);
+      }
       Tensor rdS = convert<Element>(acc_ds);
       if constexpr (Traits::kSharesScores) {
         store_scores(rdS, sdS);

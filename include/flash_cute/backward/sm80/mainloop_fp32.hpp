@@ -13,7 +13,7 @@ template <class Traits, DqSums dq_sums>
 struct BackwardMainloopSm80<Traits, dq_sums> {
   using SharedStorage = typename Traits::SharedStorage;
   static constexpr bool kExact = Traits::kExact, kSharesScores = Traits::kSharesScores;
-  static constexpr bool kAddsDq = dq_sums == DqSums::all;
+  static constexpr bool kAddsDq = dq_sums == DqSums::all, kGeneral = Traits::kGeneral;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   static constexpr int kWarpsKeys = Traits::kTile.warps_keys, kWarpsAcross = Traits::kTile.warps_across;
   using TileS = typename Traits::TileS;
@@ -46,24 +46,39 @@ struct BackwardMainloopSm80<Traits, dq_sums> {
       // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
       multiply_rows<kExact, kHeadDim, false>(Tf32Tile<kBlockN>{shared.k}, keys, queries, across, acc_s);
+      ScorePlace const place = BackwardMask<Traits::kMasking>::template place<Traits>(params, tile, head);
+      auto step = score_step<Traits, QueryAxis::columns>(params, place, block * kBlockM, tile.n_begin, cS);
+      step.change(acc_s);
+      step.level(acc_s);
       if (!seen.full_blocks.contains(block)) {
-        mask_scores<Traits>(tile.n_begin, seen.mask, block, mma, cS, acc_s);
+        mask_scores<Traits>(params, tile, seen, head, block, mma, cS, acc_s);
       }
       // (3) P = exp2(S c - LSE)
-      compute_p<QueryAxis::columns>(acc_s, params.softmax_scale * float(M_LOG2E),
+      compute_p<QueryAxis::columns>(acc_s, step.scale_log2(params.softmax_scale * float(M_LOG2E)),
                                     of_query<QueryAxis::columns>(shared.lse, cS));
-      if constexpr (kSharesScores) p.store_scores(acc_s, keys, across);
+      auto&& acc_p = step.of_dv(acc_s);
+      if constexpr (kSharesScores) p.store_scores(acc_p, keys, across);
       // (2) dP = V dO^T, less delta
       Tensor acc_ds = partition_fragment_C(mma, TileS{});  // (MMA, MMA_N, MMA_M)
-      fill_with_delta<QueryAxis::columns>(acc_ds, of_query<QueryAxis::columns>(shared.neg_delta, cS));
+      auto const neg_delta = of_query<QueryAxis::columns>(shared.neg_delta, cS);
+      if constexpr (kGeneral) {
+        clear(acc_ds);
+      } else {
+        fill_with_delta<QueryAxis::columns>(acc_ds, neg_delta);
+      }
       multiply_rows<kExact, kHeadDim, true>(Tf32Tile<kBlockN>{shared.v}, keys, douts, across, acc_ds);
       // (5) dS = P (dP - delta)
-      compute_ds(acc_ds, acc_s);
+      if constexpr (kGeneral) {
+        step.drop(acc_ds);
+        compute_ds<QueryAxis::columns>(acc_ds, acc_s, neg_delta);
+      } else {
+        compute_ds(acc_ds, acc_s);
+      }
       if constexpr (kSharesScores || kAddsDq) ds.store_scores(acc_ds, keys, across);
       if constexpr (kSharesScores) __syncthreads();
 
       // (4) dV += P dO, (7) dK += dS Q
-      multiply_scores(acc_s, p, keys, douts, across, acc_dv);
+      multiply_scores(acc_p, p, keys, douts, across, acc_dv);
       multiply_scores(acc_ds, ds, keys, queries, across, acc_dk);
       __syncthreads();
       int const dq_head = head, dq_block = block;

@@ -63,10 +63,11 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (lane != 0) continue;
     int64_t const offset =
         b * params.lse_batch_stride + int64_t(head) * shape.seqlen_q + s.queries.begin + row;
-    bool const sees_keys = is_valid && Mask::sees_any_key(params, b, s.queries.begin + row);
+    bool const sees_keys = is_valid && Mask::sees_any_key(params, b, head, s.queries.begin + row);
     float const lse = sees_keys ? params.lse[offset] : INFINITY;
     // A row that sees only scores of -inf has P = NaN, as their sum is 0.
-    params.workspace.lse_delta.lse[block_index * kBlockM + i] = lse == -INFINITY ? NAN : lse * float(M_LOG2E);
+    params.workspace.lse_delta.lse[block_index * kBlockM + i] =
+        lse == -INFINITY ? NAN : Mask::lse_in_base_2(params, lse);
     params.workspace.lse_delta.neg_delta[block_index * kBlockM + i] =
         is_valid ? (params.dlse ? params.dlse[offset] : 0.f) - dot : 0.f;
   }

@@ -21,6 +21,7 @@ struct BackwardTraitsSm80 {
   static_assert(kTile.warps() > 0, "this head dim has no row in backward/tiles.hpp");
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr Masking kMasking = masking_of(Instance::variant);
+  static constexpr bool kGeneral = kMasking == Masking::table;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
   static_assert(kHeadDim == kHeadDimV, "these kernels have one layout for K and V");

@@ -16,10 +16,13 @@ struct BackwardConsumerSm90 {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
-  static constexpr bool kLseDeltaMma = Traits::kLseDeltaMma;
+  static constexpr bool kLseDeltaMma = Traits::kLseDeltaMma, kGeneral = Traits::kGeneral,
+                        kHasPairTiles = Traits::kHasPairTiles, kHasTable = Traits::kMasking == Masking::table;
   BackwardConsumerWarpgroup<Traits> const& own;
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
+  PipelineState<Traits::PairTiles::kBiasStages> at_bias{};
+  PipelineState<Traits::PairTiles::kWordStages> at_words{};
   DqAccumulator<Traits> dq_accum = own.dq_accumulator();
   DqConverter<Traits> dq_converter{own};
 
@@ -31,6 +34,7 @@ struct BackwardConsumerSm90 {
     auto& shared = own.shared;
     auto steps = steps_of<Traits>(own.params, tile);
     auto const full_blocks = own.full(tile);
+    auto const of_tile = own.of_tile(tile);
     float const scale_log2 = own.scale_log2();
 
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});         // (N, D)
@@ -75,37 +79,59 @@ struct BackwardConsumerSm90 {
     auto release_second_warpgroup = [&] {
       if (own.warpgroup == 0) first_exponentials.arrive(2 * kWarpgroupThreads);
     };
-    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) __attribute__((always_inline)) {
       // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       issue_scores(Lse{}, at.stage, mma_s, k_slices.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage), acc_s);
       // (2) dP = V dO^T
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
-      shared.ring_dout.wait(at);
-      issue_scores(Delta{}, at.stage, mma_s, v_slices.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage),
-                   acc_ds);
+      auto issue_dp = [&] {
+        shared.ring_dout.wait(at);
+        issue_scores(Delta{}, at.stage, mma_s, v_slices.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage),
+                     acc_ds);
+      };
+      // Where scores are changed, its registers are not free before P is there.
+      if constexpr (!kGeneral) issue_dp();
       if constexpr (kFirst) {
         if (own.warpgroup == 1) first_exponentials.sync(2 * kWarpgroupThreads);
       }
-      wait_products<1>(acc_s);
-      if (!steps.is_full(full_blocks)) {
-        own.mask_scores(tile, tile.n_begin, steps.block, cS, acc_s);
+      auto scores = own.score_step(of_tile, steps.head, tile.n_begin, steps.block, cS, at_words.stage);
+      auto mask = own.block_mask(tile, tile.n_begin, steps.block, cS);
+      bool const finds_early = kHasTable && !steps.is_full(full_blocks);
+      if (finds_early) mask.find(steps.head);
+      wait_products<kGeneral ? 0 : 1>(acc_s);
+      scores.change(acc_s);
+      if constexpr (kHasPairTiles) {
+        if (own.params.scores.bias.is_tiled) own.add_bias_tile(at_bias, acc_s);
+        if (scores.dropout.drops) shared.pairs.ring_words.wait(at_words);
       }
+      scores.level(acc_s);
+      if (kHasTable ? finds_early : !steps.is_full(full_blocks)) mask.apply(acc_s);
       // (3) P = exp2(S c - LSE)
-      own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);
+      own.compute_p(acc_s, cS, at.stage, first_lse, scores.scale_log2(scale_log2));
       // (4) dV += P dO
+      auto&& acc_p = scores.of_dv(acc_s);
       auto issue_dv = [&] {
-        Tensor rP = convert<Element>(acc_s);
+        Tensor rP = rounded<Element>(acc_p);
         issue_product(GMMA::ScaleOut::One, mma_dv, operand_a_view(rP), tKrdO(_, _, _, at.stage), acc_dv);
         if constexpr (kFirst) release_second_warpgroup();
       };
       // dV in flight beside dS takes registers, which are free where no thread holds LSE and delta.
-      if constexpr (kLseDeltaMma) issue_dv();
-      wait_products<(kLseDeltaMma ? 1 : 0)>(acc_ds);
+      if constexpr (kLseDeltaMma || kGeneral) issue_dv();
+      if constexpr (kGeneral) issue_dp();
+      wait_products<(kLseDeltaMma && !kGeneral ? 1 : 0)>(acc_ds);
       // (5) dS = P (dP - delta)
+      scores.drop(acc_ds);
+      if constexpr (kHasPairTiles) {
+        if (scores.dropout.drops) {
+          __syncwarp();
+          own.release(shared.pairs.ring_words, at_words);
+          at_words.advance();
+        }
+      }
       own.compute_ds(acc_ds, acc_s, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
-      if constexpr (!kLseDeltaMma) issue_dv();
+      if constexpr (!kLseDeltaMma && !kGeneral) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
       store_ds(rdS, at.stage);
       // (7) dK += dS Q

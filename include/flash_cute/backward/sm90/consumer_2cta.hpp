@@ -43,6 +43,7 @@ struct BackwardDvConsumer2Cta {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
   static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr bool kHasTable = Traits::kMasking == Masking::table;
   BackwardConsumerWarpgroup<Traits> const& own;
   PipelineState<1> at_keys{}, at_p{};
   PipelineState<Traits::kStages> at{};
@@ -53,6 +54,7 @@ struct BackwardDvConsumer2Cta {
     auto& shared = own.shared;
     auto steps = steps_of<Traits>(own.params, tile);
     auto const full_blocks = own.full(tile);
+    auto const of_tile = own.of_tile(tile);
     float const scale_log2 = own.scale_log2();
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});         // (N, D)
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});         // (M, D, STAGE)
@@ -74,28 +76,33 @@ struct BackwardDvConsumer2Cta {
         if constexpr (Traits::kPSharesDq) shared.ring_p.acquire(at_p);  // P has been read
       });
     };
-    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) __attribute__((always_inline)) {
       // (1) S = K Q^T
       Tensor acc_s = partition_fragment_C(mma_s, TileS{});  // (MMA, MMA_N, MMA_M)
       shared.ring_q.wait(at);
       issue_product(GMMA::ScaleOut::Zero, mma_s, k_slices.of(hide_address(tSrK)), tSrQ(_, _, _, at.stage),
                     acc_s);
+      auto scores = own.score_step(of_tile, steps.head, first_own_key<Traits>(tile), steps.block, cS);
+      auto mask = own.block_mask(tile, first_own_key<Traits>(tile), steps.block, cS);
+      bool const finds_early = kHasTable && !steps.is_full(full_blocks);
+      if (finds_early) mask.find(steps.head);
       wait_products<0>(acc_s);
-      if (!steps.is_full(full_blocks)) {
-        own.mask_scores(tile, first_own_key<Traits>(tile), steps.block, cS, acc_s);
-      }
+      scores.change(acc_s);
+      scores.level(acc_s);
+      if (kHasTable ? finds_early : !steps.is_full(full_blocks)) mask.apply(acc_s);
       // (3) P = exp2(S c - LSE)
       float const first_lse = own.first_lse(cS, at.stage);
-      own.compute_p(acc_s, cS, at.stage, first_lse, scale_log2);
+      own.compute_p(acc_s, cS, at.stage, first_lse, scores.scale_log2(scale_log2));
       __syncwarp();  // all lanes have read the LSE
       own.release_queries(shared.ring_q, at);
       if constexpr (Traits::kPSharesDq) dq_accum.wait_read();  // from where P is written now
+      auto&& acc_p = scores.of_dv(acc_s);
       auto& full = shared.ring_p.acquire(at_p);
       PExchange<Traits>(own).put(acc_s);
       own.arrive(full);
       at_p.advance();
       // (4) dV += P dO
-      Tensor rP = convert<Element>(acc_s);
+      Tensor rP = rounded<Element>(acc_p);
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::One, mma_k, operand_a_view(rP),
                     hide_address(tKrdO(_, _, _, at_dout.stage)), acc_dv);
@@ -145,6 +152,7 @@ struct BackwardDkConsumer2Cta {
   CUTE_DEVICE void compute(KvTile const& tile) {
     auto& shared = own.shared;
     auto steps = steps_of<Traits>(own.params, tile);
+    auto const of_tile = own.of_tile(tile);
     Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{});       // (N, D)
     Tensor sdO = make_tensor(make_smem_ptr(shared.dout), typename Traits::LayoutDO{});  // (M, D, STAGE)
     Tensor sQt = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQt{});     // (D, M, STAGE)
@@ -162,12 +170,13 @@ struct BackwardDkConsumer2Cta {
     auto at_before = at;  // dQ comes one step late, as in the first warpgroup
     // (6) dQ = dS K of the step before
     auto add_dq = [&](auto&& beside) { dq_accum.add(at_before, beside, [] {}); };
-    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) {
+    auto step = [&]<bool kFirst>(std::bool_constant<kFirst>) __attribute__((always_inline)) {
       // (2) dP = V dO^T
       Tensor acc_ds = partition_fragment_C(mma_s, TileS{});  // dP, then dS
       shared.ring_dout.wait(at_dout);
       issue_product(GMMA::ScaleOut::Zero, mma_s, v_slices.of(hide_address(tSrV)),
                     hide_address(tSrdO(_, _, _, at_dout.stage)), acc_ds);
+      auto const scores = own.score_step(of_tile, steps.head, first_own_key<Traits>(tile), steps.block, cS);
       shared.ring_q.wait(at);
       shared.ring_p.wait(at_p);
       Tensor p = make_fragment_like(acc_ds);
@@ -179,6 +188,7 @@ struct BackwardDkConsumer2Cta {
       own.release_queries(shared.ring_dout, at_dout);
       at_dout.advance();
       // (5) dS = P (dP - delta)
+      scores.drop(acc_ds);
       own.compute_ds(acc_ds, p, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
       // (7) dK += dS Q

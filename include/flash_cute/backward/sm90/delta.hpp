@@ -7,24 +7,22 @@
 
 namespace flash_cute {
 
-// An LSE of -inf is NaN: it means that a query sees only scores of -inf, whose P is NaN.
-CUTE_DEVICE float lse_in_base_2(float lse) { return lse == -INFINITY ? NAN : lse * float(M_LOG2E); }
-
 // The LSE and dLSE of an M block's rows, and where LSE and delta go. Rows count from the block's first one,
 // whose LSE and delta are at `offset` in the workspace.
 template <class Traits>
 struct LseDeltaBlock {
   BackwardParams const& params;
   int64_t offset, lse_offset;  // in the workspace; in params.lse and dlse
-  int count, sequence, first_row;
+  int count, sequence, head, first_row;
   uint16_t* terms = nullptr;
 
-  CUTE_DEVICE LseDeltaBlock(BackwardParams const& params_, QuerySequence const& s, int head, int begin,
+  CUTE_DEVICE LseDeltaBlock(BackwardParams const& params_, QuerySequence const& s, int head_, int begin,
                             int64_t offset_)
       : params(params_),
         offset(offset_),
         count(s.used - begin),
         sequence(s.index),
+        head(head_),
         first_row(s.begin + begin) {
     int const entry = entry_of(params, s);
     int64_t const row = s.begin + begin;
@@ -44,11 +42,13 @@ struct LseDeltaBlock {
   CUTE_DEVICE float dlse(int row) const {
     return params.dlse && is_valid(row) ? params.dlse[lse_offset + row] : 0.f;
   }
+  // An LSE of -inf is NaN: it means that a query sees only scores of -inf, whose P is NaN.
   CUTE_DEVICE void store_lse(int row, float lse) const {
     if constexpr (Traits::kLseDeltaMma) {
       if (has_terms(row)) terms_of(row)[0] = terms_of_lse(lse, sees_keys(row), params.softmax_scale);
     } else {
-      params.workspace.lse_delta.lse[offset + row] = lse_in_base_2(lse);
+      params.workspace.lse_delta.lse[offset + row] =
+          lse == -INFINITY ? NAN : BackwardMask<Traits::kMasking>::lse_in_base_2(params, lse);
     }
   }
   CUTE_DEVICE void store_delta(int row, float neg_delta) const {
@@ -62,7 +62,8 @@ struct LseDeltaBlock {
  private:
   CUTE_DEVICE bool is_valid(int row) const { return row < count; }
   CUTE_DEVICE bool sees_keys(int row) const {
-    return is_valid(row) && BackwardMask<Traits::kMasking>::sees_any_key(params, sequence, first_row + row);
+    return is_valid(row) &&
+           BackwardMask<Traits::kMasking>::sees_any_key(params, sequence, head, first_row + row);
   }
   CUTE_DEVICE int row_of_terms(int row) const { return row >> params.workspace.lse_delta.log2_terms_of_row; }
   // Rows without terms are those whose terms would lie past the sequence's end, where loads give zeros.

@@ -86,7 +86,7 @@ struct DqConverter {
   // of rows is in flight, and whether the last block has been converted.
   enum { kPhase = 1, kStoring = 2, kEnd = 4 };
   BackwardConsumerWarpgroup<Traits> const& own;
-  int state = own.params.workspace.dq.tiles_finished ? 0 : kEnd;
+  int state = Traits::kConvertsDq && own.params.workspace.dq.tiles_finished ? 0 : kEnd;
 
   // Converts a block if one has arrived.
   CUTE_DEVICE void start_ready() {

@@ -16,7 +16,14 @@ namespace flash_cute {
 // The roles of the producer warpgroup's warps, of which one thread each is active: load tiles, add a consumer
 // warpgroup's part of dQ to the accumulator in the workspace, and fetch complete accumulators for the
 // consumers to convert or, in a cluster, exchange dS with the peer.
-enum class ProducerWarp { load, dq_accumulate_0, dq_accumulate_1, dq_convert, ds_exchange = dq_convert };
+enum class ProducerWarp {
+  load,
+  dq_accumulate_0,
+  dq_accumulate_1,
+  dq_convert,
+  ds_exchange = dq_convert,
+  draw = dq_convert,  // which pairs dropout keeps, where scores are general: the whole warp
+};
 
 template <class Traits>
 __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Traits::kThreads, 1)
@@ -41,7 +48,13 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     // thread blocks that add it to the workspace release the stage.
     shared.ring_ds.init(Traits::kInCluster ? Traits::kCluster : kWarps, kWarpsDS);
     shared.ring_p.init(kWarpsDS, kWarpsDS);
-    shared.ring_tiles.init(kWarps + Traits::kConsumers + Traits::kInCluster);
+    int readers = kWarps + Traits::kConsumers + Traits::kInCluster;
+    if constexpr (Traits::kHasPairTiles) {
+      readers += params.scores.dropout.drops();
+      shared.pairs.ring_bias.init(kWarps);
+      shared.pairs.ring_words.init(kWarps);
+    }
+    shared.ring_tiles.init(readers);
     shared.ring_peer_k.init(kWarpsDS);
     shared.ring_tile_index.init(1);
     for (auto& read : shared.ds_read) read.init(kWarps + 1);
@@ -60,6 +73,12 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     auto const role = ProducerWarp(cutlass::canonical_warp_idx_sync());
+    if constexpr (Traits::kHasPairTiles) {
+      if (role == ProducerWarp::draw) {
+        if (params.scores.dropout.drops()) BackwardDropoutSm90<Traits>{shared, params}.run();
+        return;
+      }
+    }
     if (elect_one_sync()) {
       if (role == ProducerWarp::load) {
         BackwardProducerSm90<Traits>{shared, params, order, maps}.run();
@@ -67,8 +86,9 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
         DqAccumulateWriter<Traits>{shared, params, int(role) - int(ProducerWarp::dq_accumulate_0)}.run();
       } else if constexpr (Traits::kInCluster) {
         DsExchange<Traits>{shared, params, maps}.run();
-      } else if (params.workspace.dq.tiles_finished) {
-        DqConvertLoader<Traits>{shared, params, maps, order.mask}.run();
+      } else if constexpr (Traits::kConvertsDq) {
+        if (params.workspace.dq.tiles_finished)
+          DqConvertLoader<Traits>{shared, params, maps, order.mask}.run();
       }
     }
   } else {

@@ -59,10 +59,16 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
                                 {side_by_side * kTermBytes / int(sizeof(Element)), 1,
                                  Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
+  if constexpr (Traits::kHasPairTiles) {
+    BiasParams const& bias = params.scores.bias;
+    if (bias.is_tiled) {
+      maps.bias = bias_map<Element>(params.device.index, bias, params.shape, {64, 1, Traits::kBlockM});
+    }
+  }
   return maps;
 }
 
-struct SequenceSm90 {
+struct SequenceSm90 : WholeSequence {
   FLASH_CUTE_HOST_DEVICE Sequence operator()(BackwardParams const& params, WindowMask const& limits,
                                              int b) const {
     return sequence_for<Family::sm90>(params, limits, b);

@@ -21,6 +21,7 @@ struct BackwardProducerSm90 {
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
   PipelineState<Traits::kStagesDO> at_dout{};
+  PipelineState<Traits::PairTiles::kBiasStages> at_bias{};
   PipelineState<2> at_tiles{};
   PipelineState<1> at_index{};
 
@@ -114,6 +115,22 @@ struct BackwardProducerSm90 {
                                      target, kBytes);
     };
 
+    ScorePlace const place = BackwardMask<Traits::kMasking>::template of_tile<Traits>(params, tile).place;
+    int const bias_entry = Traits::kHasPairTiles ? place.sequence / params.scores.bias.sequences_of_entry : 0;
+    auto load_bias = [&] {
+      if constexpr (Traits::kHasPairTiles) {
+        BiasParams const& bias = params.scores.bias;
+        if (!bias.is_tiled) return;
+        auto& pairs = shared.pairs;
+        load_panels<kBlockN, 64, kBlockM>(maps.bias, pairs.ring_bias.acquire(at_bias),
+                                          pairs.bias + at_bias.stage * Traits::PairTiles::kStageElements,
+                                          kBlockM, place.key_begin + first_key,
+                                          bias.head_stride == 0 ? 0 : steps.head,
+                                          place.query_begin + steps.block * kBlockM, bias_entry);
+        at_bias.advance();
+      }
+    };
+
     // The first step's Q and dO are loaded before V and K, as the tile before releases V and K last, in this
     // order. In a cluster dV is stored through V's memory, and V is released when the consumers have begun
     // the next tile: one phase later than K.
@@ -126,6 +143,7 @@ struct BackwardProducerSm90 {
         load_floats(arrived, params.workspace.lse_delta.neg_delta,
                     shared.lse_delta.neg_delta + at.stage * kBlockM);
       }
+      load_bias();
       load_queries(kWidth, maps.q, arrived, shared.q + at.stage * Traits::kStageElementsQ, coord_q);
       at.advance();
       load_queries(kWidthV, maps.dout, shared.ring_dout.acquire(at_dout),
@@ -142,6 +160,42 @@ struct BackwardProducerSm90 {
       }
     }
     at_keys.advance();
+  }
+};
+
+// A warp of the producer's that draws which pairs dropout keeps, step by step.
+template <class Traits>
+struct BackwardDropoutSm90 {
+  typename Traits::SharedStorage& shared;
+  BackwardParams const& params;
+  PipelineState<2> at_tiles{};
+  PipelineState<Traits::PairTiles::kWordStages> at{};
+
+  CUTE_DEVICE void run() {
+    while (true) {
+      shared.ring_tiles.wait(at_tiles);
+      KvTile const tile = shared.tiles[at_tiles.stage];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.ring_tiles.release(at_tiles);
+      at_tiles.advance();
+      if (tile.n_begin == kNoTile) return;
+      draw(tile);
+    }
+  }
+
+ private:
+  CUTE_DEVICE void draw(KvTile const& tile) {
+    auto& pairs = shared.pairs;
+    ScorePlace const place = BackwardMask<Traits::kMasking>::template of_tile<Traits>(params, tile).place;
+    for (auto steps = steps_of<Traits>(params, tile); steps.left > 0; steps.advance()) {
+      DropoutWords const words(params.scores.dropout, place.sequence, params.shape.heads_q, steps.head);
+      auto& full = pairs.ring_words.acquire(at);
+      pairs.words[at.stage].draw(words, place.query_begin + steps.block * Traits::kBlockM,
+                                 place.key_begin + tile.n_begin, 0, 1);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) full.arrive();
+      at.advance();
+    }
   }
 };
 

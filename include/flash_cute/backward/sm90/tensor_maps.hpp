@@ -16,6 +16,7 @@ struct BackwardMaps {
   struct {
     int q, k, v, out, dout, dq, dk, dv, terms;
   } entry_rows;
+  CUtensorMap bias{};
 };
 
 // The coordinates of a sequence: `shift` is added to a row of the sequence, `plane` and `bound` are the last

@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/attention/scores/dropout.hpp"
 #include "flash_cute/backward/kernel.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/sm90/lse_delta_mma.hpp"
@@ -21,11 +22,31 @@ struct DqConvertBlock {
   int head, row, plane, bound;
 };
 
+// What a step has beside Q and dO where scores are general: a tile of a bias, and which pairs dropout keeps.
+template <class Element, int kBlockM, int kBlockN, int kBiasStages_>
+struct BackwardPairTilesSm90 {
+  static constexpr int kBiasStages = kBiasStages_, kWordStages = 2;
+  using LayoutBias =
+      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                             Shape<Int<kBlockN>, Int<kBlockM>, Int<kBiasStages>>{}, Step<_2, _1, _3>{}));
+  using Words = SharedDropoutWords<QueryAxis::columns, kBlockN, kBlockM>;
+  static constexpr int kStageElements = kBlockM * kBlockN;
+  alignas(1024) Element bias[kBiasStages * kStageElements];
+  alignas(128) Words words[kWordStages];
+  TmaRing<kBiasStages> ring_bias;
+  TmaRing<kWordStages> ring_words;
+};
+struct NoBackwardPairTiles {
+  static constexpr int kBiasStages = 1, kWordStages = 1;
+};
+
 template <class Instance_, BackwardKernel kernel>
 struct BackwardTraitsSm90 {
   static constexpr bool kPartsOfGroups = kernel.heads == TileHeads::part;
   using Instance = Instance_;
   static constexpr Masking kMasking = kernel.masking;
+  static constexpr bool kGeneral = kernel.scores == Scores::general,
+                        kHasPairTiles = kernel.tile.has_pair_tiles;
   using Element = typename ElementOf<Instance::element>::type;
 
   static constexpr BackwardTile kTile = kernel.tile;
@@ -161,7 +182,9 @@ struct BackwardTraitsSm90 {
   template <int columns>
   using LayoutWarpRows = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<columns>>{}));
   static constexpr int kStoreColumns = larger(kStoreColumnsK, kStoreColumnsV);
-  using LayoutWarpDq = decltype(tile_to_shape(RowAtom{}, Shape<Int<kWarpRows>, Int<kDqMmaColumns>>{}));
+  static constexpr bool kConvertsDq = kTile.has_room_for_sums();  // else the postprocess kernel converts dQ
+  using LayoutWarpDq = decltype(tile_to_shape(
+      RowAtom{}, Shape<Int<kWarpRows>, Int<(kConvertsDq ? kDqMmaColumns : kPanel)>>{}));
   static_assert(kDqWarpFloats * sizeof(float) >= kWarpRows * kStoreColumns * sizeof(Element) &&
                 kDqWarpFloats * sizeof(float) % 1024 == 0);
   static constexpr int kPChunks = kInCluster ? kBlockN * kBlockM / 4 : 0;  // P in float32, 16 bytes each
@@ -177,7 +200,6 @@ struct BackwardTraitsSm90 {
                 (kPChunks * sizeof(uint4) <= kDqSmemFloats * sizeof(float) &&
                  kCluster * kDsStageElements * sizeof(Element) >= floats_of(1) * sizeof(float)));
 
-  static constexpr bool kConvertsDq = kTile.has_room_for_sums();  // else the postprocess kernel converts dQ
   // The fetched dQ accumulator of an M block. At head dim 64 there is no room for the last warp's part, which
   // is loaded to where the first warp's part was.
   static constexpr bool kLseDeltaMma = kTile.lse_delta_mma,
@@ -191,6 +213,11 @@ struct BackwardTraitsSm90 {
     alignas(128) float lse[kStages * kBlockM];
     alignas(128) float neg_delta[kStages * kBlockM];
   };
+
+  using PairTiles =
+      std::conditional_t<kHasPairTiles,
+                         BackwardPairTilesSm90<Element, kBlockM, kBlockN, (kHeadDim <= 64 ? 2 : 1)>,
+                         NoBackwardPairTiles>;
 
   struct SharedStorage {
     alignas(1024) Element k[cosize_v<LayoutKt>];
@@ -218,6 +245,7 @@ struct BackwardTraitsSm90 {
     // This is the last member because compute-sanitizer takes accesses to the operands of LseDeltaMma for
     // larger than they are and would report the end of shared memory.
     alignas(kConvertsDq ? 1024 : 128) float dq_accum[kDqAccumSmemFloats];
+    [[no_unique_address]] PairTiles pairs;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

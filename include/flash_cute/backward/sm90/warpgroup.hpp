@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/tile_views.hpp"
+#include "flash_cute/backward/general_step.hpp"
 #include "flash_cute/backward/gqa_reduce.hpp"
 #include "flash_cute/backward/mask.hpp"
 #include "flash_cute/backward/scores.hpp"
@@ -19,6 +20,7 @@ struct BackwardConsumerWarpgroup {
   using Element = typename Traits::Element;
   using Mask = BackwardMask<Traits::kMasking>;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  static constexpr bool kGeneral = Traits::kGeneral, kHasTable = Traits::kMasking == Masking::table;
   typename Traits::SharedStorage& shared;
   BackwardParams const& params;
   BackwardMaps const& maps;
@@ -73,11 +75,65 @@ struct BackwardConsumerWarpgroup {
     return Mask::full_blocks(tile, first_own_key<Traits>(tile) + key_warp() / 4 * 64, 64, kBlockM);
   }
 
-  // Applies the mask to S^T of an M block, whose first key is n_begin.
-  template <class Coords, class Scores>
-  CUTE_DEVICE void mask_scores(KvTile const& tile, int n_begin, int block, Coords const& cS,
-                               Scores& acc_s) const {
-    Mask::template apply<Traits>(params, tile, n_begin, block * kBlockM, cS, acc_s);
+  CUTE_DEVICE auto of_tile(KvTile const& tile) const { return Mask::template of_tile<Traits>(params, tile); }
+
+  // The mask of S^T of an M block, whose first key is n_begin: what a table says is found beside the product.
+  template <class Coords>
+  struct BlockMask {
+    BackwardConsumerWarpgroup const& own;
+    KvTile const& tile;
+    int n_begin, m_begin;
+    Coords const& cS;
+    typename Mask::template Visible<Traits, Coords> visible;
+
+    CUTE_DEVICE void find(int head) {
+      if constexpr (kHasTable) {
+        Mask::template find<Traits>(own.params, tile, head, n_begin, m_begin, cS, visible);
+      }
+    }
+    template <class Scores>
+    CUTE_DEVICE void apply(Scores& acc_s) const {
+      if constexpr (kHasTable) {
+        visible.apply(acc_s);
+      } else {
+        Mask::apply(tile, n_begin, m_begin, cS, acc_s);
+      }
+    }
+  };
+  template <class Coords>
+  CUTE_DEVICE auto block_mask(KvTile const& tile, int n_begin, int block, Coords const& cS) const {
+    return BlockMask<Coords>{*this, tile, n_begin, block * kBlockM, cS};
+  }
+
+  // What changes the scores of S^T of an M block, and drops pairs. stage: of words of dropout, if a warp
+  // draws them.
+  template <class Coords>
+  CUTE_DEVICE auto score_step(typename Mask::OfTile const& of_tile, int head, int n_begin, int block,
+                              Coords const& cS, int stage = 0) const {
+    ScorePlace place = of_tile.place;
+    place.head = head;
+    if constexpr (Traits::kHasPairTiles) {
+      using Dropout = SharedTileDropout<typename Traits::PairTiles::Words>;
+      return GeneralStep<Element, QueryAxis::columns, kBlockM, Coords, Dropout, BiasLoads::tiles>(
+          params.scores, place, block * kBlockM, n_begin, cS,
+          Dropout{params.scores.dropout.drops(), shared.pairs.words[stage], 16 * key_warp()});
+    } else {
+      return flash_cute::score_step<Traits, QueryAxis::columns>(params, place, block * kBlockM, n_begin, cS);
+    }
+  }
+
+  // Adds a tile of a bias to S^T.
+  template <class At, class Scores>
+  CUTE_DEVICE void add_bias_tile(At& at, Scores& acc_s) const {
+    using Pairs = typename Traits::PairTiles;
+    auto& pairs = shared.pairs;
+    pairs.ring_bias.wait(at);
+    Tensor sBias = make_tensor(make_smem_ptr(pairs.bias), typename Pairs::LayoutBias{});  // (N, M, STAGE)
+    GeneralScores<Element>::template add_bias_tile<QueryAxis::columns>(params.scores, sBias(_, _, at.stage),
+                                                                       16 * key_warp(), acc_s);
+    __syncwarp();
+    release(pairs.ring_bias, at);
+    at.advance();
   }
 
   // Releases a stage that this warp's products have read, with one arrival for each warp.
@@ -180,7 +236,7 @@ struct BackwardConsumerWarpgroup {
     constexpr bool is_dk = which == KvGradient::dk;
     CUtensorMap const& map = is_dk ? maps.dk : maps.dv;
     int const entry_rows = is_dk ? maps.entry_rows.dk : maps.entry_rows.dv;
-    float const scale = is_dk ? params.softmax_scale : 1.f;
+    float const scale = factor_of<Traits>(params, which);
     // The lane is read here, so that no address is kept in registers through the main loop.
     int const lane = read_lane_index();
     constexpr int kWidth = is_dk ? Traits::kHeadDim : Traits::kHeadDimV;

@@ -4,6 +4,7 @@
 
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/scores/general.hpp"
 #include "flash_cute/core/accumulator.hpp"
 #include "flash_cute/core/sm80/gemm.hpp"
 #include "flash_cute/forward/sm80/loads.hpp"
@@ -71,6 +72,31 @@ CUTE_DEVICE auto visited_of(Source const& source, Tile const& tile, Mask const& 
     return visited_blocks<Traits::kBlockN>(mask, queries_of<Traits>(rows_of(source)), tile);
   } else {
     return source.walk(tile);
+  }
+}
+
+// Products become scores, where the kernel knows of any others.
+template <class Traits, class Source, class Tile, class Coords, class Values>
+CUTE_DEVICE void change_scores(ForwardParams const& params, Source const& source, Tile const& tile, int block,
+                               Coords const& cS, Values& acc_s) {
+  if constexpr (Traits::kKernel.scores == Scores::general) {
+    if (!params.scores.change()) return;
+    ScorePlace const place = source.place(tile);
+    AlibiSlopes<QueryAxis::rows, Coords> slopes;
+    slopes.begin(params.scores, place, rows_of(source), tile.m_begin, cS);
+    constexpr BiasLoads kLoads = Traits::kKernel.keys == Keys::split ? BiasLoads::none : BiasLoads::threads;
+    GeneralScores<typename Traits::Element, kLoads>::template change<QueryAxis::rows>(
+        params.scores, place, rows_of(source), tile.m_begin, block * Traits::kBlockN, cS, slopes, acc_s);
+  }
+}
+// Probabilities of pairs that dropout drops become 0.
+template <class Traits, class Source, class Tile, class Coords, class Values>
+CUTE_DEVICE void drop(ForwardParams const& params, Source const& source, Tile const& tile, int block,
+                      Coords const& cS, Values& acc_s) {
+  if constexpr (Traits::kKernel.scores == Scores::general && Traits::kKernel.keys == Keys::whole) {
+    drop_pairs(TileDropout<QueryAxis::rows, Coords>(params.scores, source.place(tile), params.shape.heads_q,
+                                                    tile.m_begin, block * Traits::kBlockN, cS),
+               acc_s);
   }
 }
 
@@ -156,11 +182,13 @@ struct ForwardMainloopSm80 {
       gemm_from_shared(
           mma, acc_s, tSrQ, tSrK, [&](int k) { copy(copy_q, tSsQ(_, _, k), tSrQ_copy(_, _, k)); },
           [&](int n, int k) { copy(copy_k, tSsK(_, n, k, stage), tSrK_copy(_, n, k)); });
+      change_scores<Traits>(params, source, tile, blocks.block, cS, acc_s);
       if (!blocks.is_full(full_blocks)) {
         apply_mask<ComparedKeys>(mask, rows_of(source), tile.m_begin, blocks.block * Traits::kBlockN, cS,
                                  acc_s);
       }
       softmax.update(acc_s).apply(acc_o);
+      drop<Traits>(params, source, tile, blocks.block, cS, acc_s);
       Tensor rP = convert<Element>(acc_s);
       Tensor tOrP = operand_a_view(rP);  // (MMA, MMA_M, MMA_N)
 

@@ -46,10 +46,12 @@ struct ForwardMainloopSm80<Traits> {
       WarpTiles const rows = warp_rows<kWarps>(reader), columns{0, 8};  // a warp has all columns
       multiply_rows<kExact, kHeadDim, false>(Tf32Tile<kBlockM>{shared.q}, rows, Tf32Tile<kBlockN>{shared.k},
                                              columns, acc_s);  // S = Q K^T
+      change_scores<Traits>(params, source, tile, blocks.block, cS, acc_s);
       if (!blocks.is_full(full_blocks)) {
         apply_mask<ComparedKeys>(mask, OneHead{}, tile.m_begin, blocks.block * kBlockN, cS, acc_s);
       }
       auto const correction = softmax.update(acc_s);
+      drop<Traits>(params, source, tile, blocks.block, cS, acc_s);
       wait_for_loads<0>();
       if (more) loads.load_k(blocks.next(), sK);
       cp_async_fence();

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/scores/general.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
@@ -23,9 +24,12 @@ struct ForwardConsumerSm90 {
   ForwardMaps const& maps;
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
-  static constexpr bool kRunsAhead = Traits::kRunsAhead;
+  static constexpr bool kRunsAhead = Traits::kRunsAhead, kGeneral = Traits::kKernel.scores == Scores::general,
+                        kHasTable = Traits::kKernel.masking == Masking::table;
   PipelineState<Traits::kStagesQ> at_q{};
   PipelineState<Traits::kStages> at_k{}, at_v{};
+  PipelineState<larger(1, Traits::PairTiles::kBiasStages)> at_bias{};
+  PipelineState<Traits::PairTiles::kWordStages> at_words{};
 
   // Blocks of keys go from the last to the first. S(n - 1) = Q K^T and O += P(n) V are in flight together,
   // and the softmax of S(n - 1) starts when its scores have arrived. Where the next tile's Q has arrived
@@ -110,17 +114,51 @@ struct ForwardConsumerSm90 {
       auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
       auto const full_blocks = mask.full(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
+      // What a table says of a block's pairs is loaded a block ahead, and found beside the product.
+      VisiblePairs<decltype(cS), kGeneral> visible;
+      bool is_partial = false;
+      auto load_visible = [&](int block) {
+        if constexpr (kHasTable) {
+          visible.load(mask, rows, first_query(tile), block * Traits::kBlockN, cS);
+        }
+      };
+      auto find_visible = [&] {
+        if constexpr (kHasTable) {
+          is_partial = !blocks.is_full(full_blocks);
+          if (is_partial) visible.find(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS);
+          if constexpr (kGeneral) {
+            if (blocks.remaining() > 0 && mask.bits) load_visible(blocks.next());
+          }
+        }
+      };
+      if constexpr (kGeneral) {
+        visible.begin_tile(mask, rows, first_query(tile), cS);
+        load_visible(blocks.block);
+      }
+      AlibiSlopes<QueryAxis::rows, decltype(cS)> slopes;
+      if constexpr (kGeneral) slopes.begin(params.scores, source.place(tile), rows, first_query(tile), cS);
       auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
-        if (!blocks.is_full(full_blocks)) {
+        if constexpr (kGeneral)
+          change_scores(source, tile, first_query(tile), blocks.block, cS, slopes, acc_s);
+        auto apply_table = [&](auto& acc) {
+          if (is_partial) visible.apply(acc);
+        };
+        if constexpr (kHasTable) {
+          apply_table(acc_s);
+        } else if (!blocks.is_full(full_blocks)) {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
-        return softmax.update(acc_s);
+        auto const correction = softmax.update(acc_s);
+        if constexpr (kGeneral) finish_bias_tile(softmax, apply_table, acc_s);
+        return correction;
       };
 
       softmax.reset();
       clear(acc_o);
+      find_visible();
       probabilities(acc_first);
+      drop(acc_first);
       convert_into<Element>(acc_first, rP);
       while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
@@ -129,8 +167,10 @@ struct ForwardConsumerSm90 {
         issue_scores(acc_s);
         issue_output();
         products.pass();
+        find_visible();
         wait_products<1>(acc_s);
         auto const correction = probabilities(acc_s);
+        drop(acc_s);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
         convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
@@ -166,6 +206,61 @@ struct ForwardConsumerSm90 {
   }
 
  private:
+  template <class Source, class Coords, class Slopes, class Scores>
+  CUTE_DEVICE void change_scores(Source const& source, typename Source::Tile const& tile, int m_begin,
+                                 int block, Coords const& cS, Slopes const& slopes, Scores& acc_s) {
+    if (!params.scores.change()) return;
+    constexpr BiasLoads kLoads = kSplitKeys                           ? BiasLoads::none
+                                 : Traits::PairTiles::kBiasStages > 0 ? BiasLoads::tiles
+                                                                      : BiasLoads::threads;
+    GeneralScores<Element, kLoads>::template change<QueryAxis::rows>(
+        params.scores, source.place(tile), source.rows(), m_begin, block * Traits::kBlockN, cS, slopes,
+        acc_s);
+    if constexpr (Traits::PairTiles::kBiasStages > 0) {
+      if (params.scores.bias.is_tiled) add_bias_tile(acc_s);
+    }
+  }
+  // Adds a tile of a bias that lies in shared memory.
+  template <class Scores>
+  CUTE_DEVICE void add_bias_tile(Scores& acc_s) {
+    auto& ring = shared.pairs.ring_bias[warpgroup];
+    ring.wait(at_bias);
+    GeneralScores<Element>::template add_bias_tile<QueryAxis::rows>(params.scores, bias_tile(at_bias.stage),
+                                                                    thread / 32 * 16, acc_s);
+  }
+  template <class Softmax, class ApplyMask, class Probabilities>
+  CUTE_DEVICE void finish_bias_tile(Softmax& softmax, ApplyMask const& apply_mask, Probabilities& acc_p) {
+    if constexpr (Traits::PairTiles::kBiasStages > 0) {
+      if (!params.scores.bias.is_tiled) return;
+      GeneralScores<Element>::weigh_lowest(params.scores, softmax, bias_tile(at_bias.stage), thread / 32 * 16,
+                                           apply_mask, acc_p);
+      __syncwarp();
+      release(shared.pairs.ring_bias[warpgroup], at_bias);
+    }
+  }
+  // (M, N) of this warpgroup.
+  CUTE_DEVICE auto bias_tile(int stage) const {
+    using Pairs = typename Traits::PairTiles;
+    Tensor sBias = make_tensor(make_smem_ptr(shared.pairs.bias), typename Pairs::LayoutBias{});
+    return sBias(_, _, Pairs::tile(stage, warpgroup));
+  }
+
+  // Probabilities of pairs that dropout drops become 0.
+  template <class Values>
+  CUTE_DEVICE void drop(Values& acc) {
+    if constexpr (Traits::kHasPairTiles) {
+      if (!params.scores.dropout.drops()) return;
+      auto& pairs = shared.pairs;
+      pairs.ring_words.wait(at_words);
+      int const first_row = warpgroup * kWarpgroupRows + thread / 32 * 16;
+      drop_pairs(
+          SharedTileDropout<typename Traits::PairTiles::Words>{true, pairs.words[at_words.stage], first_row},
+          acc);
+      __syncwarp();
+      release(pairs.ring_words, at_words);
+    }
+  }
+
   // One arrival a warp, whose products have read the stage.
   template <class Ring, class Position>
   CUTE_DEVICE static void release(Ring& ring, Position& at) {

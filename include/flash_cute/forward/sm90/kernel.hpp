@@ -36,7 +36,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     for (auto& ring_q : shared.ring_q) ring_q.init(kConsumerWarps / Traits::kConsumers);
     shared.ring_k.init(kConsumerWarps, Producer::kArrivals);
     shared.ring_v.init(kConsumerWarps, Producer::kArrivals);
-    if constexpr (Traits::Scheduler::kDynamic) shared.tile_queue.init(kConsumerWarps + Producer::kWarps);
+    int readers = kConsumerWarps + Producer::kWarps;
+    if constexpr (Traits::kHasPairTiles) {
+      using Dropout = ForwardDropoutSm90<Traits>;
+      if (params.scores.dropout.drops()) readers += Dropout::kWarps;
+      for (auto& ring : shared.pairs.ring_bias) ring.init(kConsumerWarps / Traits::kConsumers);
+      shared.pairs.ring_words.init(kConsumerWarps, Dropout::kWarps);
+    }
+    if constexpr (Traits::Scheduler::kDynamic) shared.tile_queue.init(readers);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -81,6 +88,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
           int const own = int(warp) - int(ProducerWarp::zero_fill_0);
           zero_fill_unwritten<typename Traits::Element>(params, blockIdx.x * kWarps + own,
                                                         gridDim.x * kWarps);
+        }
+        if constexpr (Traits::kHasPairTiles) {
+          if (params.scores.dropout.drops() && blockIdx.x < source.tiles(shared.varlen_list)) {
+            int const own = int(warp) - int(ProducerWarp::zero_fill_0);
+            ForwardDropoutSm90<Traits>{shared, params, own}.run(tiles(~0u));
+          }
         }
         return;
       }

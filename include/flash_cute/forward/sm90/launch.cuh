@@ -36,11 +36,18 @@ ForwardMaps maps_of(ForwardParams const& params, typename Traits::Source const& 
                                      });
   } else {
     constexpr bool kHasKeys = !Traits::kLoadsRows;  // rows are loaded without a map
-    return encode_maps<Traits, kHasKeys>(
+    ForwardMaps maps = encode_maps<Traits, kHasKeys>(
         params, source.rows(), source.operands,
         [&](TensorView const& view, MapShape const& shape, int entry_rows, TmaBox box) {
           return ragged_map<Element>(device, view, shape, entry_rows, box);
         });
+    if constexpr (Traits::PairTiles::kBiasStages > 0) {
+      BiasParams const& bias = params.scores.bias;
+      if (bias.is_tiled) {
+        maps.bias = bias_map<Element>(device, bias, params.shape, {64, 1, kWarpgroupRows});
+      }
+    }
+    return maps;
   }
 }
 

@@ -22,6 +22,7 @@ struct ForwardProducerSm90 {
   ForwardMaps const& maps;
   PipelineState<Traits::kStagesQ> at_q{};
   PipelineState<Traits::kStages> at_k{}, at_v{};
+  PipelineState<larger(1, Traits::PairTiles::kBiasStages)> at_bias{};
 
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
@@ -60,6 +61,28 @@ struct ForwardProducerSm90 {
       load_kv(kOperandV, maps.v, shared.ring_v, at_v, shared.v + at_v.stage * Traits::kStageElementsV, block);
     };
 
+    ScorePlace place{};
+    int bias_entry = 0;
+    if constexpr (Traits::PairTiles::kBiasStages > 0) {
+      place = source.place(tile);
+      bias_entry = place.sequence / params.scores.bias.sequences_of_entry;
+    }
+    auto load_bias = [&](int block) {
+      if constexpr (Traits::PairTiles::kBiasStages > 0) {
+        BiasParams const& bias = params.scores.bias;
+        if (!bias.is_tiled) return;
+        using Pairs = typename Traits::PairTiles;
+        for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+          load_panels<Traits::kBlockN, 64, kWarpgroupRows>(
+              maps.bias, shared.pairs.ring_bias[consumer].acquire(at_bias),
+              shared.pairs.bias + Pairs::tile(at_bias.stage, consumer) * Pairs::kTileElements, kWarpgroupRows,
+              place.key_begin + block * Traits::kBlockN, bias.head_stride == 0 ? 0 : tile.head,
+              place.query_begin + tile.m_begin + consumer * rows.queries, bias_entry);
+        }
+        at_bias.advance();
+      }
+    };
+
     // In the order in which the consumers ask: they compute scores one block ahead of P V.
     load_k(blocks.block);
     auto* const stage_q = shared.q + at_q.stage * Traits::kStageElementsQ;
@@ -70,14 +93,56 @@ struct ForwardProducerSm90 {
                 tile.m_begin + consumer * rows.queries);
     }
     at_q.advance();
+    load_bias(blocks.block);
     auto const upcoming = tiles.next();
     int const requested_at = smaller(kRequestedAhead, blocks.remaining());
     do {
-      if (blocks.remaining() > 0) load_k(blocks.next());
+      bool const more = blocks.remaining() > 0;
+      if (more) load_k(blocks.next());
       if (blocks.remaining() == requested_at) tiles.request();
       load_v(blocks.block);
+      if (Traits::kTakesBiasTiles && more) load_bias(blocks.next());
     } while (blocks.advance());
     return upcoming;
+  }
+};
+
+// Warps of the producer's that draw which pairs dropout keeps, a block of keys after the other, each for a
+// part of the rows.
+template <class Traits>
+struct ForwardDropoutSm90 {
+  static constexpr int kWarps = 2;
+  typename Traits::SharedStorage& shared;
+  ForwardParams const& params;
+  int warp;
+  PipelineState<Traits::PairTiles::kWordStages> at{};
+
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
+    auto tile = tiles.first();
+    for (int remaining = tiles.count();;) {
+      auto const upcoming = tiles.next();
+      draw(tiles.source, tile);
+      if (tiles.done(remaining)) return;
+      tile = tiles.get(upcoming);
+    }
+  }
+
+ private:
+  template <class Source, class Tile>
+  CUTE_DEVICE void draw(Source const& source, Tile const& tile) {
+    auto& pairs = shared.pairs;
+    ScorePlace const place = source.place(tile);
+    DropoutWords const words(params.scores.dropout, place.sequence, params.shape.heads_q, place.head);
+    auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
+    do {
+      auto& full = pairs.ring_words.acquire(at);
+      pairs.words[at.stage].draw(words, place.query_begin + tile.m_begin,
+                                 place.key_begin + blocks.block * Traits::kBlockN, warp, kWarps);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) full.arrive();
+      at.advance();
+    } while (blocks.advance());
   }
 };
 

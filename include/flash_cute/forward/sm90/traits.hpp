@@ -5,6 +5,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "flash_cute/attention/scores/dropout.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/sm90/pipeline.hpp"
@@ -18,11 +19,34 @@ using namespace cute;
 
 // The tensor maps of the operands.
 struct ForwardMaps {
-  CUtensorMap q, k, v, out;
+  CUtensorMap q, k, v, out, bias;
 };
 
-// Of shared memory's 227 KB; a list of sequences takes the others.
-constexpr int kMostOperandBytes = 224 << 10;
+// What a block of keys has beside K and V where scores are general: tiles of a bias, one for each consumer,
+// and which pairs dropout keeps.
+template <class Element, int kConsumers, int kBlockN, int kBiasStages_>
+struct PairTilesSm90 {
+  static constexpr int kBiasStages = kBiasStages_, kWordStages = 3;
+  using LayoutBias = decltype(tile_to_shape(
+      GMMA::Layout_K_SW128_Atom<Element>{},
+      Shape<Int<kWarpgroupRows>, Int<kBlockN>, Int<larger(1, kBiasStages* kConsumers)>>{}));
+  using Words = SharedDropoutWords<QueryAxis::rows, kConsumers * kWarpgroupRows, kBlockN>;
+  static constexpr int kTileElements = kWarpgroupRows * kBlockN;
+  alignas(1024) Element bias[kBiasStages * kConsumers * kTileElements];
+  alignas(128) Words words[kWordStages];
+  TmaRing<larger(1, kBiasStages)> ring_bias[kConsumers];
+  TmaRing<kWordStages> ring_words;
+
+  // The tile of a stage among all.
+  CUTE_DEVICE static int tile(int stage, int consumer) { return stage * kConsumers + consumer; }
+};
+struct NoPairTiles {
+  static constexpr int kBiasStages = 0, kWordStages = 1;
+};
+
+// Of shared memory's 227 KB; a list of sequences takes the others, and where scores are general words of
+// dropout.
+constexpr int kMostOperandBytes = 224 << 10, kBytesOfPairs = 6 << 10;  // but for tiles of a bias
 
 template <class Instance_, ForwardKernel kernel>
 struct ForwardTraitsSm90 {
@@ -46,14 +70,18 @@ struct ForwardTraitsSm90 {
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+  static constexpr bool kGeneral = kernel.scores == Scores::general,
+                        kHasPairTiles = kGeneral && kernel.keys == Keys::whole;
   static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by the whole producer warpgroup
   static constexpr int kProducerRegisters = kConsumers == 3   ? 32
                                             : kConsumers == 1 ? 88
                                             : kLoadsRows      ? 88
+                                            : kHasPairTiles   ? 56  // to draw dropout
                                                               : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
                                             : kConsumers == 1 ? 168
                                             : kLoadsRows      ? 208
+                                            : kHasPairTiles   ? 224
                                                               : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
@@ -92,7 +120,8 @@ struct ForwardTraitsSm90 {
   static constexpr int kColumnsO = kRunsAhead ? kHeadDimV : kPanel;
   static constexpr int kElements = kStagesQ * kStageElementsQ + kStages * (kStageElementsK + kStageElementsV);
   static constexpr bool kTwoPanelsFit =
-      int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <= kMostOperandBytes;
+      int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <=
+      kMostOperandBytes - (kHasPairTiles ? kBytesOfPairs + (kHeadDim <= 128 ? 2 * kBlockM * kBlockN : 0) : 0);
   static constexpr int kStagesO = kRunsAhead || !kTwoPanelsFit ? 1 : 2;
   static constexpr int kPartsO = kHeadDimV / kColumnsO;
   using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
@@ -101,6 +130,11 @@ struct ForwardTraitsSm90 {
                            GMMA::Major::MN>(),
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+
+  static constexpr bool kTakesBiasTiles = kernel.takes_bias_tiles(Family::sm90, Instance::head_dims);
+  static constexpr int kBiasStages = !kTakesBiasTiles ? 0 : kHeadDim <= 64 ? 2 : 1;
+  using PairTiles = std::conditional_t<kHasPairTiles,
+                                       PairTilesSm90<Element, kConsumers, kBlockN, kBiasStages>, NoPairTiles>;
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
@@ -111,7 +145,9 @@ struct ForwardTraitsSm90 {
     TmaRing<kStages> ring_k, ring_v;
     std::conditional_t<kernel.keys == Keys::split, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
     TileQueue tile_queue;
+    [[no_unique_address]] PairTiles pairs;
   };
+  static_assert(sizeof(SharedStorage) <= 227 << 10);
 };
 
 }  // namespace flash_cute
