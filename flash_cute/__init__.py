@@ -4,10 +4,10 @@
 
 forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, append_kv
 writes new keys and values into a cache, merge makes one result of those for parts of the keys, softmax the
-probabilities alone, supported and explain tell with what, flash_cute.masks says which keys queries see,
-flash_cute.reference checks. These are for
-PyTorch, flash_cute.jax is for JAX.
-flash_cute.integrations and flash_cute.compat, to be imported by themselves, are faces under other names.
+probabilities alone, dropout_mask tells which weights dropout keeps, supported and explain with what a call
+runs, flash_cute.masks says which keys queries see, flash_cute.reference checks. These are for PyTorch,
+flash_cute.jax is for JAX. flash_cute.integrations and flash_cute.compat, to be imported by themselves, are
+faces under other names.
 
 As flash_cute.jax works without torch, an import that comes before torch's leaves torch.ops.flash_cute empty
 until one of the functions is touched, say by `from flash_cute import forward`: touch one, or import torch
@@ -25,6 +25,7 @@ __path__ = extend_path(__path__, __name__)
 if TYPE_CHECKING:
     from flash_cute import masks, reference
     from flash_cute.dot_product_attention import attention, attention_varlen, forward, forward_varlen
+    from flash_cute.dropout import dropout_mask
     from flash_cute.explanation import explain, supported
     from flash_cute.kv_cache import append_kv
     from flash_cute.merging import merge
@@ -35,6 +36,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_varlen",
+    "dropout_mask",
     "explain",
     "forward",
     "forward_varlen",
@@ -50,7 +52,8 @@ def _load_torch_face() -> None:
     """Makes the functions for PyTorch, and registers its operators."""
     # A module with the name of a function would take its place when it is imported.
     modules = {"append_kv": "kv_cache", "merge": "merging", "softmax": "softmax_op"}
-    modules |= {"explain": "explanation", "supported": "explanation", "masks": None, "reference": None}
+    modules |= {"dropout_mask": "dropout", "explain": "explanation", "supported": "explanation"}
+    modules |= {"masks": None, "reference": None}
     for name in __all__:
         module = modules.get(name, "dot_product_attention")
         found = import_module(f"flash_cute.{module or name}")

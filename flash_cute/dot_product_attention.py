@@ -7,9 +7,9 @@ from typing_extensions import Unpack
 
 from flash_cute import lengths
 from flash_cute._torch import checks, ops
-from flash_cute.options import ARGUMENTS, LENGTHS, READERS, OptionsAndOut, spelled_out
+from flash_cute.options import ARGUMENTS, LENGTHS, READERS, SCORES, OptionsAndOut, spelled_out
 from flash_cute.precision import is_tf32
-from flash_cute.wording import OURS, misnamed, require_bool
+from flash_cute.wording import OURS, misnamed, require_bool, require_number
 
 _BOOLS = bool, torch.SymBool
 
@@ -24,7 +24,7 @@ def forward(
     softmax_scale: float | None = None,
     **options: Unpack[OptionsAndOut],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention, softmax(softmax_scale * q kᵀ + mask) v, and the log-sum-exp of its scores.
+    """Exact attention, softmax(softmax_scale * q kᵀ + bias) v, and the log-sum-exp of its scores.
 
     Args:
         q: (batch, heads_q, seqlen_q, head_dim), float16, bfloat16 or float32, any strides; head_dim up to
@@ -59,12 +59,32 @@ def forward(
         deterministic: the same bits in the gradients each time, at a price that docs/limits.md tells; also
             where torch.use_deterministic_algorithms(True) holds. out and lse are always repeatable.
         family: "sm80" or "sm90" insists on a family of kernels; by default the device decides. sm90 has no
-            deterministic gradients with ranges.
+            deterministic gradients with ranges, or where scores are changed (docs/scores.md).
         out: a tensor for the result, (batch, heads_q, seqlen_q, head_dim_v), of q's dtype and device (under
             autocast of its dtype), any strides, of memory that q, k and v don't have. There are then no
             gradients.
         sinks: (heads_q,), float32 or q's dtype: for each head the logit, not scaled, of a key that every
             valid query sees and that has no value; -inf is none. lse counts it. Differentiable.
+        mask: bool (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k), any strides, on q's device: True is
+            seen, of the keys that the other arguments leave. Or uint8 (..., seqlen_k / 8 rounded up), with
+            key j in bit j % 8 of byte j // 8. Beside seqused_k or block_table fewer columns are those of
+            each sequence's last keys, and the keys before them are seen, as drafts of a tree need it.
+        bias: (g, heads_q or 1, seqlen_q or 1, seqlen_k or 1), any strides, of q's dtype, to which float32 is
+            rounded in a copy and autocast casts it: added to the scaled and capped scores. g divides the
+            batch, and sequence n reads entry n // (batch / g). -inf hides a key as mask does; finite numbers
+            stay finite, so that a query with nothing but the least of bfloat16's or float32's has the mean
+            of v. No gradient yet. Not with block_table or batch_invariant.
+        alibi_slopes: float32 (heads_q,) or (batch, heads_q), on q's device: the score of query i and key j
+            loses slope * abs(i + seqlen_k - seqlen_q - j), by each sequence's own lengths. No gradient yet.
+        softcap: c > 0 makes a scaled score x into c * tanh(x / c), before bias and ALiBi; 0 leaves it. Sinks
+            are not capped.
+        dropout_p: from 0 to less than 1: each weight is dropped with this probability, rounded so that
+            1 - dropout_p is a multiple of 1 / 4096, and the others are divided by that. lse is that without
+            dropout. Not with block_table, a cache beside packed queries, or batch_invariant.
+        dropout_seed: int64 (2,), on q's device: which weights are dropped; flash_cute.dropout_mask tells. It
+            depends on nothing but the seed, the number of the sequence, the head, and the rows of query and
+            key in it. By default it is drawn from torch's generator of q's device, in each call and each
+            replay of a CUDA graph anew. Under vmap each entry has its own where randomness is "different".
         precision: of float32 on a GPU: "highest" is as exact as float32, "high" rounds what is multiplied to
             TF32, which is faster. None follows torch.get_float32_matmul_precision(). 16-bit types ignore it.
 
@@ -77,7 +97,8 @@ def forward(
 
         Both are differentiable, once. Gradients are as torch.empty_like of q, k and v; 0 for queries that see
         no key or don't count, and keys that no query sees, whatever the gradients of out and lse hold there;
-        but with ranges on a GPU, NaN in a query that sees no key, or in its gradient, may spread.
+        but with ranges, mask or bias on a GPU, NaN in a query that sees no key, or in its gradient, may
+        spread.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted. What
@@ -133,8 +154,10 @@ def forward_varlen(
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
         block_table, batch_invariant: as in forward.
         ranges: int32 (total_q, R, 2), as in forward. Keys are counted from each sequence's own first row.
-        causal, softmax_scale, window, deterministic, family, out, sinks, precision: as in forward. The mask
-            is that of each sequence alone, by its own lengths.
+        causal, softmax_scale, window, deterministic, family, out, sinks, alibi_slopes, softcap, dropout_p,
+            dropout_seed, precision: as in forward. The mask is that of each sequence alone, by its own
+            lengths.
+        mask, bias: must be None.
 
     Returns:
         out: the tensor given for it, (total_q, heads_q, head_dim_v), else one as in forward. 0 for rows that
@@ -182,10 +205,12 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
     """
     if not isinstance(causal, _BOOLS):
         require_bool(f"flash_cute.{name}", "causal", causal)
-    passed, others, precision = {"causal": causal}, {}, None
+    passed, others = {"causal": causal}, {}
+    precision = sinks = out = None
+    scored = False
     if softmax_scale is not None:
         if type(softmax_scale) is not float:
-            checks.require_number(f"flash_cute.{name}", "softmax_scale", softmax_scale, "a number or None")
+            require_number(f"flash_cute.{name}", "softmax_scale", softmax_scale, "a number or None")
         passed["softmax_scale"] = softmax_scale
     if options:
         known = ARGUMENTS[name]
@@ -197,18 +222,23 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
             elif value is not None:
                 (tensors if option in LENGTHS else others)[option] = value
         precision = passed.pop("precision", None)
+        scored = "dropout_p" in passed
+        if others:
+            sinks, out = others.get("sinks"), others.get("out")
+            scored = scored or len(others) > (sinks is not None) + (out is not None)
     nested = None
     try:
         if (precision is not None or q.dtype is torch.float32) and is_tf32(precision, q.dtype):
             passed["tf32"] = True
-        given, sinks, out = tensors, others.get("sinks"), others.get("out")
+        given = tensors
         # A compiler's fakes would complain about other types in words of their own.
         for value in tensors.values():
             if not isinstance(value, torch.Tensor):
                 raise TypeError("named below")
         if q.is_nested and "cu_seqlens_q" not in given:
-            if out is not None:
-                raise ValueError(f"{OURS}out must be None where q is nested, got a tensor")
+            for argument in ("out", "mask", "bias"):
+                if argument in others:
+                    raise ValueError(f"{OURS}{argument} must be None where q is nested, got a tensor")
             nested = q
             q, k, v, given = lengths.unwrapped(q, k, v, given)
         if given:
@@ -219,14 +249,44 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
         if sinks is not None:
             if not isinstance(sinks, torch.Tensor):
                 raise TypeError("named below")
+            keys = k
             k, v, given = lengths.with_a_row(k, v, given)
             given = given | {"sinks": sinks}
+        if scored:
+            given = given | _scores(q, others, passed.get("dropout_p", 0), op is ops.forward)
+            if sinks is not None and k is not keys:  # a row for sinks, where there were none to see
+                given.pop("mask", None)
+                given.pop("bias", None)
         if out is not None:
             return ops.forward_into(q, k, v, given, passed, out)
         results = op(q, k, v, given, passed)
         return results if nested is None or op is not ops.forward else lengths.wrapped(*results, nested)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise _in_python_terms(name, error, q=q, k=k, v=v, **tensors, **others) from None
+
+
+def _scores(q, others, dropout_p, draws):
+    """What an operator gets of the tensors that change scores; draws: a seed, where there is none."""
+    scores = {name: others[name] for name in SCORES if name in others}
+    for value in scores.values():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError("named below")
+    if not dropout_p:
+        scores.pop("dropout_seed", None)
+    elif draws and "dropout_seed" not in scores:
+        scores["dropout_seed"] = drawn_seed(q)
+    return scores
+
+
+def drawn_seed(q: torch.Tensor) -> torch.Tensor:
+    """A dropout_seed from torch's generator for q's device: checkpoint finds the same when it draws again."""
+    try:
+        return torch.randint_like(q.new_empty(2, dtype=torch.int64), 2**63 - 1)
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            sentence = "dropout_p under vmap needs randomness='different' or 'same', or a dropout_seed"
+            raise ValueError(f"{OURS}{sentence}") from None
+        raise
 
 
 def _in_python_terms(name: str, error: Exception, **tensors: object) -> Exception:

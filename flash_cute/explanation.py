@@ -15,9 +15,10 @@ from flash_cute._cpu import key_ranges
 from flash_cute._cpu.sequences import rows_that_count
 from flash_cute._cpu.windows import Window
 from flash_cute._torch import ops
-from flash_cute._torch.autocast import autocast_dtype
+from flash_cute._torch.autocast import autocast_dtype, is_rounded
 from flash_cute.dot_product_attention import call, offsets_of
 from flash_cute.options import LENGTHS, Options, spelled_out
+from flash_cute.reference import visible
 from flash_cute.wording import require_bool
 
 
@@ -49,6 +50,9 @@ MEASURED = {
 # FLOPs per clock and multiprocessor, 16-bit inputs summed in fp32, by compute capability, from NVIDIA's
 # architecture papers. GeForce cards do half of what 8.6, 8.9 and 12.0 do elsewhere.
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+
+# A weight is kept by dropout with a multiple of 1 / this (csrc/problem.hpp).
+DROPOUT_STEPS = 4096
 
 # Of these rates: TF32 has half of 16-bit types', and an exact product of float32 is made of three of TF32.
 SHARES = {"tf32": 1 / 2, "fp32": 1 / 6}
@@ -116,10 +120,12 @@ def work(
     """What a call, or its backward, has to do: FLOPs of the pairs that see each other, bytes read and written
     at least once, and those of them that are written.
 
-    given: the tensors of lengths, which are read; element: bytes of one, which autocast may have made fewer.
+    given: the tensors of lengths, mask, bias and slopes, which are read; element: bytes of one, which
+    autocast may have made fewer. Pairs that a bias hides count, as it has to be read to know.
     """
     packed = "cu_seqlens_q" in given
     heads_q, heads_kv, head_dim, head_dim_v = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+    heads = heads_q  # of which each has as many pairs
     size_q, size_k = (x.shape[0 if x.dim() == 3 else 2] for x in (q, k))
     if "block_table" in given:
         size_k *= given["block_table"].shape[1]
@@ -133,7 +139,13 @@ def work(
         sizes = Counter((r.stop - r.start, c.stop - c.start) for r, c in zip(queries, keys, strict=True))
     else:
         sizes = {(size_q, size_k): q.shape[0]}
-    if "ranges" in given:
+    if "mask" in given:
+        pairs = sum(
+            _pairs_of_masked(given["mask"], given.get("ranges"), window, entry, r, c, size_k)
+            for entry, (r, c) in enumerate(zip(queries, keys, strict=True))
+        )
+        heads = heads_q // max(1, given["mask"].shape[1])  # that each head of the mask is for
+    elif "ranges" in given:
         begins = rows_that_count(batch, size_k, offsets_k, given_k, None)
         pairs = sum(
             key_ranges.pairs(
@@ -155,11 +167,44 @@ def work(
         row_read, written = head_dim, q.numel() // head_dim * (head_dim_v + lse_row)
         products = head_dim + head_dim_v
     read = heads_q * rows_read * row_read + heads_kv * keys_read * (head_dim + head_dim_v)
+    sizes_of_elements = {"mask": 1, "bias": element, "alibi_slopes": torch.float32.itemsize}
+    read_besides = sum(
+        size * given[name].numel() for name, size in sizes_of_elements.items() if name in given
+    )
     return {
-        "flops": 2 * products * heads_q * pairs,
-        "bytes": element * (read + written),
+        "flops": 2 * products * heads * pairs,
+        "bytes": element * (read + written) + read_besides,
         "written_bytes": element * written,
     }
+
+
+def _pairs_of_masked(
+    mask: torch.Tensor,
+    ranges: torch.Tensor | None,
+    window: tuple[int | None, int | None],
+    entry: int,
+    queries: slice,
+    keys: slice,
+    room: int,
+) -> int:
+    """The pairs that see each other in one sequence of a padded batch, in all heads of the mask.
+
+    queries, keys: its rows that count, of `room` for keys.
+    """
+    mask = mask[entry if len(mask) > 1 else 0]
+    mask = mask[:, queries] if mask.shape[1] > 1 else mask
+    columns = mask.shape[-1]
+    if mask.dtype == torch.uint8:
+        bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+        columns = room if columns == -(-room // 8) else 8 * columns
+        mask = bits.bool().flatten(-2)[..., :columns]
+    if columns < room:  # of the last keys; those before them are seen
+        before = keys.stop - columns
+        mask = torch.nn.functional.pad(mask, (before, 0), value=True) if before > 0 else mask[..., -before:]
+    sizes = queries.stop - queries.start, keys.stop - keys.start
+    of_queries = key_ranges.of_sequence(ranges, (slice(entry, entry + 1), slice(None), queries), keys.start)
+    seen = visible(*sizes, window=window, device=mask.device, ranges=of_queries)
+    return int((seen & mask[..., keys]).sum())
 
 
 class Explanation(dict):
@@ -167,7 +212,9 @@ class Explanation(dict):
 
     Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim, of q
     and k, and head_dim_v, softmax_scale, window_left and window_right (None is unlimited), ranges (of keys,
-    how many each query has), sinks (are there any?), copies (inputs that are copied first, and why),
+    how many each query has), sinks (are there any?), mask ("bool", "bits" or None), bias (its shape, or
+    None), alibi_slopes (likewise), softcap (0 for none), dropout_keep (the share of weights that dropout
+    keeps, 1 without), copies (inputs that are copied first, and why),
     flops (for each visible pair 2 for each column of k and of v, in the backward 6 and 4), bytes (each input
     read and each output written once) and of these written_bytes, roofline (None where the device's rates are
     unknown, else seconds, bound_by "compute" or "memory", and the rates).
@@ -215,9 +262,25 @@ class Explanation(dict):
         count = self.get("ranges", 0)
         ranges = {"ranges": f"{count} of keys for each query, cut by the window"} if count else {}
         sinks = {"sinks": "a logit for each query head, in its sum"} if self.get("sinks") else {}
-        return ranges | sinks
+        return ranges | sinks | self._rows_of_scores()
+
+    def _rows_of_scores(self) -> dict[str, str]:
+        kinds = {"bool": "a boolean for each pair", "bits": "a bit for each pair, 8 keys a byte"}
+        mask, bias, slopes, cap = (self.get(name) for name in ("mask", "bias", "alibi_slopes", "softcap"))
+        keep = self.get("dropout_keep", 1)
+        kept = f"{keep * DROPOUT_STEPS:.0f} of {DROPOUT_STEPS} weights, by a bit for each pair"
+        rows = {
+            "mask": mask and kinds[mask],
+            "bias": bias and f"{bias}, added to scores",
+            "alibi": slopes and f"slopes {slopes}, times the distance",
+            "softcap": cap and f"scores are less than {cap:g} either way",
+            "dropout": keep < 1 and f"keeps {kept}",
+        }
+        return {title: text for title, text in rows.items() if text}
 
     def _kernel_rows(self) -> dict[str, str]:
+        if self["family"] == "cpu" and self._rows_of_scores():
+            return {"kernel": "PyTorch's operators in float32, for a part of the queries at a time"}
         if self["family"] == "cpu" and self["backward"]:
             return {"kernel": "PyTorch's CPU flash attention backward in float32"}
         if self["family"] == "cpu" and self["head_dim"] != self["head_dim_v"]:
@@ -296,14 +359,32 @@ def explain(
         del offsets["cu_seqlens_q"]
     op = ops.plan_backward if backward else ops.plan
     plan = json.loads(call("explain", op, q, k, v, dict(offsets), causal, softmax_scale, options))
-    given = offsets | {name: options[name] for name in LENGTHS if options.get(name) is not None}
+    read = *LENGTHS, "mask", "bias", "alibi_slopes"
+    given = offsets | {name: options[name] for name in read if options.get(name) is not None}
     if q.is_nested:
+        slopes = {"alibi_slopes": given.pop("alibi_slopes")} if "alibi_slopes" in given else {}
         q, k, v, given = lengths.unwrapped(q, k, v, given)
+        given |= slopes
     window = plan["window_left"], plan["window_right"]
     plan |= work(q, k, v, window, given, backward, autocast_dtype(q).itemsize)
     plan["ranges"] = given["ranges"].shape[-2] if "ranges" in given else 0
     plan["sinks"] = options.get("sinks") is not None
+    plan |= _scores(q, options)
+    if plan["bias"] and is_rounded(options["bias"], q):
+        plan["copies"].append(f"bias: it is rounded from {options['bias'].dtype} to {autocast_dtype(q)}")
     return Explanation.of(plan | {"backward": backward}, q.device, internals)
+
+
+def _scores(q: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """What of the plan is about scores and weights."""
+    mask, bias, slopes = (options.get(name) for name in ("mask", "bias", "alibi_slopes"))
+    return {
+        "mask": None if mask is None else "bool" if mask.dtype == torch.bool else "bits",
+        "bias": None if bias is None else tuple(bias.shape),
+        "alibi_slopes": None if slopes is None else tuple(slopes.shape),
+        "softcap": float(options.get("softcap", 0.0)),
+        "dropout_keep": round(DROPOUT_STEPS * (1 - options.get("dropout_p", 0.0))) / DROPOUT_STEPS,
+    }
 
 
 def supported() -> dict[str, Any]:

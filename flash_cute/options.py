@@ -9,10 +9,14 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from flash_cute.wording import require_bool, shown
+from flash_cute.wording import require_bool, require_number, shown
 
 # The tensors of integers: lengths and places, and which keys queries see.
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "ranges"
+# Those that change scores and weights.
+SCORES = "mask", "bias", "alibi_slopes", "dropout_seed"
+# All that operators take beside q, k, v and results, in the order of csrc/ops.cpp's checks.
+OPERANDS = *LENGTHS, "sinks", *SCORES
 
 _INTEGERS = int, torch.SymInt  # a tuple, as a union is made anew each time, in 0.5 us
 Window = int | tuple[int | None, int | None] | None
@@ -23,7 +27,7 @@ ARGUMENTS: dict[str, dict[str, None]] = {}
 
 
 class Options(TypedDict, total=False):
-    """What forward, which documents them, and its likes take by name. Defaults: False of a bool, else None.
+    """What forward, which documents them, and its likes take by name. Defaults: DEFAULTS, else None.
 
     A function hands on all that it was given, and what becomes of that is decided once, in
     dot_product_attention.call. causal and softmax_scale, which most calls have, are not among them: an option
@@ -40,11 +44,20 @@ class Options(TypedDict, total=False):
     deterministic: bool
     family: str | None
     sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    softcap: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
     precision: str | None
 
 
 class OptionsAndOut(Options, total=False):
     out: torch.Tensor | None
+
+
+DEFAULTS = {"bool": False, "float": 0.0}  # by annotation
 
 
 def spelled_out(options: type) -> Callable[[Function], Function]:
@@ -55,7 +68,7 @@ def spelled_out(options: type) -> Callable[[Function], Function]:
         parameters = list(own.parameters.values())[:-1]
         for name, reference in options.__annotations__.items():
             annotation = reference.__forward_arg__
-            default = False if annotation == "bool" else None
+            default = DEFAULTS.get(annotation)
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         function.__signature__ = own.replace(parameters=parameters)
         ARGUMENTS[function.__name__] = {parameter.name: None for parameter in parameters}
@@ -80,6 +93,13 @@ def _read_family(name: str, option: str, value: object, passed: dict[str, Any]) 
 
 def _read_precision(name: str, option: str, value: object, passed: dict[str, Any]) -> None:
     passed[option] = value  # what it is to the operator depends on q's dtype
+
+
+def _read_number(name: str, option: str, value: object, passed: dict[str, Any]) -> None:
+    if type(value) is not float:
+        require_number(f"flash_cute.{name}", option, value, "a number")
+    if value != 0:
+        passed[option] = value
 
 
 def _read_window(name: str, option: str, value: Window, passed: dict[str, Any]) -> None:
@@ -120,5 +140,7 @@ READERS = {
     "batch_invariant": _read_bool,
     "deterministic": _read_bool,
     "family": _read_family,
+    "softcap": _read_number,
+    "dropout_p": _read_number,
     "precision": _read_precision,
 }

@@ -9,7 +9,7 @@ import torch
 
 from flash_cute._cpu import softmax as cpu
 from flash_cute._torch import autograd, checks, fakes, library, private, vmap
-from flash_cute.wording import hinting, named, require_bool, shown
+from flash_cute.wording import hinting, named, require_bool, require_number, shown
 
 _softmax = torch.ops.flash_cute._softmax.default
 _softmax_backward = torch.ops.flash_cute._softmax_backward.default
@@ -57,7 +57,7 @@ def softmax(
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
     _check_dense("x", x)
     require_bool("flash_cute.softmax", "causal", causal)
-    checks.require_number("flash_cute.softmax", "scale", scale, "a number")
+    require_number("flash_cute.softmax", "scale", scale, "a number")
     if not 0 < scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"flash_cute.softmax: scale is {shown(scale)}; a finite number > 0 is accepted")
     for name, length in {"seqused_k": seqused_k, "leftpad_k": leftpad_k}.items():

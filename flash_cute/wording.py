@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from numbers import Real
 from typing import TypeVar
 
 _MOST = 100
@@ -38,6 +39,10 @@ _ALIKE = (
     ("rotary_cos", "cos", "cos_cache"),
     ("rotary_sin", "sin", "sin_cache"),
     ("positions", "position_ids"),
+    ("bias", "attn_bias", "position_bias"),
+    ("softcap", "soft_cap", "logit_softcap", "logits_soft_cap", "attn_logit_softcapping"),
+    ("dropout_p", "dropout", "dropout_rate", "p_dropout"),
+    ("dropout_seed", "seed", "rng_state", "philox_seed"),
     ("rotary_interleaved", "interleaved"),
     ("return_residual", "return_lse", "return_softmax_lse", "return_attn_probs"),
 )
@@ -79,6 +84,14 @@ def require_bool(face: str, name: str, value: object) -> None:
         raise TypeError(f"{face}: {name} is {shown(value)}; True or False is accepted")
 
 
+def require_number(face: str, name: str, value: object, accepted: str) -> None:
+    import torch
+
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else shown(value)
+        raise TypeError(f"{face}: {name} is {kind}; {accepted} is accepted")
+
+
 def is_ours(error: Exception) -> bool:
     return re.match(r"flash_cute(\.\w+)*: ", str(error)) is not None
 
@@ -117,6 +130,8 @@ def misnamed(face: str, name: str, arguments: tuple[str, ...]) -> str:
             return f"{sentence}; did you mean {meant}?"
     if name in _ABSENT:
         return f"{sentence}, as there is no {_ABSENT[name]}; did you mean to leave it out?"
+    if name == "attn_mask" and "dropout_seed" in arguments:  # of a face that takes all of SDPA's
+        return f"{sentence}; did you mean mask, where True is seen, or bias, which is added to scores?"
     if name in _MASKS and "ranges" in arguments:
         return f"{sentence}; did you mean ranges, which flash_cute.masks.{_MASKS[name]} makes?"
     if name == "num_splits" and "batch_invariant" in arguments:

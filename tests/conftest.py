@@ -53,7 +53,7 @@ sys.path.append(str(ROOT))
 
 from support.cases import SEEDS, poisoned  # noqa: E402
 from support.kernels import families  # noqa: E402
-from support.table import drawn  # noqa: E402
+from support.table import KINDS_OF_CASES, drawn  # noqa: E402
 
 import flash_cute  # noqa: E402
 from flash_cute.build_report import installed  # noqa: E402
@@ -223,7 +223,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernel" in metafunc.fixturenames:
         choices = kernels(metafunc.config.stash[DEVICE])
-        for name in {"forward_case", "gradient_case"}.intersection(metafunc.fixturenames):
+        for name in KINDS_OF_CASES.intersection(metafunc.fixturenames):
             rows = [(kernel, case) for kernel in choices for case in drawn(kernel.family, name)]
             ids = [f"{kernel.family or 'cpu'}, {case}" for kernel, case in rows]
             metafunc.parametrize(("kernel", name), rows, ids=ids)

@@ -165,7 +165,7 @@ def check_ranges() -> None:
     kinds = itertools.cycle(KINDS.values())
     for kernel in flash_cute.supported()["kernels"]:
         family, head_dim, dtype = kernel["family"], kernel["head_dim"], DTYPES[kernel["element"]]
-        if kernel["variant"] != "ranges" or family not in families(torch.device("cuda")):
+        if kernel["variant"] != "general" or family not in families(torch.device("cuda")):
             continue
         sizes = [Shape(2, 2, 1, *SIZES["rows"], head_dim), Shape(2, 2, 1, *SIZES["blind"], head_dim - 8)]
         shapes = [*sizes, *(with_head_dim(shape, head_dim) for shape in SHAPES.values())]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute._cpu import key_ranges
+from flash_cute._cpu import key_ranges, scores
 from flash_cute._cpu.key_ranges import flash_blocks
+from flash_cute._cpu.scores import Scores
 from flash_cute._cpu.sequences import FLOAT, entries, offsets_of, places, scale_and_window
 from flash_cute._cpu.windows import Window
 
@@ -28,25 +29,35 @@ def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=No
 
 def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
               seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None, needs_dq=True, needs_dkv=True,
-              ranges=None, deterministic=False,
+              ranges=None, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0,
+              dropout_p=0.0, deterministic=False,
               **options) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Likewise the backward; gradients that are not needed are empty."""
-    mask = scale_and_window(q, causal, **options)
+    window = scale_and_window(q, causal, **options)
+    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, dropout_p)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     packed = cu_seqlens_q is not None
     dout, dlse, q, k, v, out, lse, dq, dk, dv = entries(packed, dout, dlse, q, k, v, out, lse, *gradients)
-    dense = all(tensor is None for tensor in lengths)
+    whole = changed is None and all(tensor is None for tensor in lengths)
     dsinks = None if sinks is None else torch.zeros(q.shape[1], **FLOAT)
-    for queries, keys, first in [(..., ..., 0)] if dense else places(q, k, *lengths):
+    for number, (queries, keys, first) in enumerate([(..., ..., 0)] if whole else places(q, k, *lengths)):
         of_queries = [x[queries] for x in (dout, dlse, q, out, lse)]
-        seen = ranges if dense else key_ranges.of_sequence(ranges, queries, first)
-        dq[queries], dk[keys], dv[keys] = _gradients(*of_queries, k[keys], v[keys], *mask, seen)
+        of_keys = k[keys], v[keys]
+        seen = ranges if whole else key_ranges.of_sequence(ranges, queries, first)
+        if changed is None:
+            found = _gradients(*of_queries, *of_keys, *window, seen)
+        else:
+            own = changed.of_sequence(number, len(q), first, of_keys[0].shape[2], k.shape[2])
+            with torch.autocast("cpu", enabled=False):  # which would round products
+                *found, blind = scores.backward(*of_queries, *of_keys, *window, seen, own)
+        dq[queries], dk[keys], dv[keys] = found
         if sinks is not None:
-            window = Window.of(of_queries[2].shape[2], k[keys].shape[2], *mask[1:])
-            blind = key_ranges.blind(window, seen)
+            if changed is None:
+                limits = Window.of(of_queries[2].shape[2], of_keys[0].shape[2], *window[1:])
+                blind = key_ranges.blind(limits, seen)
             dsinks += _gradient_of_sinks(*of_queries[:2], *of_queries[3:], sinks, blind)
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
     asked = (gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from flash_cute._cpu import key_ranges
+from flash_cute._cpu import key_ranges, scores
 from flash_cute._cpu.key_ranges import flash_blocks, masked_blocks
 from flash_cute._cpu.outs import empty_out
+from flash_cute._cpu.scores import Scores
 from flash_cute._cpu.sequences import FLOAT, entries, offsets_of, places, scale_and_window
 from flash_cute._cpu.sinks import with_sinks as rule_of_sinks
 from flash_cute._cpu.windows import Window
@@ -48,24 +49,34 @@ def forward_out(q, k, v, out, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=N
 
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-             leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, ranges=None,
+             leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, ranges=None, mask=None,
+             bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, dropout_p=0.0,
              **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
     if block_table is not None:
         k, v = _gathered(k, block_table), _gathered(v, block_table)
-    mask = scale_and_window(q, causal, **options)
+    window = scale_and_window(q, causal, **options)
+    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, dropout_p)
     packed = cu_seqlens_q is not None
-    if not packed and seqused_q is None and seqused_k is None and leftpad_k is None:
-        return with_sinks(_dense(q, k, v, *mask, ranges), sinks)
+    dense = not packed and seqused_q is None and seqused_k is None and leftpad_k is None
+    if dense and changed is None:
+        return with_sinks(_dense(q, k, v, *window, ranges), sinks)
 
     out = empty_out(q, v).zero_()
     lse = torch.full(q.shape[1::-1] if packed else q.shape[:3], -torch.inf, **FLOAT)
     cu_seqlens_k = None if k.dim() == 4 else cu_seqlens_k  # of a cache beside packed queries
     q, k, v, outs, lses = entries(packed, q, k, v, out, lse)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
-    for queries, keys, first in places(q, k, *lengths):
+    for number, (queries, keys, first) in enumerate(places(q, k, *lengths)):
         seen = key_ranges.of_sequence(ranges, queries, first)
-        outs[queries], lses[queries] = with_sinks(_part(q[queries], k[keys], v[keys], *mask, seen), sinks)
+        tensors = q[queries], k[keys], v[keys]
+        if changed is None:
+            results = _part(*tensors, *window, seen)
+        else:
+            own = changed.of_sequence(number, len(q), first, tensors[1].shape[2], k.shape[2])
+            with torch.autocast("cpu", enabled=False):  # which would round products
+                results = scores.forward(*tensors, *window, seen, own)
+        outs[queries], lses[queries] = with_sinks(results, sinks)
     return out, lse
 
 

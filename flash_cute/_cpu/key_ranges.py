@@ -74,7 +74,15 @@ def masked_blocks(window: Window, ranges: torch.Tensor | None) -> Iterator[tuple
 
     With ranges it is (batch or 1, 1, rows, keys), and only a block of the window may have no key at all.
     """
-    for rows, keys in window.blocks(_MASKED_ROWS):
+    for rows, keys, seen in seen_in_blocks(window, ranges, _MASKED_ROWS):
+        yield rows, keys, torch.zeros(seen.shape, **FLOAT).masked_fill(~seen, -torch.inf)
+
+
+def seen_in_blocks(
+    window: Window, ranges: torch.Tensor | None, step: int
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Likewise of `step` rows at a time, with booleans: which query sees which key."""
+    for rows, keys in window.blocks(step):
         if ranges is not None:
             of_rows = ranges[:, :, rows]
             bounds = of_rows[of_rows[..., 0] < of_rows[..., 1]]
@@ -88,4 +96,4 @@ def masked_blocks(window: Window, ranges: torch.Tensor | None) -> Iterator[tuple
         seen = visible(row.unsqueeze(1), key, *window)
         if ranges is not None:
             seen = seen & in_ranges(of_rows, key)
-        yield rows, keys, torch.zeros(seen.shape, **FLOAT).masked_fill(~seen, -torch.inf)
+        yield rows, keys, seen

@@ -31,8 +31,12 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 def cast(q, k, v, lengths, how=_autocast):
     """The operands as autocast gives them to PyTorch's own attention, and lengths; a cache stays as it is.
 
-    Sinks of q's dtype are read as float32 where that one changes.
+    Sinks of q's dtype are read as float32 where that one changes. A bias becomes what q is, see is_rounded.
     """
+    if "bias" in lengths and is_rounded(lengths["bias"], q):
+        bias = lengths["bias"]
+        rounded = torch.empty_like(bias, dtype=autocast_dtype(q)) if how is as_cast else rounded_bias(bias, q)
+        lengths = lengths | {"bias": rounded}
     if not private.autocast_is_enabled():
         return q, k, v, lengths
     require_stored("forward", q=q, k=k, v=v)
@@ -40,6 +44,20 @@ def cast(q, k, v, lengths, how=_autocast):
         lengths = lengths | {"sinks": lengths["sinks"].float()}
     k, v = (k, v) if is_cache(k, lengths) else (how(k), how(v))
     return how(q), k, v, lengths
+
+
+def is_rounded(bias: torch.Tensor, q: torch.Tensor) -> bool:
+    """Is a bias not of q's dtype, but given to forward in it? float32 is, and what autocast concerns."""
+    dtype = autocast_dtype(q)
+    is_shortened = bias.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    return is_shortened or (bias.dtype != dtype and autocast_concerns(bias))
+
+
+def rounded_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The bias in the dtype of q. What is finite stays so: no key is hidden by a number too large for it."""
+    dtype = autocast_dtype(q)
+    most, wide = torch.finfo(dtype).max, bias.float()
+    return torch.where(wide.isinf(), wide, wide.clamp(-most, most)).to(dtype)
 
 
 def is_cache(k: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:

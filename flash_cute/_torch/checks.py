@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 
 import torch
 
 from flash_cute import wording
 from flash_cute.options import LENGTHS
+
+_ACCEPTED = {
+    "mask": "torch.bool and torch.uint8 are",
+    "alibi_slopes": "torch.float32 is",
+    "dropout_seed": "torch.int64 is",
+}
 
 
 def require_stored(function: str, **tensors: object) -> None:
@@ -63,8 +68,8 @@ def named(
 
 
 def accepted_beside_lengths(elements: str) -> Callable[[str], str]:
-    """accepted of named, where all that are no lengths are of these dtypes."""
-    return lambda argument: "torch.int32 is" if argument in LENGTHS else elements
+    """accepted of named, where all that have no dtype of their own are of these."""
+    return lambda argument: "torch.int32 is" if argument in LENGTHS else _ACCEPTED.get(argument, elements)
 
 
 def require_memory_of_its_own(**tensors: torch.Tensor) -> None:
@@ -74,9 +79,3 @@ def require_memory_of_its_own(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.is_neg():
             raise ValueError(f"{wording.OURS}{name} is a view that negates; call resolve_neg() on it first")
-
-
-def require_number(face: str, name: str, value: object, accepted: str) -> None:
-    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
-        kind = "a tensor" if isinstance(value, torch.Tensor) else wording.shown(value)
-        raise TypeError(f"{face}: {name} is {kind}; {accepted} is accepted")

@@ -9,7 +9,7 @@ import torch
 from flash_cute._cpu.outs import empty_out
 from flash_cute._torch import library, private
 from flash_cute._torch.private import hint
-from flash_cute.options import LENGTHS
+from flash_cute.options import LENGTHS, OPERANDS
 
 RESULTS = "out", "lse", "dout", "dlse"
 
@@ -22,11 +22,11 @@ def register(op: torch._ops.OpOverload, fake: Callable) -> None:
 
 
 def check(q, k, v, causal=False, *, window_left=None, window_right=None, **options):
-    """The checks of a call, by what is known while it is traced; options may have tensors of TENSORS.
+    """The checks of a call, by what is known while it is traced; options may have tensors of OPERANDS.
 
     With out it is a call that writes into it, with lse, too, one of the backward.
     """
-    given = {name: options.pop(name, None) for name in (*LENGTHS, "sinks", *RESULTS)}
+    given = {name: options.pop(name, None) for name in (*OPERANDS, *RESULTS)}
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
     sizes = {name: hints(tensor.shape) for name, tensor in given.items()}
     shapes = [hints(tensor.shape) for tensor in (q, k, v)]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from flash_cute import wording
+from flash_cute import dropout, wording
 from flash_cute._cpu import backward as cpu_backward
 from flash_cute._cpu import forward as cpu_forward
+from flash_cute._cpu.kernel import without_autocast
 from flash_cute._torch import fakes, flops, library, private, vmap
 from flash_cute._torch.autocast import as_cast, cast, is_cache
 from flash_cute._torch.autograd import (
@@ -29,7 +30,9 @@ from flash_cute._torch.autograd import (
     refuse_gradients,
 )
 from flash_cute._torch.checks import require_memory_of_its_own, require_stored
-from flash_cute.options import LENGTHS
+from flash_cute.options import OPERANDS
+
+GENERAL = {"ranges", "mask", "bias", "alibi_slopes"}
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
@@ -42,11 +45,10 @@ compiled = torch.ops.flash_cute.compiled.default
 def forward(q, k, v, lengths, options):
     """The operator flash_cute::forward or, with cu_seqlens_q, forward_varlen on Python's way to its kernel.
 
-    lengths: those of LENGTHS and sinks that there are; options: the operator's (csrc/ops.cpp), without
-    defaults.
+    lengths: those of OPERANDS that there are; options: the operator's (csrc/ops.cpp), without defaults.
     """
     deterministic = options.pop("deterministic", False)
-    if not _is_plain(q, k, v, lengths.get("sinks", q)):
+    if not _is_plain(q, k, v, lengths):
         return _in_context(q, k, v, lengths, options, deterministic)
     if not lengths:
         return _forward(q, k, v, **options)
@@ -60,6 +62,7 @@ def forward_into(q, k, v, lengths, options, out):
     require_memory_of_its_own(out=out)
     q, k, v, lengths = cast(q, k, v, lengths)
     refuse_gradients("with out", q=q, k=k, v=v, out=out, sinks=lengths.get("sinks"))
+    _refuse_gradients_of_scores(lengths)
     return out, _forward_out(q, k, v, out, **lengths, **options)
 
 
@@ -69,29 +72,48 @@ def plan(q, k, v, lengths, options, backward=False) -> str:
     if torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True
     q, k, v, lengths = cast(q, k, v, lengths, as_cast)
+    if options.get("dropout_p") and "dropout_seed" not in lengths:  # which forward would draw
+        lengths = lengths | {"dropout_seed": q.new_empty(2, dtype=torch.int64)}
     return torch.ops.flash_cute.plan.default(q, k, v, **lengths, **options)
 
 
 plan_backward = partial(plan, backward=True)
 
 
-def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> bool:
-    """Does neither autocast nor a transform nor a gradient concern the call? False where one may."""
+def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
+    """Does neither autocast nor a transform nor a gradient concern the call? False where one may.
+
+    What is differentiable but q, k and v is looked at later, but for sinks, which many calls have.
+    """
     return not (
         private.autocast_is_enabled()
         or private.transforms_are_active()
         or private.dual_levels_are_active()
+        or (lengths and ("bias" in lengths or "alibi_slopes" in lengths))
         or (
-            (q.requires_grad or k.requires_grad or v.requires_grad or sinks.requires_grad)
+            (q.requires_grad or k.requires_grad or v.requires_grad or lengths.get("sinks", q).requires_grad)
             and torch.is_grad_enabled()
         )
     )
 
 
+def _refuse_gradients_of_scores(lengths: dict[str, torch.Tensor]) -> None:
+    for name in ("bias", "alibi_slopes"):
+        if name in lengths:
+            refuse_gradients(f"of {name}", **{name: lengths[name]})
+
+
+def _is_general(lengths, options) -> bool:
+    """Is there anything beside a window, lengths and sinks? As csrc/problem.hpp has it."""
+    if not GENERAL.isdisjoint(lengths) or options.get("softcap", 0) > 0:
+        return True
+    return options.get("dropout_p", 0) > 0 and dropout.keep_of(options["dropout_p"]) < dropout.STEPS
+
+
 def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     """(out, lse) under autocast, transforms and autograd; composite: as the kernel of a public operator.
 
-    lengths: those of LENGTHS and sinks that there are, options: the rest of an inner operator's arguments.
+    lengths: those of OPERANDS that there are, options: the rest of an inner operator's arguments.
     """
     packed, cached = "cu_seqlens_q" in lengths, is_cache(k, lengths)
     q, k, v, lengths = cast(q, k, v, lengths)
@@ -101,17 +123,19 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     hidden = transformed and torch.compiler.is_dynamo_compiling()
     if cached:
         refuse_gradients("through a cache", q=q, k=k, v=v, sinks=lengths.get("sinks"))
+    if not hidden:
+        _refuse_gradients_of_scores(lengths)
     if cached or not (hidden or needs_gradient(q, k, v, sinks)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
         return op.default(q, k, v, **lengths, **options, deterministic=deterministic)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    if deterministic and "ranges" in lengths and options.get("family") == "sm90":
+    if deterministic and options.get("family") == "sm90" and _is_general(lengths, options):
         # As the backward would (csrc/kernels/planned_call.cpp), but before a forward has run.
         raise ValueError(
-            f"{wording.OURS}family must be 'sm80' or None where gradients with ranges are deterministic, got "
-            "'sm90'"
+            f"{wording.OURS}family must be 'sm80' or None where gradients with ranges or changed scores are "
+            "deterministic, got 'sm90'"
         )
     call = _Call(packed, tuple(lengths), options, deterministic)
     # The dispatcher calls composites for one level of transforms at a time.
@@ -125,7 +149,7 @@ def _composite(op):
 
     def kernel(*args, deterministic=False, **options):
         named = dict(zip(names, args, strict=False)) | options
-        lengths = {name: named.pop(name) for name in (*LENGTHS, "sinks") if name in named}
+        lengths = {name: named.pop(name) for name in OPERANDS if name in named}
         # A None for cu_seqlens_q, which torch lets pass, is refused by the inner operator.
         lengths = {name: x for name, x in lengths.items() if x is not None or name == "cu_seqlens_q"}
         q, k, v = (named.pop(name) for name in "qkv")
@@ -139,7 +163,7 @@ class _Call:
     """What is no tensor among the arguments of a call. Transforms look into no object of such a type."""
 
     packed: bool
-    names: tuple[str, ...]  # of the lengths and sinks that are passed as tensors
+    names: tuple[str, ...]  # of OPERANDS that are passed
     options: dict[str, Any]
     deterministic: bool
 
@@ -226,7 +250,7 @@ for _op, _kernel, _rule in (
     (_backward, cpu_backward.backward, vmap.into_batch),
     (_backward_varlen, cpu_backward.backward_varlen, vmap.refuse_packed),
 ):
-    library.impl(_op.name(), _kernel, "CPU")
+    library.impl(_op.name(), without_autocast(_kernel), "CPU")
     fakes.register(_op, getattr(fakes, _kernel.__name__))
     vmap.register(_op, _rule)
     register_flop_formula(_op.overloadpacket)(getattr(flops, _kernel.__name__))

@@ -10,10 +10,10 @@ import torch
 
 from flash_cute._torch import library, private
 from flash_cute._torch.fakes import RESULTS
-from flash_cute.options import LENGTHS
+from flash_cute.options import LENGTHS, OPERANDS
 from flash_cute.wording import OURS
 
-TENSORS = "q", "k", "v", *LENGTHS, "sinks", *RESULTS
+TENSORS = "q", "k", "v", *OPERANDS, *RESULTS
 
 
 def register(op, rule, tensor_names=TENSORS) -> None:
@@ -38,16 +38,21 @@ def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor |
 
 
 def into_batch(op, info, in_dims, tensors, options):
-    """The mapped dimension becomes a part of the batch; with sinks, which all of a batch share, a loop."""
-    if tensors.get("sinks") is not None:
+    """The mapped dimension becomes a part of the batch; with what all of a batch share, a loop.
+
+    Those are sinks and a dropout_seed, by which sequences of a number drop the same in each entry's call.
+    """
+    if tensors.get("sinks") is not None or tensors.get("dropout_seed") is not None:
         return _one_by_one(op, info, in_dims, tensors, options)
     if tensors.get("block_table") is not None:
         raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
+    q, dim = tensors["q"], in_dims[0]["q"]
+    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[:1]  # of q, which may have no dimension
+
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
-        if name == "ranges" and tensors[name] is not None:
-            batch = mapped(tensors["q"], in_dims[0]["q"], info).shape[1]
-            return _folded_ranges(tensors[name], dim, info, batch)
+        if name in _FOLDS and tensors[name] is not None:
+            return _FOLDS[name](name, tensors[name], dim, info, *batch)
         tensor = mapped(tensors[name], dim, info)
         if tensor is None:
             return None
@@ -58,39 +63,64 @@ def into_batch(op, info, in_dims, tensors, options):
         return tensor.contiguous() if name in LENGTHS else tensor
 
     folds = {name: folded(name, in_dims[0][name]) for name in tensors}
-    q, dim = tensors["q"], in_dims[0]["q"]
-    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[0]
     results = op(**folds, **options)
     is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
     return (
         tuple(
-            result if empty else result.unflatten(0, (info.batch_size, batch))
+            result if empty else result.unflatten(0, (info.batch_size, *batch))
             for result, empty in zip(results, is_empty, strict=True)
         ),
         tuple(None if empty else 0 for empty in is_empty),
     )
 
 
-def _folded_ranges(ranges: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
-    """Of all calls: an entry for each sequence, or the only one of them all."""
-    if dim is None and ranges.shape[0] == 1:
-        return ranges
-    ranges = mapped(ranges, dim, info)
-    if ranges.dim() > 1 and ranges.shape[1] == 1:
-        ranges = ranges.expand(-1, batch, *ranges.shape[2:])
-    return ranges.flatten(0, 1).contiguous()
+def _folded_by_entry(name: str, tensor: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
+    """Ranges, masks and biases of all calls: an entry for each sequence, or one for those that share it.
+
+    Entries of a bias serve as many sequences as in one call, whose own lie behind each other.
+    """
+    if dim is None and tensor.shape[:1] == (1,):
+        return tensor
+    tensor = mapped(tensor, dim, info)
+    _require_dimension(name, tensor)
+    if name != "bias" and tensor.shape[1] == 1:
+        tensor = tensor.expand(-1, batch, *tensor.shape[2:])
+    tensor = tensor.flatten(0, 1)
+    return tensor.contiguous() if name == "ranges" else tensor
+
+
+def _folded_slopes(name: str, slopes: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
+    """(heads,) where all calls share them, else (batch, heads)."""
+    for_all = slopes.dim() - (dim is not None) == 1
+    if for_all and dim is None:
+        return slopes
+    slopes = mapped(slopes, dim, info)
+    _require_dimension(name, slopes)
+    return (slopes.unsqueeze(1).expand(-1, batch, -1) if for_all else slopes).flatten(0, 1)
+
+
+def _require_dimension(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for one that has nothing but what vmap maps over."""
+    if tensor.dim() < 2:
+        raise ValueError(f"{OURS}{name} has shape () under vmap; at least one dimension is accepted")
+
+
+_FOLDS = dict.fromkeys(("ranges", "mask", "bias"), _folded_by_entry) | {"alibi_slopes": _folded_slopes}
 
 
 def _one_by_one(op, info, in_dims, tensors, options):
     def entry(index: int) -> dict[str, torch.Tensor | None]:
         dims = in_dims[0]
         return {
-            name: x if x is None or dims[name] is None else x.select(dims[name], index)
+            name: x if x is None or dims[name] is None else selected(x.movedim(dims[name], 0), index)
             for name, x in tensors.items()
         }
 
-    results = [op(**entry(index), **options) for index in range(info.batch_size)]
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    def selected(x: torch.Tensor, index: int) -> torch.Tensor:
+        return x[index] if info.batch_size else x.new_zeros(x.shape[1:])  # for the shapes of no results
+
+    results = [op(**entry(index), **options) for index in range(max(1, info.batch_size))]
+    stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
 
 

@@ -43,8 +43,7 @@ WRONG_TYPES = {
     "SDPA's is_causal": (lambda t: {"is_causal": True}, "is_causal did you mean causal?"),
     "SDPA's scale": (lambda t: {"scale": 1.0}, "scale did you mean softmax_scale?"),
     "flash_attn's window_size": (lambda t: {"window_size": (1, 1)}, "window_size did you mean window?"),
-    "dropout_p": (lambda t: {"dropout_p": 0.0}, "dropout_p did you mean"),
-    "SDPA's attn_mask": (lambda t: {"attn_mask": None}, "attn_mask ranges flash_cute.masks.from_dense"),
+    "SDPA's attn_mask": (lambda t: {"attn_mask": None}, "attn_mask did you mean mask, True bias, scores?"),
     "FlexAttention's block_mask": (lambda t: {"block_mask": None}, "ranges flash_cute.masks.from_block_mask"),
     "FlexAttention's mask_mod": (lambda t: {"mask_mod": None}, "ranges, flash_cute.masks.from_mask_mod"),
     "a mask of padding": (lambda t: {"attention_mask": None}, "ranges flash_cute.masks.padding"),
@@ -53,10 +52,20 @@ WRONG_TYPES = {
     "FlashAttention-3's page_table": (lambda t: {"page_table": 0}, "did you mean block_table?"),
     "flash_attn's cache_leftpad": (lambda t: {"cache_leftpad": 0}, "did you mean leftpad_k?"),
     "flash_attn's num_splits": (lambda t: {"num_splits": 1}, "did you mean batch_invariant, num_splits=1?"),
-    "flash_attn's softcap": (lambda t: {"softcap": 0.0}, "softcap, as there is no soft cap; leave it out?"),
-    "flash_attn's alibi_slopes": (lambda t: {"alibi_slopes": None}, "there is no ALiBi; leave it out?"),
-    "a bias": (lambda t: {"bias": None}, "bias, as there is no bias; leave it out?"),
-    "dropout": (lambda t: {"dropout": 0.0}, "dropout, as there is no dropout; leave it out?"),
+    "vLLM's logits_soft_cap": (lambda t: {"logits_soft_cap": 0.0}, "did you mean softcap?"),
+    "xFormers' attn_bias": (lambda t: {"attn_bias": None}, "did you mean bias?"),
+    "dropout": (lambda t: {"dropout": 0.0}, "did you mean dropout_p?"),
+    "FlexAttention's score_mod": (lambda t: {"score_mod": None}, "no function of the scores; leave it out?"),
+    "mask is a list": (lambda t: {"mask": [[True]]}, "mask list torch.Tensor"),
+    "bias is a number": (lambda t: {"bias": 0.5}, "bias float torch.Tensor"),
+    "alibi_slopes are a list": (lambda t: {"alibi_slopes": [0.5] * 6}, "alibi_slopes list torch.Tensor"),
+    "dropout_seed is a number": (lambda t: {"dropout_p": 0.5, "dropout_seed": 7}, "dropout_seed int Tensor"),
+    "an idle dropout_seed is a number": (lambda t: {"dropout_seed": 7}, "dropout_seed int torch.Tensor"),
+    "softcap is text": (lambda t: {"softcap": "30"}, "softcap '30' a number"),
+    "softcap is None": (lambda t: {"softcap": None}, "softcap None a number"),
+    "softcap is a tensor": (lambda t: {"softcap": torch.tensor(30.0)}, "softcap a tensor a number"),
+    "dropout_p is a bool": (lambda t: {"dropout_p": True}, "dropout_p True a number"),
+    "dropout_p is None": (lambda t: {"dropout_p": None}, "dropout_p None a number"),
     "SDPA's enable_gqa": (lambda t: {"enable_gqa": True}, "enable_gqa none is needed, leave it out?"),
     "flash_attn's return_softmax_lse": (
         lambda t: {"return_softmax_lse": True},
@@ -149,6 +158,7 @@ HINTS = {  # of functions with other arguments: what is brought, and what is to 
     (flash_cute.merge, "s_aux"): "did you mean sinks?",
     (flash_cute.merge, "out"): "did you mean outs?",
     (flash_cute.merge, "attn_mask"): "there are outs, lses, sinks",
+    (flash_cute.merge, "dropout_p"): "as there is no dropout; did you mean to leave it out?",
     (flash_cute.softmax, "softmax_scale"): "did you mean scale?",
     (flash_cute.softmax, "cache_leftpad"): "did you mean leftpad_k?",
     (flash_cute.softmax, "dropout_p"): "as there is no dropout; did you mean to leave it out?",
@@ -196,6 +206,83 @@ def test_what_to_detach_is_named(name, paged):
     with pytest.raises(NotImplementedError) as caught:
         flash_cute.forward(tensors["q"], q.detach(), q.detach(), sinks=tensors["sinks"], **options)
     assert str(caught.value) == f"flash_cute.forward: there are no gradients {where}; detach {name}"
+
+
+BESIDE_CACHES = {  # what does not combine, and the sentence about it
+    "a bias beside pages": ({"bias": (1, 1, 1, 8)}, True, False, "bias must be None with block_table, got"),
+    "dropout beside pages": ({"dropout_p": 0.5}, True, False, "dropout_p must be 0 with block_table, got"),
+    "a mask of packed queries beside pages": (
+        {"mask": (1, 1, 1, 8)}, True, True, "mask must be None with cu_seqlens_q, got",
+    ),
+    "dropout of packed queries beside a padded cache": (
+        {"dropout_p": 0.5}, False, True, "dropout_p must be 0 where k is a cache beside packed queries, got",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "paged", "packed", "sentence"), BESIDE_CACHES.values(), ids=BESIDE_CACHES)
+def test_what_does_not_combine_with_a_cache(device, given, paged, packed, sentence):
+    """Whether it is computed, planned or traced."""
+    dtypes = {"mask": torch.bool, "bias": torch.bfloat16}
+    q = torch.ones(2, 4, 3, 8, dtype=torch.bfloat16, device=device)
+    cache = torch.ones(2, 2, 8, 8, dtype=torch.bfloat16, device=device)
+    options = {
+        name: torch.ones(x, dtype=dtypes[name], device=device) if name in dtypes else x
+        for name, x in given.items()
+    }
+    if paged:
+        options["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    function = flash_cute.forward
+    if packed:
+        q, function = q.transpose(1, 2).flatten(0, 1), flash_cute.forward_varlen
+        options["cu_seqlens_q"] = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    for call in (function, flash_cute.explain, torch.compile(function, backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match=sentence):
+            call(q, cache, cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"bias": [1, 1, 1, 8]}, "bias must be None with batch_invariant, got a tensor"),
+        ({"dropout_seed": [2], "dropout_p": 0.5}, "dropout_p must be 0 with batch_invariant, got 0.5"),
+        ({"mask": [1, 1, 1, 8], "alibi_slopes": [4], "softcap": 5.0}, None),
+    ],
+)
+def test_what_does_not_combine_with_batch_invariance(given, sentence):
+    """By the checks of a traced call, which need no GPU."""
+    dtypes = {"mask": torch.bool, "bias": torch.bfloat16, "alibi_slopes": torch.float32}
+    dtypes["dropout_seed"] = torch.int64
+    of_tensors = [torch.bfloat16] * 3 + [dtypes[name] for name in given if name in dtypes]
+    devices = [torch.device("cuda:0")] * len(of_tensors)
+    shapes = [2, 4, 3, 8], [2, 2, 8, 8], [2, 2, 8, 8]
+    expected = pytest.raises(RuntimeError, match=f"^flash_cute: {sentence}") if sentence else nullcontext()
+    with expected:
+        torch.ops.flash_cute._check(*shapes, of_tensors, devices, [], batch_invariant=True, **given)
+
+
+def test_out_is_not_the_bias(device):
+    """Which is read while out is written."""
+    q = torch.ones(2, 4, 8, 8, dtype=torch.bfloat16, device=device)
+    bias = torch.zeros(2, 4, 8, 8, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"out is written, so it must not share memory with bias$"):
+        flash_cute.forward(q, q, q, bias=bias, out=bias)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi_slopes", "dropout_seed"])
+def test_storages_that_are_too_small(device, name):
+    q = torch.ones(2, 4, 8, 8, dtype=torch.bfloat16, device=device)
+    tensors = {
+        "mask": torch.ones(2, 4, 8, 8, dtype=torch.bool, device=device),
+        "bias": torch.zeros_like(q),
+        "alibi_slopes": torch.ones(4, device=device),
+        "dropout_seed": torch.ones(2, dtype=torch.int64, device=device),
+    }
+    bytes_needed = tensors[name].numel() * tensors[name].element_size()
+    tensors[name].untyped_storage().resize_(1)
+    sentence = f"{name} must have a storage of at least {bytes_needed} bytes, got one of 1$"
+    with pytest.raises(ValueError, match=sentence):
+        flash_cute.forward(q, q, q, dropout_p=0.5, **tensors)
 
 
 @pytest.mark.parametrize("name", ["forward", "attention"])

@@ -81,6 +81,62 @@ def test_explain_tells_of_ranges_and_sinks():
 
 
 @pytest.mark.parametrize("backward", [False, True])
+def test_explain_tells_of_scores(backward):
+    q, k, v = make_inputs(Shape(2, 4, 2, 15, 19, 8), torch.bfloat16, "cpu")
+    options = {"bias": torch.zeros(1, 4, 15, 19), "alibi_slopes": torch.ones(4), "softcap": 30}
+    bits = torch.ones(2, 1, 1, 3, dtype=torch.uint8)
+    plan = flash_cute.explain(q, k, v, mask=bits, dropout_p=0.1, backward=backward, **options)
+    shown = str(plan)
+    assert (plan["mask"], plan["bias"], plan["alibi_slopes"]) == ("bits", (1, 4, 15, 19), (4,))
+    assert (plan["softcap"], plan["dropout_keep"]) == (30, 3686 / 4096)
+    assert plan["copies"] == ["bias: it is rounded from torch.float32 to torch.bfloat16"]
+    assert (
+        "\nmask      a bit for each pair, 8 keys a byte\nbias      (1, 4, 15, 19), added to scores" in shown
+    )
+    assert (
+        "\nalibi     slopes (4,), times the distance\nsoftcap   scores are less than 30 either way" in shown
+    )
+    assert "\ndropout   keeps 3686 of 4096 weights, by a bit for each pair" in shown
+    seen = flash_cute.explain(q, k, v, mask=torch.ones(1, 1, 1, 19, dtype=torch.bool), backward=backward)
+    assert (seen["mask"], seen["copies"]) == ("bool", [])
+    assert "\nmask      a boolean for each pair" in str(seen)
+    plain = flash_cute.explain(q, k, v, backward=backward)
+    absent = {"mask": None, "bias": None, "alibi_slopes": None, "softcap": 0, "dropout_keep": 1}
+    assert {name: plain[name] for name in absent} == absent
+    assert not any(f"\n{word}" in str(plain) for word in ("mask", "bias", "alibi", "softcap", "dropout"))
+    assert ("PyTorch's operators" in shown, "PyTorch's operators" in str(plain)) == (True, False)
+
+
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_counts_the_pairs_that_masks_leave(backward, of_heads):
+    """Beside a window, lengths and ranges, and where it is of the last keys alone."""
+    q, k, v = make_inputs(Shape(2, 4, 2, 15, 19, 8), torch.bfloat16, "cpu")
+    used, leftpad = torch.tensor([19, 11], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    ranges = torch.tensor([[[0, 4], [6, 17]]] * 15, dtype=torch.int32)[None, None]
+    options = {"window": (9, 3), "seqused_k": used, "leftpad_k": leftpad, "ranges": ranges}
+    for columns in (19, 16, 5):
+        mask = torch.rand(2, 4 if of_heads else 1, 15, columns) > 0.4
+        expected = 0
+        for sequence, (last, first) in enumerate(((19, 2), (11, 0))):
+            whole = torch.ones(len(mask[0]), 15, 19, dtype=torch.bool)
+            begin = 0 if columns == 19 else last - columns
+            whole[..., max(0, begin) : begin + columns] = mask[sequence, ..., max(0, -begin) :]
+            window = flash_cute.reference.visible(15, last - first, window=(9, 3))
+            within = torch.tensor([j < 4 or 6 <= j < 17 for j in range(first, last)])
+            expected += (whole[..., first:last] & window & within).sum().item() * (1 if of_heads else 4)
+        plan = flash_cute.explain(q, k, v, mask=mask, backward=backward, **options)
+        assert plan["flops"] == 2 * (5 if backward else 2) * 8 * expected
+        plain = flash_cute.explain(q, k, v, backward=backward, **options)
+        assert plan["bytes"] == plain["bytes"] + mask.numel()
+        if columns == 16:  # with bits, whole bytes
+            weights = torch.tensor([1 << bit for bit in range(8)])
+            bits = (mask.unflatten(-1, (2, 8)) * weights).sum(-1).to(torch.uint8)
+            of_bits = flash_cute.explain(q, k, v, mask=bits, backward=backward, **options)
+            assert of_bits["flops"] == plan["flops"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("used", [False, True], ids=["dense", "seqused"])
 @pytest.mark.parametrize(
     ("heads", "seqlen", "causal"), [(1, 2**28, False), (64, 2**25, True), (2**7, 2**28, True)]

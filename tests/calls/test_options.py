@@ -35,6 +35,12 @@ GIVEN = {
     "deterministic": (True, {"deterministic": True}),
     "family": ("sm80", {"family": "sm80"}),
     "sinks": (torch.zeros(HEADS), {"sinks": torch.Tensor}),
+    "mask": (torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool), {"mask": torch.Tensor}),
+    "bias": (torch.zeros(1, HEADS, 1, ROWS), {"bias": torch.Tensor}),
+    "alibi_slopes": (torch.ones(HEADS), {"alibi_slopes": torch.Tensor}),
+    "softcap": (30, {"softcap": 30}),
+    "dropout_p": (0.25, {"dropout_p": 0.25}),
+    "dropout_seed": (torch.tensor([1, 2]), {"dropout_seed": None}),  # without dropout_p it says nothing
     "precision": ("highest", {"tf32": False}),
     "out": (torch.empty(1, HEADS, ROWS, HEAD_DIM), {"out": torch.Tensor}),
 }
@@ -86,15 +92,17 @@ def mapped(function, q, **options):
 
 
 LENGTHS = "seqused_q", "seqused_k", "leftpad_k", "block_table", "ranges"
+OF_PADDED = "mask", "bias"
+OF_RANDOM = ("dropout_p",)  # which vmap draws for no entry unless it is told how
 FACES = {  # how it is called, and which options it refuses
     "forward": (dense, flash_cute.forward, ()),
     "attention": (dense, flash_cute.attention, ()),
     "forward_varlen": (packed, flash_cute.forward_varlen, ()),
     "attention_varlen": (packed, flash_cute.attention_varlen, ()),
-    "nested forward": (nested, flash_cute.forward, (*LENGTHS, "out")),
-    "nested attention": (nested, flash_cute.attention, (*LENGTHS, "out")),
-    "vmap of forward": (mapped, flash_cute.forward, ("block_table", "out")),
-    "vmap of attention": (mapped, flash_cute.attention, ("block_table", "out")),
+    "nested forward": (nested, flash_cute.forward, (*LENGTHS, *OF_PADDED, "out")),
+    "nested attention": (nested, flash_cute.attention, (*LENGTHS, *OF_PADDED, "out")),
+    "vmap of forward": (mapped, flash_cute.forward, ("block_table", "out", *OF_RANDOM)),
+    "vmap of attention": (mapped, flash_cute.attention, ("block_table", "out", *OF_RANDOM)),
 }
 
 
@@ -168,9 +176,13 @@ def test_an_option_reaches_a_compiled_operator(face, option):
         with pytest.raises(Exception, match=rf"flash_cute: {option} .* on the CPU"):
             compiled(function, q, **{option: value})
         return
+    if call is packed and option in OF_PADDED:
+        with pytest.raises(Exception, match=rf"flash_cute: {option} must be None with cu_seqlens_q"):
+            compiled(function, q, **{option: value})
+        return
     compiled(function, q, **{option: value})
     for name, wanted in expected.items():
-        found = seen[0].get(name, False)
+        found = seen[0].get(name, None if wanted is None else False)
         assert isinstance(found, torch.fx.Node) if isinstance(wanted, type) else found == wanted
 
 
@@ -195,5 +207,11 @@ def test_an_option_reaches_the_plan(call, option, monkeypatch):
         with pytest.raises(ValueError, match=rf"^flash_cute\.explain: {option} is given with nested tensors"):
             call(explained, q, **{option: value})
         return
+    if call is nested and option in OF_PADDED:
+        with pytest.raises(
+            ValueError, match=rf"^flash_cute\.explain: {option} must be None where q is nested"
+        ):
+            call(explained, q, **{option: value})
+        return
     call(explained, q, **{option: value})
-    assert_reached({"tf32": False} | seen[0], expected)
+    assert_reached({"tf32": False, "dropout_seed": None} | seen[0], expected)

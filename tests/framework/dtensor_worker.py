@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.cases import (
@@ -121,6 +122,63 @@ def ranged(one: bool, placement, mesh) -> None:
     assert_gradients(whole(gradients, inputs), *inputs, dout, dlse, mask)
 
 
+# What is sharded, and the shapes of a mask and a bias; slopes are alike for all sequences, or not.
+CHANGES = {
+    "alike for all": (BATCH, (1, 1, 37, 61), (1, 4, 1, 61), (4,)),
+    "of each sequence": (BATCH, (4, 1, 37, 61), (4, 4, 37, 61), (4, 4)),
+    "of pairs of sequences": (BATCH, (4, 4, 1, 61), (2, 1, 37, 61), (4,)),
+    "of all heads": (HEADS, (4, 1, 37, 61), (1, 1, 37, 61), (4,)),
+    "of each head": (HEADS, (1, 4, 37, 61), (2, 4, 37, 1), (4, 4)),
+    "replicated": (ALL, (4, 4, 37, 61), (2, 4, 37, 61), (4,)),
+}
+
+
+def changed(name: str, mesh) -> None:
+    """Results and gradients are those of one process, of what it has of a mask, a bias and slopes."""
+    placement, *shapes = CHANGES[name]
+    inputs = make_inputs(Shape(4, 4, 2, 37, 61, 32), DTYPE, "cpu", seed=shared(1))
+    dout, dlse = make_gradients(inputs[0], seed=2)
+    shared(3)
+    mask, bias, slopes = (torch.randn(shape) for shape in shapes)
+    changes = {"mask": mask > -1, "bias": bias.to(DTYPE), "alibi_slopes": slopes.abs()}
+    given = leaves(inputs, [placement] * 3, mesh)
+    parts = {}
+    for argument, x in changes.items():
+        dim = (
+            x.dim() - 1 if argument == "alibi_slopes" and placement == HEADS else getattr(placement, "dim", 0)
+        )
+        differ = x.shape[dim] > 1 and (placement == HEADS or x.dim() > 1)
+        in_parts = placement != ALL and differ
+        parts[argument] = distribute_tensor(x, mesh, [Shard(dim) if in_parts else ALL])
+    out, lse = flash_cute.forward(*given, causal=True, softcap=5.0, **parts)
+    assert (out.placements, lse.placements) == ((placement,), (placement,)), (name, out.placements)
+    results = [distribute_tensor(x, mesh, [placement]) for x in (dout, dlse)]
+    gradients = torch.autograd.grad((out, lse), given, results)
+    assert all(x.placements == (placement,) for x in gradients)
+    plain = [x.detach().requires_grad_() for x in inputs]
+    expected = flash_cute.forward(*plain, causal=True, softcap=5.0, **changes)
+    torch.testing.assert_close((out.full_tensor(), lse.full_tensor()), expected)
+    expected = torch.autograd.grad(expected, plain, (dout, dlse))
+    torch.testing.assert_close(whole(gradients, inputs), list(expected))
+
+
+def dropped(placement, mesh) -> None:
+    """All processes drop the same, as all have the whole; parts of it are a sentence."""
+    inputs = make_inputs(Shape(4, 4, 2, 37, 61, 32), DTYPE, "cpu", seed=shared(1))
+    given = leaves(inputs, [placement] * 3, mesh)
+    if placement != ALL:
+        with pytest.raises(Exception, match="dropout_p must be 0 where q is sharded"):
+            flash_cute.forward(*given, dropout_p=0.5)
+        return
+    out = flash_cute.attention(*given, dropout_p=0.5)
+    whole_out = out.to_local()
+    of_first = whole_out.detach().clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(of_first, whole_out)
+    (dq,) = torch.autograd.grad(out.sum(), given[:1])
+    assert dq.placements == (ALL,)
+
+
 def ring_of_ranges(mesh) -> None:
     """Each process has a part of the queries, and takes the keys part by part."""
     inputs = make_inputs(Shape(2, 4, 2, 64, 80, 32), DTYPE, "cpu", seed=shared(8))
@@ -200,6 +258,12 @@ def main() -> None:
     for one, placement in ((False, BATCH), (True, BATCH), (True, HEADS)):
         ranged(one, placement, mesh)
         print("passed: ranges", one, placement, flush=True)
+    for name in CHANGES:
+        changed(name, mesh)
+        print("passed: scores changed", name, flush=True)
+    for placement in (ALL, BATCH, HEADS):
+        dropped(placement, mesh)
+        print("passed: dropout", placement, flush=True)
     ring_of_ranges(mesh)
     print("passed: ring of ranges", flush=True)
     for method in ("allgather", "alltoall"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
 from support.cases import DTYPES, MASKS, Shape, make_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import flash_cute
 from flash_cute import reference
 
 
@@ -46,6 +48,71 @@ def test_reference_is_the_definition(mask, seqlen_q, seqlen_k, head_dim_v):
             expected_out, expected_lse = by_definition(*tensors, visible, 0.3)
             torch.testing.assert_close(out[batch, head], torch.tensor(expected_out, dtype=torch.float64))
             torch.testing.assert_close(lse[batch, head], torch.tensor(expected_lse, dtype=torch.float64))
+
+
+def changed_by_definition(score: float, place, options) -> float:
+    """What softmax is of; place: sequence, head, query, key, and the sizes of the last two."""
+    n, head, i, j, seqlen_q, seqlen_k = place
+    if softcap := options.get("softcap"):
+        score = softcap * math.tanh(score / softcap)
+    if "bias" in options:
+        bias = options["bias"]
+        entry = n // (2 // len(bias)), head, i, j
+        score += bias[tuple(at % size for at, size in zip(entry, bias.shape, strict=True))].item()
+    if "alibi_slopes" in options:
+        slopes = options["alibi_slopes"]
+        slope = slopes[head] if slopes.dim() == 1 else slopes[n, head]
+        score -= slope.item() * abs(i + seqlen_k - seqlen_q - j)
+    return score
+
+
+BITS = torch.tensor([[0b1011001, 0b10], [0b11111111, 0b11111101], [0, 0]], dtype=torch.uint8)
+CHANGES = {
+    "softcap": lambda: {"softcap": 0.4},
+    "mask": lambda: {"mask": torch.rand(2, 1, 7, 9) < 0.6},
+    "bits": lambda: {"mask": BITS[torch.randint(0, 3, (7,))][None, None]},
+    "a bias for each": lambda: {"bias": torch.randn(2, 4, 7, 9)},
+    "a bias for both": lambda: {"bias": torch.randn(1, 1, 7, 1)},
+    "-inf": lambda: {"bias": torch.randn(2, 1, 1, 9).masked_fill(torch.rand(2, 1, 1, 9) < 0.5, -torch.inf)},
+    "slopes": lambda: {"alibi_slopes": torch.rand(4)},
+    "slopes of sequences": lambda: {"alibi_slopes": torch.rand(2, 4)},
+    "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": torch.tensor([1, 2])},
+}
+CHANGES["all"] = lambda: {
+    name: value
+    for kind in ("softcap", "bits", "-inf", "slopes", "dropout")
+    for name, value in CHANGES[kind]().items()
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_changed_reference_is_the_definition(changes, causal):
+    """One query and key at a time, in Python's floats."""
+    options = changes()
+    q, k, v = (x.double() for x in make_inputs(Shape(2, 4, 2, 7, 9, 5, 3), torch.float32, "cpu"))
+    out, lse = reference.forward(q, k, v, causal, 0.8, **options)
+    p = options.get("dropout_p", 0)
+    kept = flash_cute.dropout_mask(torch.tensor([1, 2]), 2, 4, 7, 9, p).tolist()
+    for n, head, i in product(range(2), range(4), range(7)):
+        scores, total, row = {}, 0, [0.0] * 3
+        for j in range(9):
+            score = 0.8 * (q[n, head, i] @ k[n, head // 2, j]).item()
+            score = changed_by_definition(score, (n, head, i, j, 7, 9), options)
+            seen = j <= i + 2 or not causal
+            if (mask := options.get("mask")) is not None:
+                of_row = mask[n % len(mask), 0, i]
+                bit = of_row[j].item() if mask.dtype == torch.bool else of_row[j // 8].item() >> j % 8 & 1
+                seen = seen and bit
+            if seen and score > -math.inf:
+                scores[j] = score
+                total += math.exp(score)
+        for j, score in scores.items():
+            weight = math.exp(score) / total * kept[n][head][i][j] / (round(4096 * (1 - p)) / 4096)
+            row = [x + weight * of_v for x, of_v in zip(row, v[n, head // 2, j].tolist(), strict=True)]
+        expected = math.log(total) if scores else -math.inf
+        torch.testing.assert_close(lse[n, head, i], torch.tensor(expected, dtype=torch.float64))
+        torch.testing.assert_close(out[n, head, i], torch.tensor(row, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -113,10 +180,21 @@ def test_reference_of_nothing_has_no_error():
     assert reference.error(nothing, nothing.double()) == (0, 0)
 
 
+CHANGED = {
+    "nothing else": (),
+    "softcap": ("softcap",),
+    "dropout": ("dropout",),
+    "more": ("softcap", "slopes"),
+}
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3)])
-def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
+@pytest.mark.parametrize("kinds", CHANGED.values(), ids=CHANGED)
+def test_reference_gradients_are_differences(kinds, mask, seqlen_q, seqlen_k):
     """Of both results, without what lies in rows that are not valid."""
+    options = mask.options | {name: x for kind in kinds for name, x in CHANGES[kind]().items()}
+    options |= {"alibi_slopes": options["alibi_slopes"][:2]} if "slopes" in kinds else {}
     shape = Shape(1, 2, 1, seqlen_q, seqlen_k, 3, 2)
     q, k, v = (x.double() for x in make_inputs(shape, torch.float32, "cpu", "contiguous"))
     visible = mask.visible(seqlen_q, seqlen_k)
@@ -124,7 +202,7 @@ def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
     dout, dlse = torch.randn(1, 2, seqlen_q, 2).double(), torch.randn(1, 2, seqlen_q).double()
 
     def loss(q, k, v):
-        out, lse = reference.forward(q, k, v, softmax_scale=0.3, **mask.options)
+        out, lse = reference.forward(q, k, v, softmax_scale=0.3, **options)
         return ((out * dout).sum(-1) + lse * dlse)[:, :, ~blind].sum()
 
     dirty = [x.clone() for x in (q, k, v, dout, dlse)]
@@ -132,7 +210,7 @@ def test_reference_gradients_are_differences(mask, seqlen_q, seqlen_k):
         tensor[:, :, blind] = torch.nan
     for tensor in dirty[1:3]:
         tensor[:, :, ~visible.any(0)] = torch.nan
-    gradients = reference.backward(*dirty, softmax_scale=0.3, **mask.options)
+    gradients = reference.backward(*dirty, softmax_scale=0.3, **options)
     step = 1e-6
     for index, gradient in enumerate(gradients):
         for place in range(gradient.numel()):

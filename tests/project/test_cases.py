@@ -11,6 +11,7 @@ import torch
 from support import table
 from support.cases import BUCKETS, MASKS, Shape, each_pair, make_gradients, make_inputs
 from support.expected import Sequence
+from support.scores import Given
 
 from flash_cute import reference
 
@@ -28,11 +29,11 @@ def test_every_two_values_of_two_axes_meet(sizes):
     assert sorted(others) != sorted(rows) or len(rows) == len(list(product(*axes)))
 
 
-@pytest.mark.parametrize("kind", ["forward_case", "gradient_case"])
+@pytest.mark.parametrize("kind", sorted(table.KINDS_OF_CASES))
 @pytest.mark.parametrize("family", [None, "sm80", "sm90"])
 def test_refused_values_meet_in_refused_cases_and_all_others_in_others(family, kind):
     """Each rule has a case that nothing else refuses."""
-    named = {axis: [*values] for axis, values in table.axes(family, kind == "gradient_case").items()}
+    named = {axis: [*values] for axis, values in table.axes(family, kind).items()}
     met, alone = {True: set(), False: set()}, set()
     for case in table.drawn(family, kind):
         values = {axis: asdict(case)[axis] for axis in named}
@@ -78,20 +79,39 @@ def test_behind_the_narrower_width_there_is_no_number(layout, width_v):
             assert behind.isnan().all()
 
 
+CHANGES = {
+    "nothing": {},
+    "pairs": {"pairs": "pairs"},
+    "bits of keys": {"pairs": "bits of keys"},
+    "no pair": {"pairs": "no pair"},
+    "bias": {"bias": "some -inf"},
+    "lowest": {"bias": "lowest"},
+    "alibi": {"alibi": "of sequences and heads"},
+    "softcap": {"softcap": "1.5"},
+    "dropout": {"dropout": "0.5"},
+    "all": {"pairs": "bits", "bias": "some -inf", "alibi": "of heads", "softcap": "1.5", "dropout": "0.1"},
+}
+
+
 @pytest.mark.parametrize("head_dim_v", [None, 10, 24])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_what_is_expected_is_the_reference(mask, head_dim_v):
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_what_is_expected_is_the_reference(changes, mask, head_dim_v):
     """Which was written by itself."""
     q, k, v = make_inputs(Shape(1, 4, 2, 9, 13, 16, head_dim_v), torch.float32, "cpu", "contiguous")
     dout, dlse = make_gradients(q, head_dim_v=head_dim_v)
     sequence = Sequence(q[0], k[0], v[0], mask.visible(9, 13), None, 0.3)
-    given = {"softmax_scale": 0.3, **mask.options}
+    case, generator = table.Case(**changes), torch.Generator().manual_seed(1)
+    scores = Given.of(case, (1, 4, 9, 13), [13], False, torch.float32, torch.device("cpu"), generator)
+    sequence = scores.changed(sequence, 0, torch.arange(9))
+    given = {"softmax_scale": 0.3, **mask.options, **scores.arguments()}
     found = *sequence.forward(torch.float64), *sequence.gradients(dout[0], dlse[0], torch.float64)
     right = *reference.forward(q, k, v, **given), *reference.backward(q, k, v, dout, dlse, **given)
     rounded = *sequence.rounded_forward(), *sequence.gradients_of_rounded_out(dout[0], dlse[0])
     for ours, theirs, close in zip(found, right, rounded, strict=True):
         torch.testing.assert_close(ours, theirs[0])
-        torch.testing.assert_close(close.double(), ours, rtol=1e-4, atol=1e-5)
+        # float32 has no room for the logarithm of a few keys beside its lowest numbers.
+        torch.testing.assert_close(close.double(), ours, rtol=1e-4, atol=2e-5)
 
 
 def test_a_sink_is_a_key_without_a_value():

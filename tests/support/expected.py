@@ -14,12 +14,16 @@ from support.precision import RoundedProducts
 # What rounding to a type, or to TF32, adds to a number at most, relative to it.
 EPSILONS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, "tf32": 2**-11}
 
+# What is less than this is finite, and yet the lowest number of some type beside which scores are nothing.
+LOWEST = -1e30
+
 
 @dataclass(frozen=True)
 class Sequence:
-    """q (heads_q, rows, head_dim), k likewise (heads_kv, keys, ...), v of any width; sees (rows, keys).
+    """q (heads_q, rows, head_dim), k likewise (heads_kv, keys, ...), v of any width.
 
-    sinks are (heads_q,).
+    sees is (heads_q or 1, rows, keys), or without heads, sinks are (heads_q,). What is added to the scores,
+    float64, and whom dropout keeps, booleans, are (heads_q, rows, keys).
     """
 
     q: torch.Tensor
@@ -29,6 +33,10 @@ class Sequence:
     sinks: torch.Tensor | None
     scale: float
     tf32: bool = False
+    softcap: float = 0.0
+    added: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    keep: float = 1.0
 
     @property
     def fully_masked(self) -> torch.Tensor:
@@ -42,7 +50,10 @@ class Sequence:
 
     def leaves(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """q, k, v and sinks in dtype; what no query sees may hold NaN, and is 0."""
-        hidden = ~self.sees.any(-2).unsqueeze(-1)
+        seen = self.sees.any(-2)
+        if seen.dim() == 2 and len(seen) > 1:
+            seen = seen.unflatten(0, (len(self.k), -1)).any(1)
+        hidden = ~seen.unsqueeze(-1)
         tensors = [self.q, self.k.masked_fill(hidden, 0), self.v.masked_fill(hidden, 0)]
         tensors += [] if self.sinks is None else [self.sinks]
         return [x.detach().to(dtype).requires_grad_() for x in tensors]
@@ -51,14 +62,36 @@ class Sequence:
         """(out, lse) of the leaves, in their type; lse in float32 or wider."""
         group = q.shape[0] // k.shape[0]
         k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-        scores = (self.product(q, k.mT) * self.scale).masked_fill(~self.sees, -torch.inf)
+        scores = self.changed(self.product(q, k.mT) * self.scale).masked_fill(~self.sees, -torch.inf)
         if sinks is not None:
             column = torch.where(sinks.isneginf(), -torch.inf, sinks)  # no sink has no gradient
             scores = torch.cat((scores, column[:, None, None].expand(-1, scores.shape[1], 1)), -1)
         weights = scores.softmax(-1).masked_fill(self.fully_masked.unsqueeze(-1), 0)
-        out = self.product(weights[..., : k.shape[1]], v)
-        lse = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1)
-        return out, lse
+        out = self.product(self.dropped(weights[..., : k.shape[1]]), v)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self.added is None or not scores.shape[-1]:
+            return out, scores.logsumexp(-1)
+        # Beside the lowest numbers there is no room for the logarithm of a few keys, which the gradient has.
+        highest = scores.detach().amax(-1, keepdim=True)
+        lowest = torch.where((highest < LOWEST) & highest.isfinite(), highest, 0)
+        return out, (scores - lowest).logsumexp(-1) + lowest.squeeze(-1)
+
+    def changed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Capped, and with what is added; of 16 bits rounded once, and no finite sum to infinity."""
+        if not self.softcap and self.added is None:
+            return scores
+        dtype = scores.dtype
+        scores = scores.to(torch.promote_types(dtype, torch.float32))
+        if self.softcap:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        if self.added is not None:
+            scores = scores + self.added.to(scores.dtype)
+            bounds = torch.finfo(dtype)
+            scores = torch.where(self.added.isfinite(), scores.clamp(bounds.min, bounds.max), scores)
+        return scores.to(dtype)
+
+    def dropped(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights if self.kept is None else weights * self.kept / self.keep
 
     def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a @ b in their type; of 16 bits by float32, as a CPU is slow at its own such products."""
@@ -109,11 +142,17 @@ class Sequence:
         dout = dout.float().masked_fill(~self.sees.any(-1, keepdim=True), 0)
         dlse, lse = dlse.masked_fill(self.fully_masked, 0), lse.masked_fill(self.fully_masked, torch.inf)
         # The forward's scores again, but not to the bit: another kernel sums them.
-        scores = self.product(q.flip(-1), k.flip(-1).mT) * self.scale
-        weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(~self.sees, 0)
+        products = self.product(q.flip(-1), k.flip(-1).mT) * self.scale
+        scores = self.changed(products).masked_fill(~self.sees, -torch.inf)
+        # What float32 has no room for beside the lowest numbers is not rounding.
+        low = (lse < LOWEST).unsqueeze(-1)
+        weights = torch.where(low, scores.softmax(-1), (scores - lse.unsqueeze(-1)).exp())
+        weights = weights.masked_fill(~self.sees, 0)
         delta = dlse - (dout * self.rounded_forward()[0]).sum(-1)
-        of_scores = self.rounded(weights * (self.product(dout, v.mT) + delta.unsqueeze(-1))) * self.scale
-        products = (of_scores, k), (of_scores.mT, q), (self.rounded(weights).mT, dout)
+        of_weights = self.dropped(self.product(dout, v.mT)) + delta.unsqueeze(-1)
+        slope = 1 - (products / self.softcap).tanh().square() if self.softcap else 1
+        of_scores = self.rounded(weights * of_weights * slope) * self.scale
+        products = (of_scores, k), (of_scores.mT, q), (self.rounded(self.dropped(weights)).mT, dout)
         found = [self.product(*pair) for pair in products]
         found[1:] = (x.unflatten(0, (-1, group)).sum(1) for x in found[1:])
         found = [x.to(dtype) for x in found]

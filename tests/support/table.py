@@ -29,9 +29,10 @@ from support.cases import (
     each_pair,
     poisoned,
 )
-from support.expected import EPSILONS, Sequence
+from support.expected import EPSILONS, LOWEST, Sequence
 from support.precision import Calls
 from support.ranges import KINDS, anywhere
+from support.scores import BIASES, PAIRS, Given
 from support.tolerance import NORMS, assert_within_rule
 
 # Queries and keys of each sequence. Without lengths all are as long as the longest.
@@ -64,6 +65,10 @@ SOME_HEAD_DIMS = 64, 8, 24, 40, 72, 96, 128, 152, 192, 200, 256
 AS_Q = "as q"
 WIDTHS_OF_V = 8, 24, 33, 57, 64, 96, 128, 192, 200, 256
 SOME_WIDTHS_OF_V = 8, 40, 57, 128, 256
+# Where scores are changed, which knows nothing of them.
+FEW_HEAD_DIMS = 64, 8, 40, 96, 128, 192, 256, 33, 130
+FEW_LAYOUTS = "contiguous", "mixed", "rows_not_16_bytes", "every_second_element", "expanded_heads"
+FEW_PAGES = "pages of 1", "pages of 17", "pages of 128"
 SCALES = {"default": None, "1e-3": 1e-3, "0.3": 0.3}
 PRECISIONS = {"torch's": None, "highest": "highest", "high": "high"}
 SINKS = "none", "float32", "of q's type", "some -inf"
@@ -87,6 +92,9 @@ PAGES = {f"pages of {size}": size for size in (1, 2, 5, 16, 17, 64, 100, 128, 25
 MARGINS = (0, 0), (3, 5), (1, 1), (0, 300), (200, 0)
 NESTED = "jagged", "jagged with holes"
 SHARED = "shared"  # the layout in which the narrower of k and v is the other's first columns
+SLOPES = "none", "of heads", "of sequences and heads"
+SOFTCAPS = "none", "30", "1.5"
+DROPS = "none", "0.1", "0.5", "0.97", "1e-5"  # the last is rounded to none
 GIVEN = "both", "dout", "dlse"
 GRADIENT_LAYOUTS = {
     "heads after rows": Layout("bshd"),
@@ -98,6 +106,9 @@ GRADIENT_LAYOUTS = {
     "rows not of 16 bytes": Layout(columns=1),
     "misaligned start": Layout(offset=1),
 }
+
+
+KINDS_OF_CASES = {"forward_case", "gradient_case", "changed_forward_case", "changed_gradient_case"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,12 @@ class Case:
     cache: str = "none"
     nested: str = "no"
     layout: str = "contiguous"
+    # What changes scores.
+    pairs: str = "none"
+    bias: str = "none"
+    alibi: str = "none"
+    softcap: str = "none"
+    dropout: str = "none"
     # Of the forward alone.
     out: str = "new"
     batch_invariant: str = "no"
@@ -145,8 +162,13 @@ class Case:
         return {"q": width, "k": width, "v": width if self.width_v == AS_Q else int(self.width_v)}
 
 
-def axes(family: str | None, of_gradients: bool) -> dict[str, Iterable[str]]:
-    """What is to meet in cases of a family's kernels, or of the CPU; what goes with nothing is left out."""
+def axes(family: str | None, kind: str) -> dict[str, Iterable[str]]:
+    """What is to meet in cases of a family's kernels, or of the CPU; what goes with nothing is left out.
+
+    kind: forward_case or gradient_case, or with changed_ before it, which are a table of their own: among so
+    many features a call without those that change scores would be rare.
+    """
+    changed = kind.startswith("changed_")
     on_gpu = family is not None
     found = {
         "rows": ROWS | (ROWS_OF_KERNELS if on_gpu else {}),
@@ -163,9 +185,15 @@ def axes(family: str | None, of_gradients: bool) -> dict[str, Iterable[str]]:
         "nested": ["no", *NESTED],
         "layout": [*LAYOUTS, SHARED],
     }
-    if of_gradients:
+    if changed:
+        found |= {"head_dim": map(str, FEW_HEAD_DIMS), "layout": FEW_LAYOUTS}
+        found |= {"width_v": [AS_Q, *map(str, SOME_WIDTHS_OF_V)]}
+        # Those of the CPU have a test of their own.
+        found["rows"] = [name for name in found["rows"] if name != "several blocks of the CPU"]
+        found |= {"pairs": PAIRS, "bias": BIASES, "alibi": SLOPES, "softcap": SOFTCAPS, "dropout": DROPS}
+    if kind.endswith("gradient_case"):
         return found | {"deterministic": ["no", "yes"], "given": GIVEN, "dout": GRADIENT_LAYOUTS}
-    found |= {"cache": ["none", "contiguous", *PAGES], "out": ["new", "given"]}
+    found |= {"cache": ["none", "contiguous", *(FEW_PAGES if changed else PAGES)], "out": ["new", "given"]}
     return found | ({"batch_invariant": ["no", "yes"]} if on_gpu else {})
 
 
@@ -177,6 +205,20 @@ NOT_OF_CACHES = [
 ]  # fmt: skip
 ODD = [str(size) for size in ODD_HEAD_DIMS if size % 8]
 ODD_WIDTHS_OF_V = [str(size) for size in {*WIDTHS_OF_V, *SOME_WIDTHS_OF_V} if size % 8]
+CHANGED = {
+    "pairs": [name for name in PAIRS if name != "none"],
+    "bias": [name for name in BIASES if name != "none"],
+    "dropout": [name for name in DROPS if name != "none"],
+}
+# What only the kernels of general calls know.
+GENERAL = {
+    "ranges": KINDS,
+    "pairs": [name for name in PAIRS if name != "none"],
+    "bias": [name for name in BIASES if name != "none"],
+    "alibi": [name for name in SLOPES if name != "none"],
+    "softcap": [name for name in SOFTCAPS if name != "none"],
+    "dropout": [name for name in DROPS if name not in ("none", "1e-5")],  # which keeps all
+}
 NO_KERNEL = "this build has no sm.. kernel for caches and batch_invariant with"
 # Which values are refused together, the sentence, and where: everywhere, on a GPU or by a family.
 REFUSALS = (
@@ -184,6 +226,23 @@ REFUSALS = (
     ({"nested": NESTED, "lengths": PACKED}, "q is nested; dense tensors are accepted", ""),
     ({"nested": NESTED, "ranges": KINDS}, "ranges is given with nested tensors; pack the sequences", ""),
     ({"nested": NESTED, "cache": CACHES}, "q is nested and k is not; they must be alike", ""),
+    *(
+        ({argument: CHANGED[argument]} | others, sentence, where)
+        for argument, others, sentence, where in (
+            ("pairs", {"lengths": PACKED}, "mask must be None with cu_seqlens_q, got a tensor", ""),
+            ("bias", {"lengths": PACKED}, "bias must be None with cu_seqlens_q, got a tensor", ""),
+            ("pairs", {"nested": NESTED}, "mask must be None where q is nested, got a tensor", ""),
+            ("bias", {"nested": NESTED}, "bias must be None where q is nested, got a tensor", ""),
+            ("bias", {"cache": PAGES}, "bias must be None with block_table, got a tensor", ""),
+            ("dropout", {"cache": PAGES}, "dropout_p must be 0 with block_table, got", ""),
+            (
+                "dropout", {"cache": ["contiguous"], "lengths": PACKED},
+                "dropout_p must be 0 where k is a cache beside packed queries, got", "",
+            ),
+            ("bias", {"batch_invariant": ["yes"]}, "bias must be None with batch_invariant", "gpu"),
+            ("dropout", {"batch_invariant": ["yes"]}, "dropout_p must be 0 with batch_invariant", "gpu"),
+        )
+    ),
     ({"nested": NESTED, "out": ["given"]}, "out must be None where q is nested, got a tensor", ""),
     *(
         (cached | refused, sentence, where)
@@ -197,9 +256,13 @@ REFUSALS = (
     ),
     ({"batch_invariant": ["yes"], "element": ["fp32"]}, NO_KERNEL, "gpu"),
     ({"batch_invariant": ["yes"], "ranges": KINDS}, "ranges must be None with batch_invariant", "gpu"),
-    (
-        {"ranges": KINDS, "deterministic": ["yes"]},
-        "family must be 'sm80' or None where gradients with ranges are deterministic, got 'sm90'", "sm90",
+    *(
+        (
+            {axis: values, "deterministic": ["yes"]},
+            "family must be 'sm80' or None where gradients with ranges or changed scores are deterministic",
+            "sm90",
+        )
+        for axis, values in GENERAL.items()
     ),
 )  # fmt: skip
 
@@ -217,10 +280,16 @@ def refusals(values: dict[str, str], family: str | None) -> list[str]:
 @cache
 def drawn(family: str | None, kind: str) -> list[Case]:
     """The cases of a family's kernels, or of the CPU: each pair, and on a GPU once more of v as wide as q."""
-    named = {axis: [*values] for axis, values in axes(family, of_gradients=kind == "gradient_case").items()}
+    named = {axis: [*values] for axis, values in axes(family, kind).items()}
     names = [*named]
     rows = {}
-    for seed, widths in enumerate([named["width_v"], [AS_Q]] if family else [named["width_v"]]):
+    if kind.startswith("changed_"):  # each by itself, too, as in most calls
+        for axis in ("pairs", "bias", "alibi", "softcap", "dropout"):
+            for value in named[axis][1:]:
+                alone = asdict(Case()) | {axis: value}
+                rows[tuple(alone[name] for name in names)] = None
+    twice = family and not rows
+    for seed, widths in enumerate([named["width_v"], [AS_Q]] if twice else [named["width_v"]]):
         found = each_pair(
             *(named | {"width_v": widths}).values(),
             refused=lambda row: len(refusals({names[i]: value for i, value in row.items()}, family)),
@@ -409,16 +478,28 @@ def make_call(case: Case, device: torch.device) -> Call:
         for side in "qk":
             lengths = torch.tensor(counts[side], device=device) if used[side] else None
             offsets[side] = torch.tensor(begins[side], device=device), lengths
+    room = len(table[0]) * page if page else sizes["k"]
+    short = page or "seqused_k" in names
+    given = Given.of(case, (batch, heads[0], sizes["q"], room), counts["k"], short, dtype, device, generator)
+    seen = [_sees(case, place, ranges) for place in places]
+    if given.bias is not None and not packed:
+        given.poison_bias([(place.queries[1], pairs) for place, pairs in zip(places, seen, strict=True)])
+    arguments |= given.arguments()
     sequences = [
         Sequence(
             *(place.taken(x, side) for x, side in zip(tensors, "qkk", strict=True)),
-            _sees(case, place, ranges),
+            pairs,
             sinks,
             SCALES[case.scale] or int(case.head_dim) ** -0.5,
             case.element == "fp32" and case.precision == "high",
         )
-        for place in places
+        for place, pairs in zip(places, seen, strict=True)
     ]
+    if not (packed and (given.mask is not None or given.bias is not None)):
+        sequences = [
+            given.changed(sequence, number, place.queries[1])
+            for number, (sequence, place) in enumerate(zip(sequences, places, strict=True))
+        ]
     return Call(case, *tensors, arguments, places, sequences, offsets)
 
 
@@ -512,6 +593,10 @@ def check_forward(kernel, case: Case) -> None:
         for whole, rows in zip(yardstick, sequence.rounded_forward(), strict=True):
             place.put(whole, "q", rows)
     assert (out[oracle[1].isneginf()] == 0).all()
+    low = (oracle[1] < LOWEST) & oracle[1].isfinite()
+    if low.any():  # of biases that are the lowest number: so is the LSE, about
+        assert ((lse < LOWEST) & lse.isfinite())[low].all()
+        lse = lse.where(~low, oracle[1].float())
     assert_within_rule("out", out, _with_rounding(oracle[0], out.dtype, yardstick[0]), oracle[0], call.norms)
     assert_within_rule("lse", lse, yardstick[1], oracle[1], call.norms)
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from flash_cute import reference
 from support.tolerance import assert_within_rule
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5")
@@ -32,6 +33,9 @@ GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop
 WINDOWED = GROUPED | {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 # As many are taken as there are, so that rounding does not choose others.
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+# A cap that scores reach.
+GEMMA2 = GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+GEMMA2 |= {"attn_logit_softcapping": 0.05, "initializer_range": 0.1}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", SIZES | GPT2),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
@@ -39,6 +43,7 @@ MODELS = {
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 6}),
     "one layer of two with a window": ("Qwen2ForCausalLM", "Qwen2Config", WINDOWED),
     "sinks": ("GptOssForCausalLM", "GptOssConfig", GROUPED | EXPERTS | {"head_dim": 16, "sliding_window": 6}),
+    "softcap": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA2),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "bart": ("BartForConditionalGeneration", "BartConfig", BOTH),
 }
@@ -54,16 +59,49 @@ NARROW = {
     "MiniCPM3": ("MiniCPM3ForCausalLM", "MiniCPM3Config", LATENT),
     "MiMo V2 Flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", GROUPED | ROUTED | NARROW_SINKS),
 }
-WITH_SINKS = "sinks", "MiMo V2 Flash"
+ORACLES = {"sinks": "eager", "MiMo V2 Flash": "eager", "softcap": "reference"}  # else SDPA, which has neither
+# Whose biases of positions train, so that there are no gradients yet.
+T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "dropout_rate": 0.0}
+BEIT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+BEIT |= {"image_size": 32, "patch_size": 8, "drop_path_rate": 0.0}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]}
+SWIN |= {"window_size": 4, "drop_path_rate": 0.0}  # 4 of 16 and 2 of 8 patches, each second layer's shifted
+BIASED = {
+    "T5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "Swin": ("SwinForImageClassification", "SwinConfig", SWIN),
+    "BEiT": ("BeitForImageClassification", "BeitConfig", BEIT | {"use_relative_position_bias": True}),
+    "BEiT, shared": (
+        "BeitForImageClassification",
+        "BeitConfig",
+        BEIT | {"use_shared_relative_position_bias": True},
+    ),
+}
 BATCH, LENGTH = 3, 20
+
+
+def of_reference(module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    """Attention in the type of its inputs, where eager attention's softmax is always in float32."""
+    whole = attention_mask is None and query.shape[2] > 1  # a query alone stands at the last key
+    mask = {"causal": whole and module.is_causal, "mask": attention_mask, "softcap": softcap or 0.0}
+    out = reference.forward(query, key, value, softmax_scale=scaling, dtype=query.dtype, **mask)[0]
+    return out.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("reference", of_reference)
+transformers.AttentionMaskInterface.register("reference", transformers.masking_utils.sdpa_mask)
 
 
 def build(name: str, device) -> torch.nn.Module:
     """The model in float32 on the CPU's random weights, so that they are the same on every device."""
-    model_class, config_class, sizes = (MODELS | NARROW)[name]
+    model_class, config_class, sizes = (MODELS | NARROW | BIASED)[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**sizes)
-    return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").to(device)
+    model = getattr(transformers, model_class)._from_config(config, attn_implementation="eager")
+    for parameter, value in model.named_parameters():
+        if "position_bias_table" in parameter or "relative_attention_bias" in parameter:
+            torch.nn.init.normal_(value)  # else zeros
+    return model.to(device)
 
 
 class Trio:
@@ -74,7 +112,7 @@ class Trio:
         self.yardstick, self.oracle = rounded, copy.deepcopy(rounded).double()
         self.ours = copy.deepcopy(rounded)
         self.ours.set_attn_implementation("cute_attention")
-        self.oracle.set_attn_implementation("eager" if name in WITH_SINKS else "sdpa")  # SDPA has no sinks
+        self.oracle.set_attn_implementation(ORACLES.get(name, "sdpa"))
         self.all = self.ours, self.yardstick, self.oracle
 
 

@@ -125,6 +125,88 @@ WRONG_VALUES = {
         lambda t: {"leftpad_k": lengths(t, "x", (1,))["x"].expand(2)},
         "leftpad_k stride 0 contiguous",
     ),
+    "a mask of numbers": (
+        lambda t: lengths(t, "mask", (2, 1, 150, 190), torch.float32),
+        "mask torch.float32 torch.bool torch.uint8 numbers bias",
+    ),
+    "a mask of a type that torch's stable ABI does not know": (
+        lambda t: {"mask": torch.empty(1, 1, 1, 190, dtype=torch.uint4, device=t["q"].device)},
+        "mask dtype torch.uint4 torch.bool and torch.uint8",
+    ),
+    "a mask of two dimensions": (
+        lambda t: lengths(t, "mask", (150, 190), torch.bool),
+        "mask (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k) (2 or 1, 6 or 1, 150 or 1, 190) (150, 190)",
+    ),
+    "a mask for another batch": (lambda t: lengths(t, "mask", (3, 1, 1, 190), torch.bool), "mask (3, 1, 1,"),
+    "a mask for heads of k": (
+        lambda t: lengths(t, "mask", (1, 2, 1, 190), torch.bool),
+        "mask (1, 2, 1, 190)",
+    ),
+    "a mask of one column": (lambda t: lengths(t, "mask", (2, 1, 150, 1), torch.bool), "mask 190), got (2,"),
+    "bits of as many columns as booleans": (
+        lambda t: lengths(t, "mask", (1, 1, 1, 190), torch.uint8),
+        "mask seqlen_k / 8 24) (1, 1, 1, 190)",
+    ),
+    "a mask of more columns than keys": (
+        lambda t: lengths(t, "mask", (1, 1, 1, 191), torch.bool) | lengths(t, "seqused_k", (2,)),
+        "mask 1 to 190) (1, 1, 1, 191)",
+    ),
+    "bits of more columns than keys": (
+        lambda t: lengths(t, "mask", (1, 1, 1, 25), torch.uint8) | lengths(t, "seqused_k", (2,)),
+        "mask 1 to 24) (1, 1, 1, 25)",
+    ),
+    "a bias of float16": (
+        lambda t: lengths(t, "bias", (1, 1, 1, 190), torch.float16),
+        "bias dtype of q, torch.bfloat16, torch.float16",
+    ),
+    "a bias of booleans": (lambda t: lengths(t, "bias", (1, 1, 1, 190), torch.bool), "bias torch.bool"),
+    "a bias of float64": (lambda t: lengths(t, "bias", (1, 1, 1, 190), torch.float64), "bias torch.float64"),
+    "a bias of three dimensions": (
+        lambda t: lengths(t, "bias", (6, 150, 190), torch.bfloat16),
+        "bias divisor of 2, 6 or 1, 150 or 1, 190 or 1 (6, 150, 190)",
+    ),
+    "a bias of entries that do not divide the batch": (
+        lambda t: lengths(t, "bias", (4, 1, 1, 190), torch.float32),
+        "bias divisor of 2 (4, 1, 1, 190)",
+    ),
+    "a bias of no entries": (lambda t: lengths(t, "bias", (0, 1, 1, 1), torch.float32), "bias (0, 1, 1, 1)"),
+    "a bias for heads of k": (lambda t: lengths(t, "bias", (1, 2, 1, 1), torch.float32), "bias (1, 2, 1, 1)"),
+    "a bias of fewer columns beside lengths": (
+        lambda t: lengths(t, "bias", (1, 1, 1, 64), torch.bfloat16) | lengths(t, "seqused_k", (2,)),
+        "bias (1, 1, 1, 64)",
+    ),
+    "slopes of bfloat16": (
+        lambda t: lengths(t, "alibi_slopes", (6,), torch.bfloat16),
+        "alibi_slopes torch.bfloat16 torch.float32",
+    ),
+    "slopes for heads of k": (
+        lambda t: lengths(t, "alibi_slopes", (2,), torch.float32),
+        "alibi_slopes (heads_q,) (batch, heads_q) (6,) (2, 6) (2,)",
+    ),
+    "slopes for another batch": (
+        lambda t: lengths(t, "alibi_slopes", (1, 6), torch.float32),
+        "alibi_slopes (2, 6), got (1, 6)",
+    ),
+    "a slope of no dimensions": (lambda t: lengths(t, "alibi_slopes", (), torch.float32), "alibi_slopes ()"),
+    "softcap is negative": (lambda t: {"softcap": -30.0}, "softcap -30 0, for none, finite number > 0"),
+    "softcap is NaN": (lambda t: {"softcap": math.nan}, "softcap nan finite"),
+    "softcap is infinite": (lambda t: {"softcap": math.inf}, "softcap inf finite"),
+    "softcap vanishes in float32": (lambda t: {"softcap": 1e-50}, "softcap 1e-50"),
+    "dropout_p is negative": (lambda t: {"dropout_p": -0.1}, "dropout_p -0.1 from 0 to less than 1"),
+    "dropout_p is 1": (lambda t: {"dropout_p": 1}, "dropout_p 1; from 0 to less than 1"),
+    "dropout_p is NaN": (lambda t: {"dropout_p": math.nan}, "dropout_p nan"),
+    "dropout_p that keeps nothing": (
+        lambda t: {"dropout_p": 0.9999},
+        "dropout_p 0.9999 keeps no weight 4096 0.999878",
+    ),
+    "a seed of int32": (
+        lambda t: {"dropout_p": 0.5} | lengths(t, "dropout_seed", (2,)),
+        "dropout_seed torch.int32 torch.int64",
+    ),
+    "a seed of one number": (
+        lambda t: {"dropout_p": 0.5} | lengths(t, "dropout_seed", (1,), torch.int64),
+        "dropout_seed (2,), got (1,)",
+    ),
 }
 WRONG_PACKED = {
     "q of four dimensions": (lambda t: {"q": t["q"][None]}, "q 4 dimensions 3 (total, heads, head_dim)"),
@@ -152,6 +234,18 @@ WRONG_PACKED = {
     "leftpad of int64": (lambda t: lengths(t, "leftpad_k", (2,), torch.int64), "leftpad_k int64 int32"),
     "left is negative": (lambda t: {"window": (-3, 5)}, "window left -3 >= 0"),
     "scale is NaN": (lambda t: {"softmax_scale": math.nan}, "softmax_scale nan finite"),
+    "a mask": (lambda t: lengths(t, "mask", (2, 1, 1, 380), torch.bool), "mask None cu_seqlens_q"),
+    "a bias": (lambda t: lengths(t, "bias", (1, 1, 1, 1), torch.bfloat16), "bias None cu_seqlens_q"),
+    "slopes for as many as offsets": (
+        lambda t: lengths(t, "alibi_slopes", (3, 6), torch.float32),
+        "alibi_slopes (6,) (2, 6), got (3, 6)",
+    ),
+    "softcap is negative": (lambda t: {"softcap": -30.0}, "softcap -30"),
+    "dropout_p is 1": (lambda t: {"dropout_p": 1.0}, "dropout_p 1"),
+    "a seed of two dimensions": (
+        lambda t: {"dropout_p": 0.5} | lengths(t, "dropout_seed", (1, 2), torch.int64),
+        "dropout_seed (2,), got (1, 2)",
+    ),
 }
 
 
@@ -159,7 +253,7 @@ def assert_one_sentence(message: str, words: str, function: str = "forward") -> 
     """function: the name in front of the sentence; empty for an operator, which no face has called."""
     assert message.startswith(f"flash_cute.{function}: " if function else "flash_cute: "), message
     assert "\n" not in message, message
-    assert len(message) < 300, message
+    assert len(message) < 330, message  # that which names all arguments of explain has 320
     for leftover in (".cpp", ".hpp", "Exception raised", "c10", "RuntimeError", "aten::"):
         assert leftover not in message, message
     for word in words.split():
