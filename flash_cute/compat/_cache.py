@@ -10,10 +10,12 @@ from flash_cute._torch.autocast import autocast_dtype
 from flash_cute._torch.checks import require_stored
 from flash_cute.compat._translate import (
     NAMES,
+    adds_keys,
     check_tensor,
     common_options,
     heads_first,
     integer,
+    lse_of_alibi,
     renaming,
     require_device,
     require_int32,
@@ -31,16 +33,16 @@ _append_kv = renaming(flash_cute.append_kv, {"cu_seqlens": "cu_seqlens_k_new"})
 def with_cache(
     q, cache, new, rotary, softmax_scale, causal, window_size, num_splits, *, cache_seqlens, cache_batch_idx,
     cache_leftpad, block_table, cu_seqlens_q=None, cu_seqlens_k_new=None, rotary_seqlens=None, sinks=None,
-    **refused,
+    lse_is_read=False, **others,
 ):  # fmt: skip
     """(out, lse) as of dense or, with cu_seqlens_q, of packed, after what is new is written into the cache.
 
     There are no gradients, as of flash_attn's functions, whatever the inputs require.
 
-    cache, new: (k, v). rotary: (cos, sin, interleaved). refused: as of dense. The others: as flash_attn's
-    functions document them.
+    cache, new: (k, v). rotary: (cos, sin, interleaved). lse_is_read, others: as of dense. The rest: as
+    flash_attn's functions document them.
     """
-    options = common_options(softmax_scale, causal, window_size, False, refused, sinks)
+    options = common_options(softmax_scale, causal, window_size, False, sinks=sinks, **others)
     packed = cu_seqlens_q is not None
     check_tensor("q", q)
     if packed:
@@ -84,6 +86,11 @@ def with_cache(
         begins = used, None if rotary_seqlens is cache_seqlens else rotary_seqlens
         tensors[0] = _write(*tensors, rows, table, offsets, begins, rotary, follows)
     out, lse = forward(*tensors, **lengths, **options)
+    if lse_is_read and adds_keys(options, capacity):  # of FlashAttention-2, whose queries are not packed
+        keys = lengths.get("seqused_k", torch.full((batch,), capacity, device=q.device))
+        keys = keys - (0 if cache_leftpad is None else cache_leftpad)
+        place = torch.arange(-q.shape[1], 0, device=q.device) + keys.unsqueeze(1)
+        lse = lse_of_alibi(lse, options["alibi_slopes"], place)
     return (out if packed else out.transpose(1, 2)), lse
 
 

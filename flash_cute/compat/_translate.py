@@ -14,9 +14,6 @@ from flash_cute.wording import named, shown
 
 # The values that ask for nothing that flash_cute has not.
 _ACCEPTED = {
-    "dropout_p": (0,),  # not 0.0: under torch.compile(dynamic=True) a float of a global is a symbol
-    "softcap": (0,),
-    "alibi_slopes": (None,),
     "qv": (None,),
     "q_descale": (None,),
     "k_descale": (None,),
@@ -46,31 +43,38 @@ _forward = renaming(flash_cute.forward, NAMES)
 _forward_varlen = renaming(flash_cute.forward_varlen, NAMES)
 
 
-def dense(q, k, v, softmax_scale, causal, window_size, deterministic, *, chunk=0, sinks=None, **refused):
+def dense(
+    q, k, v, softmax_scale, causal, window_size, deterministic, *, chunk=0, lse_is_read=False, **others
+):
     """(out, lse): q, k, v and out are (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen_q).
 
-    chunk: FlashAttention-3's attention_chunk, see _chunks. refused: arguments of flash_attn's function whose
-    values must be those of _ACCEPTED.
+    chunk: FlashAttention-3's attention_chunk, see _chunks. lse_is_read: else it may be another than
+    flash_attn's, see lse_of_alibi. others: of common_options.
     """
-    options = common_options(softmax_scale, causal, window_size, deterministic, refused, sinks)
+    options = common_options(softmax_scale, causal, window_size, deterministic, **others)
     q, k, v = heads_first(q=q, k=k, v=v)
     if (size := _size_of_chunks(chunk)) > 0:
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
         place = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device).unsqueeze(0)
         options["ranges"] = _chunks(size, place, seqlen_q, seqlen_k)
     out, lse = _forward(q, k, v, **options)
+    if lse_is_read and adds_keys(options, k.shape[2]):
+        place = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+        lse = lse_of_alibi(lse, options["alibi_slopes"], place)
     return out.transpose(1, 2), lse
 
 
 def packed(
-    q, k, v, lengths, softmax_scale, causal, window_size, deterministic, *, chunk=0, sinks=None, **refused
-):
+    q, k, v, lengths, softmax_scale, causal, window_size, deterministic, *, chunk=0, lse_is_read=False,
+    longest=None, **others,
+):  # fmt: skip
     """(out, lse): q, k, v and out are (total, heads, head_dim), lse (heads, total_q).
 
     lengths: those of flash_cute.forward_varlen. With a block_table k and v are pages, (pages, page_size,
-    heads, head_dim), and of cu_seqlens_k the differences count. The others: as of dense.
+    heads, head_dim), and of cu_seqlens_k the differences count. longest: max_seqlen_k, if it is a number. The
+    others: as of dense.
     """
-    options = common_options(softmax_scale, causal, window_size, deterministic, refused, sinks)
+    options = common_options(softmax_scale, causal, window_size, deterministic, **others)
     require_stored("compat", **lengths)  # some are read here, before the operators' own checks
     if (size := _size_of_chunks(chunk)) > 0:
         offsets = [lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]]
@@ -88,7 +92,45 @@ def packed(
         require_int32(q, len(lengths["cu_seqlens_q"]), cu_seqlens_k=lengths["cu_seqlens_k"])
         lengths = lengths | {"cu_seqlens_k": None, "seqused_k": lengths["cu_seqlens_k"].diff()}
         k, v = heads_first("(pages, page_size, heads, head_dim)", k=k, v=v)
-    return _forward_varlen(q, k, v, **lengths, **options)
+    out, lse = _forward_varlen(q, k, v, **lengths, **options)
+    if lse_is_read and adds_keys(options, longest):
+        slopes, offsets = options["alibi_slopes"], lengths["cu_seqlens_q"]
+        keys = lengths["seqused_k"] if lengths["cu_seqlens_k"] is None else lengths["cu_seqlens_k"].diff()
+        lse = lse_of_alibi(lse, slopes, *_places_of_rows(q, offsets, keys))
+    return out, lse
+
+
+def adds_keys(options, longest) -> bool:
+    """Does flash_attn add slope * j to the score of key j, as where it is causal, not - slope * distance?
+
+    longest: so many keys or more in a window are no limit to flash_attn.
+    """
+    if options.get("alibi_slopes") is None:
+        return False
+    left, right = options["window"]
+    longest = integer(longest)
+    unlimited = left is None or (longest is not None and left >= longest)
+    return unlimited and (options["causal"] or right == 0)
+
+
+def lse_of_alibi(lse, slopes, place, sequence=None):
+    """flash_attn's LSE where adds_keys: of a query at key `place` its scores are larger by slope * place.
+
+    lse: (batch, heads, rows) with place (rows,) or (batch, rows); or (heads, rows) with the sequence of each.
+    """
+    if sequence is None:
+        return lse + slopes.unsqueeze(-1) * (place if place.dim() == 1 else place.unsqueeze(1))
+    slopes = slopes.unsqueeze(-1) if slopes.dim() == 1 else slopes[sequence].mT
+    return lse + slopes * place
+
+
+def _places_of_rows(q, offsets, keys):
+    """Of packed queries: the key at which each stands, and its sequence; 0 for rows of none."""
+    sequence, place = flash_cute.lengths.sequences_of_rows(q.shape[0], offsets)
+    sequence = sequence.clamp(min=0)
+    if len(offsets) > 1:  # else no row is of a sequence
+        place = place + (keys - offsets.diff())[sequence]
+    return place, sequence
 
 
 def _size_of_chunks(value):
@@ -185,7 +227,11 @@ def unstacked(name, tensor, *sizes):
         raise
 
 
-def common_options(softmax_scale, causal, window_size, deterministic, refused, sinks=None):
+def common_options(
+    softmax_scale, causal, window_size, deterministic, *, sinks=None, softcap=0.0, dropout_p=0.0,
+    alibi_slopes=None, **refused,
+):  # fmt: skip
+    """What flash_cute.forward takes of these. refused: arguments whose values must be those of _ACCEPTED."""
     for name, value in refused.items():
         # Of numbers dynamo may know no attribute.
         is_number = isinstance(value, int | float | torch.SymInt | torch.SymFloat)
@@ -200,6 +246,11 @@ def common_options(softmax_scale, causal, window_size, deterministic, refused, s
         "window": _limits(window_size),
         "deterministic": deterministic,
     }
+    for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):
+        if type(value) not in (int, float) or value != 0:
+            options[name] = value
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
     if sinks is None:
         return options
     # As FlashAttention-3 any 16-bit type is taken, whichever q has.

@@ -7,12 +7,11 @@ or, for code that can't be changed, before it imports flash_attn:
     flash_cute.compat.flash_attn.install()
 
 Tensors are (batch, seqlen, heads, head_dim), packed (total, heads, head_dim); float16 or bfloat16, on CUDA
-or the CPU. v, as v_cache, may have a head_dim of its own, which out then has. What flash_cute has not
-(dropout_p, softcap, alibi_slopes) raises NotImplementedError. max_seqlen arguments are not needed, and may
-hold anything.
+or the CPU. v, as v_cache, may have a head_dim of its own, which out then has. max_seqlen arguments are not
+needed, and may hold anything.
 
-Two differences: the LSE of a row that sees no key is -inf, as in FlashAttention-3, not inf; and the LSE is
-differentiable, where flash_attn drops its gradient.
+Three differences: the LSE of a row that sees no key is -inf, as in FlashAttention-3, not inf; the LSE is
+differentiable, where flash_attn drops its gradient; and dropout is keyed by flash_cute.dropout_mask.
 
 Source: flash_attn/flash_attn_interface.py of github.com/Dao-AILab/flash-attention, 2.8.
 """
@@ -42,14 +41,17 @@ def flash_attn_func(
     Args:
         window_size: (left, right), how many keys a query sees before and after its own; -1 is unlimited.
         softmax_scale, causal, deterministic: as in flash_cute.forward.
-        dropout_p, softcap: 0. alibi_slopes: None.
+        dropout_p, softcap, alibi_slopes: as in flash_cute.forward, the seed from torch's generator.
 
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
-        (batch, heads_q, seqlen_q), S_dmask an empty tensor, as there is no dropout.
+        (batch, heads_q, seqlen_q), with alibi_slopes and causal of scores to which slope * j is added for key
+        j, as flash_attn has them. S_dmask is an empty tensor: which weights dropout keeps is said by
+        flash_cute.dropout_mask, of a dropout_seed that flash_cute.forward is given.
     """
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **refused)
+    others = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    others["lse_is_read"] = return_attn_probs
+    out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **others)
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -84,7 +86,8 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), as in flash_cute.forward_varlen.
-        max_seqlen_q, max_seqlen_k: not needed.
+        max_seqlen_q, max_seqlen_k: not needed; max_seqlen_k as a number tells flash_attn's LSE with
+            alibi_slopes, causal and a window to the left that is no shorter.
         block_table: int32 (batch, max_pages), where k and v are a cache in pages of any size, (pages,
             page_size, heads_kv, head_dim); cu_seqlens_k then only has their lengths. There are no gradients.
         The others: as in flash_attn_func.
@@ -93,9 +96,10 @@ def flash_attn_varlen_func(
         out, like q; with return_attn_probs=True (out, softmax_lse, S_dmask): softmax_lse is float32
         (heads_q, total_q).
     """
-    refused = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    others = {"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    others |= {"lse_is_read": return_attn_probs, "longest": max_seqlen_k}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
-    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **refused)
+    out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **others)
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -155,7 +159,7 @@ def flash_attn_with_kvcache(
     """
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}
-    places |= {"softcap": softcap, "alibi_slopes": alibi_slopes}
+    places |= {"softcap": softcap, "alibi_slopes": alibi_slopes, "lse_is_read": return_softmax_lse}
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     mask = softmax_scale, causal, window_size
     out, lse = with_cache(q, (k_cache, v_cache), (k, v), rotary, *mask, num_splits, **places)

@@ -3,7 +3,7 @@
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
 v, as v_cache, may have a head_dim of its own, which out then has.
-What flash_cute has not (qv, descales, softcap, attention_chunk beside a cache) raises NotImplementedError.
+What flash_cute has not (qv, descales, attention_chunk beside a cache) raises NotImplementedError.
 What only says how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin,
 scheduler_metadata) may hold anything. Each function takes s_aux as well, as builds of FlashAttention-3 with
 sinks do.
@@ -40,14 +40,13 @@ def flash_attn_func(
         attention_chunk: a query sees only keys of its own chunk of so many, counted from the first key; the
             last query stands at the last key. Differentiable. 0 is none.
         s_aux: (heads_q,), the sinks of flash_cute.forward.
-        softcap: 0. qv, descales: None. num_splits, pack_gqa, sm_margin: not needed.
+        softcap: as in flash_cute.forward. qv, descales: None. num_splits, pack_gqa, sm_margin: not needed.
 
     Returns:
         out, like q; with return_attn_probs=True (out, softmax_lse), float32 (batch, heads_q, seqlen_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap}
-    given = {"chunk": attention_chunk, "sinks": s_aux}
+    given = {"chunk": attention_chunk, "sinks": s_aux, "softcap": softcap}
     out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **given, **refused)
     return (out, lse) if return_attn_probs else out
 
@@ -75,8 +74,7 @@ def flash_attn_qkvpacked_func(
             )
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], -2)
     refused = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap}
-    given = {"chunk": attention_chunk, "sinks": s_aux}
+    given = {"chunk": attention_chunk, "sinks": s_aux, "softcap": softcap}
     out, lse = dense(q, k, v, softmax_scale, causal, window_size, deterministic, **given, **refused)
     return (out, lse) if return_attn_probs else out
 
@@ -97,8 +95,7 @@ def flash_attn_varlen_func(
         out, like q; with return_attn_probs=True (out, softmax_lse), softmax_lse float32 (heads_q, total_q).
     """
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap}
-    given = {"chunk": attention_chunk, "sinks": s_aux}
+    given = {"chunk": attention_chunk, "sinks": s_aux, "softcap": softcap}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     lengths |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
     out, lse = packed(q, k, v, lengths, softmax_scale, causal, window_size, deterministic, **given, **refused)
@@ -131,9 +128,10 @@ def flash_attn_with_kvcache(
     """
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": page_table, "rotary_seqlens": rotary_seqlens}
-    places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "sinks": s_aux}
+    places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
+    places |= {"sinks": s_aux, "softcap": softcap}
     refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"softcap": softcap, "attention_chunk": attention_chunk}
+    refused |= {"attention_chunk": attention_chunk}
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     mask = softmax_scale, causal, window_size
     out, lse = with_cache(q, (k_cache, v_cache), (k, v), rotary, *mask, num_splits, **places, **refused)

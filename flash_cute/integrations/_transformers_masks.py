@@ -26,6 +26,7 @@ if VERSION < (5, 4):  # which call masks otherwise
     )
 
 NAME = "cute_attention"
+_SUMS = torch.Tensor.add, torch.Tensor.__add__, torch.add
 _holes_are_expected = False  # of padding on a GPU
 
 
@@ -36,7 +37,8 @@ class CuteMask:
     extent: (batch, q_length, kv_length) that it is for. options: causal or window. lengths: those of forward.
     offsets: int32, where packed sequences begin among the tokens of all rows, and the last ones end. factor:
     float32 (batch or 1, q_length or 1, 1, 1), NaN for queries whose keys are not all said, where padding has
-    holes or four ranges do not suffice, else 1. ranges: those of forward. given: made by ranges_mask.
+    holes or four ranges do not suffice, else 1. ranges: those of forward. given: made by ranges_mask. bias:
+    what a model has added to the mask, as BEiT adds its biases of positions.
     """
 
     extent: tuple[int, int, int]
@@ -46,6 +48,7 @@ class CuteMask:
     factor: torch.Tensor | None = None
     ranges: torch.Tensor | None = None
     given: bool = False
+    bias: torch.Tensor | None = None
 
     # generate() makes the masks of a static cache before it calls the model, and some models make the mask of
     # the model inside them. That model takes it for padding of two dimensions, handles it so, and asks
@@ -59,8 +62,20 @@ class CuteMask:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(str(self._left_to_attention(f".{name} of it")))
 
+    def with_bias(self, bias: Any) -> CuteMask:
+        """With a bias, (batch or 1, heads or 1, q_length or 1, kv_length), for attention to add to scores."""
+        if not isinstance(bias, torch.Tensor) or bias.ndim != 4 or not bias.is_floating_point():
+            raise self._left_to_attention("a call of add with it")
+        return replace(self, bias=bias if self.bias is None else self.bias + bias)
+
+    __add__ = __radd__ = with_bias
+
     @classmethod
-    def __torch_function__(cls, function: Callable, *_: Any) -> NoReturn:
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> CuteMask:
+        if function in _SUMS and len(args) == 2 and not kwargs and isinstance(args[1], cls):
+            return args[1].with_bias(args[0])
         raise cls._left_to_attention(cls, f"a call of {function.__name__} with it")
 
     def _left_to_attention(self, found: str) -> NotImplementedError:
@@ -82,7 +97,9 @@ class CuteMask:
     def to(self, *args, **options) -> CuteMask:
         """On another device, as accelerate asks for where a model lies on several."""
         tensors = [
-            x for x in (*self.lengths.values(), self.offsets, self.factor, self.ranges) if x is not None
+            x
+            for x in (*self.lengths.values(), self.offsets, self.factor, self.ranges, self.bias)
+            if x is not None
         ]
         if not tensors:
             return self
@@ -92,7 +109,7 @@ class CuteMask:
             return None if x is None else x.to(device)
 
         moved = {name: x.to(device) for name, x in self.lengths.items()}
-        others = {name: move(getattr(self, name)) for name in ("offsets", "factor", "ranges")}
+        others = {name: move(getattr(self, name)) for name in ("offsets", "factor", "ranges", "bias")}
         return replace(self, lengths=moved, **others)
 
     def __getitem__(self, index: Any) -> CuteMask:
@@ -117,8 +134,11 @@ class CuteMask:
         factor = self.factor
         if factor is not None and factor.shape[1] > 1:
             factor = factor[:, dropped:]
+        bias = self.bias
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, dropped:]
         extent = batch, q_length - dropped, kv_length
-        return replace(self, extent=extent, lengths=given, ranges=ranges, factor=factor)
+        return replace(self, extent=extent, lengths=given, ranges=ranges, factor=factor, bias=bias)
 
     def view(self, *size: int) -> CuteMask:
         return self

@@ -13,7 +13,10 @@ on CUDA and, where PyTorch has no kernel for them, on the CPU; its restore_flash
 undoes that. Autograd, autocast, vmap, DTensor and torch.compile remain PyTorch's.
 
 These operators align a causal mask at the bottom right, as ours do. scaled_dot_product_attention aligns its
-is_causal at the top left, and calls them only where both lengths are the same.
+is_causal at the top left, and calls them only where both lengths are the same, and never with an attn_mask.
+
+scaled_dot_product_attention of this module has PyTorch's signature and takes masks, too. activate() and
+restore(), or a block of `with activated()`, put it in the place of torch.nn.functional's.
 
 Source: torch/nn/attention/_registry.py and _fa4.py of torch 2.11, varlen.py of 2.15.
 """
@@ -23,7 +26,17 @@ from __future__ import annotations
 import torch
 
 from flash_cute._torch import ops
+from flash_cute.dot_product_attention import drawn_seed
+from flash_cute.integrations._sdpa_function import (
+    activate,
+    activated,
+    left_to_pytorch,
+    restore,
+    scaled_dot_product_attention,
+)
 from flash_cute.wording import named
+
+__all__ = ["activate", "activated", "left_to_pytorch", "restore", "scaled_dot_product_attention"]
 
 NAME = "flash_cute"
 
@@ -38,11 +51,12 @@ def sdpa_forward(
 ) -> tuple:
     """aten::_scaled_dot_product_flash_attention: q, k and v are (batch, heads, seqlen, head_dim).
 
-    Returns out, lse (float32, (batch, heads, seqlen_q)), None, None, both lengths and _without_dropout.
+    Returns out, lse (float32, (batch, heads, seqlen_q)), None, None, both lengths and _states of dropout.
     """
-    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
-    out, lse = _run(ops._forward, query, key, value, causal=is_causal, softmax_scale=scale)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_without_dropout(query)
+    _refuse(return_debug_mask=return_debug_mask)
+    dropped = _drawn(query, dropout_p)
+    out, lse = _run(ops._forward, query, key, value, causal=is_causal, softmax_scale=scale, **dropped)
+    return out, lse, None, None, query.shape[2], key.shape[2], *_states(query, dropped)
 
 
 def sdpa_backward(
@@ -50,9 +64,9 @@ def sdpa_backward(
     philox_seed, philox_offset, *, scale=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """aten::_scaled_dot_product_flash_attention_backward."""
-    _refuse(dropout_p=dropout_p)
     tensors = grad_out, None, query, key, value, out, logsumexp
     options = {"softmax_scale": scale, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    options |= _kept(dropout_p, philox_seed)
     return _run(ops._backward, *tensors, causal=is_causal, **options)[:3]
 
 
@@ -69,9 +83,9 @@ def flash_forward(
     promises a sequence the same bits in any batch, as batch_invariant does; on the CPU each sequence is
     computed by itself. Other values are hints. out: a tensor like query for the result.
 
-    Returns out, lse (float32, (batch, heads, seqlen_q) or packed (heads, total_q)) and _without_dropout.
+    Returns out, lse (float32, (batch, heads, seqlen_q) or packed (heads, total_q)) and _states of dropout.
     """
-    _refuse(dropout_p, return_debug_mask, alibi_slopes)
+    _refuse(return_debug_mask, alibi_slopes)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         for name, tensor in {"seqused_k": seqused_k, "block_table": block_table}.items():
             if tensor is not None:
@@ -89,6 +103,8 @@ def flash_forward(
     options |= _mask(is_causal, window_size_left, window_size_right)
     if num_splits == 1 and query.is_cuda:
         options["batch_invariant"] = True
+    dropped = _drawn(query, dropout_p)
+    options |= dropped
     if packed:
         options |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": None if paged else cum_seq_k}
     else:
@@ -97,7 +113,7 @@ def flash_forward(
         out, lse = _run(ops._forward_varlen if packed else ops._forward, query, key, value, **options)
     else:
         lse = _run(ops._forward_out, query, key, value, out, **options)
-    return out if packed else out.transpose(1, 2), lse, *_without_dropout(query)
+    return out if packed else out.transpose(1, 2), lse, *_states(query, dropped)
 
 
 def flash_forward_out(out, *tensors, **options) -> torch.Tensor:
@@ -110,9 +126,8 @@ def flash_backward(
     rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """aten::_flash_attention_backward."""
-    _refuse(dropout_p=dropout_p)
     options = {"softmax_scale": scale, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    options |= _mask(is_causal, window_size_left, window_size_right)
+    options |= _mask(is_causal, window_size_left, window_size_right) | _kept(dropout_p, rng_state)
     if _is_packed(cum_seq_q, cum_seq_k):
         tensors = grad_out, None, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
         return _run(ops._backward_varlen, *tensors, **options)[:3]
@@ -150,9 +165,7 @@ def _run(op, *tensors, **options):
         raise named(error, "flash_cute.sdpa", _NAMES) from None
 
 
-def _refuse(dropout_p=0.0, return_debug_mask=False, alibi_slopes=None) -> None:
-    if dropout_p:
-        raise NotImplementedError(f"flash_cute.sdpa: dropout_p is {dropout_p}; 0 is accepted")
+def _refuse(return_debug_mask=False, alibi_slopes=None) -> None:
     if return_debug_mask:
         raise NotImplementedError("flash_cute.sdpa: return_debug_mask is True; False is accepted")
     if alibi_slopes is not None:
@@ -177,10 +190,21 @@ def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
-def _without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two states of random numbers and debug_attn_mask: they are not read where there is no dropout."""
-    seed, offset = (query.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))
-    return seed, offset, query.new_empty(0)
+def _drawn(query: torch.Tensor, dropout_p: float) -> dict[str, float | torch.Tensor]:
+    """Dropout for a forward, with a seed from torch's generator; of a p that is none, nothing."""
+    return {"dropout_p": dropout_p, "dropout_seed": drawn_seed(query)} if dropout_p else {}
+
+
+def _kept(dropout_p: float, state: torch.Tensor) -> dict[str, float | torch.Tensor]:
+    """Likewise for a backward, from the first one of _states."""
+    return {"dropout_p": dropout_p, "dropout_seed": state.view(torch.int64)} if dropout_p else {}
+
+
+def _states(query: torch.Tensor, dropped: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The seed of dropout as uint64, which PyTorch keeps, an offset that is not read, and debug_attn_mask."""
+    seed = dropped.get("dropout_seed")
+    seed = query.new_empty(2, dtype=torch.uint64) if seed is None else seed.view(torch.uint64)
+    return seed, query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 torch.nn.attention.register_flash_attention_impl(NAME, register_fn=Registration)

@@ -21,6 +21,7 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
+from flash_cute._torch.autograd import visibly_needs_gradient
 from flash_cute._torch.checks import require_stored
 from flash_cute.integrations._transformers_masks import (
     NAME,
@@ -40,7 +41,7 @@ def cute_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: CuteMask | None,
+    attention_mask: CuteMask | torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -49,6 +50,8 @@ def cute_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     pages: Any = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls for "cute_attention".
@@ -56,51 +59,50 @@ def cute_attention(
     Args:
         query, key, value: (batch, heads, length, head_dim), float16, bfloat16 or float32.
         attention_mask: of cute_mask; without it is_causal (else module.is_causal) and sliding_window say it.
+            Or of four dimensions, all of it: bool, True is seen, or added to the scores, as forward's bias.
+        dropout: of the weights, forward's dropout_p.
         scaling: multiplies the scores.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin among the tokens of all rows, and the last
             one ends. max_length_q and max_length_k are not needed.
         pages: of _transformers_paged, the cache that has all keys, key and value among them.
         s_aux: (heads,), the sinks of flash_cute.forward.
+        position_bias: (batch or 1, heads or 1, q_length or 1, kv_length), forward's bias.
+        softcap: as of forward; None is none.
 
     Returns:
         (batch, q_length, heads, head_dim), and None, as there are no weights. Queries that are padding have
         an out of 0, or in bidirectional attention of no meaning.
 
     Raises:
-        NotImplementedError: dropout, softcap, sinks by another name, a bias, head_mask, output_attentions,
-            indices of a sparse attention, a paged cache or a mask that is not of cute_mask is given.
+        NotImplementedError: a bias that requires grad, sinks or a bias by another name, head_mask,
+            output_attentions, indices of a sparse attention, a paged cache or another mask is given.
         ValueError, TypeError: as flash_cute.forward.
     """
-    if dropout:
-        raise NotImplementedError(
-            f"flash_cute.transformers: dropout must be 0, got {dropout}; set attention_dropout (attn_pdrop, "
-            "attention_probs_dropout_prob) of the model's configuration to 0, or call model.eval()"
-        )
     _check_options(options)
+    scores = _scores(attention_mask, position_bias, softcap, dropout)
     mask = attention_mask
     if mask is None:
         mask = _mask_of_module(module, query, key, is_causal, sliding_window)
-    elif not isinstance(mask, CuteMask):
-        shape = tuple(getattr(mask, "shape", ()))
-        found = f"attention_mask is a {type(mask).__name__} of shape {shape}"
-        accepted = "padding of two dimensions, or ranges_mask(flash_cute.masks.from_dense(mask)),"
-        raise error(found, accepted)
+    elif not isinstance(mask, CuteMask):  # which is among the scores
+        mask = CuteMask((query.shape[0], query.shape[2], key.shape[2]), {})
     q_length, kv_length = mask.extent[1:]
     if (q_length, kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"flash_cute.transformers: the mask is for {q_length} queries and {kv_length} keys, and "
             f"there are {query.shape[2]} and {key.shape[2]}"
         )
-    given, offsets = {"softmax_scale": scaling, **mask.options}, (mask.offsets, mask.offsets)
+    given, offsets = {"softmax_scale": scaling, **mask.options, **scores}, (mask.offsets, mask.offsets)
     given["deterministic"] = bool(options.get("deterministic"))
     if s_aux is not None:
         given["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.float()
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise error("only one of cu_seq_lens_q and cu_seq_lens_k is given", "both")
     if cu_seq_lens_q is not None:
-        if mask.lengths or mask.ranges is not None:
-            found = "a static cache" if mask.ranges is None else "a mask of ranges"
-            raise error(f"cu_seq_lens_q is given together with padding or {found}", "one of both")
+        dense = isinstance(attention_mask, torch.Tensor)
+        if mask.lengths or mask.ranges is not None or dense:
+            found = "a mask of four dimensions" if dense else "padding or a static cache"
+            found = found if mask.ranges is None else "padding or a mask of ranges"
+            raise error(f"cu_seq_lens_q is given together with {found}", "one of both")
         offsets = cu_seq_lens_q, cu_seq_lens_k
     elif lengths.CHECKED:
         _check_positions(mask, options.get("position_ids"))
@@ -138,9 +140,7 @@ def cute_flash_attention(
 
 # Options that models pass to their attention, and that flash_cute has not.
 _NOT_OFFERED = (
-    "softcap",
     "sinks",
-    "position_bias",
     "alibi",
     "attention_bias",
     "head_mask",
@@ -158,6 +158,37 @@ def _check_options(options: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) or value:
             shown = value if isinstance(value, bool | int | float) else type(value).__name__
             raise error(f"{name} is {shown}", "none")
+
+
+def _scores(
+    attention_mask: Any, position_bias: torch.Tensor | None, softcap: float | None, dropout: float
+) -> dict[str, Any]:
+    """What forward takes of a mask of four dimensions, biases, a cap and dropout."""
+    found: dict[str, Any] = {}
+    if softcap:
+        found["softcap"] = softcap
+    if dropout:
+        found["dropout_p"] = dropout
+    biases = {"position_bias": position_bias}
+    if isinstance(attention_mask, CuteMask):
+        biases["attention_mask"] = attention_mask.bias
+    elif attention_mask is not None:
+        name, shape = type(attention_mask).__name__, tuple(getattr(attention_mask, "shape", ()))
+        is_tensor = isinstance(attention_mask, torch.Tensor)
+        if is_tensor and len(shape) == 4 and attention_mask.dtype == torch.bool:
+            found["mask"] = attention_mask
+        elif is_tensor and len(shape) == 4 and attention_mask.is_floating_point():
+            biases["attention_mask"] = attention_mask
+        else:
+            of_type = f" and {attention_mask.dtype}" if is_tensor else ""
+            accepted = "padding of two dimensions, or four, of booleans or what is added to scores,"
+            raise error(f"attention_mask is a {name} of shape {shape}{of_type}", accepted)
+    for name, bias in biases.items():
+        if bias is not None:
+            if visibly_needs_gradient(bias):
+                raise error(f"{name} requires grad", "one that does not, as under torch.no_grad(),")
+            found["bias"] = found["bias"] + bias if "bias" in found else bias
+    return found
 
 
 def _check_positions(mask: CuteMask, position_ids: torch.Tensor | None) -> None:

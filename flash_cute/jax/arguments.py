@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flash_cute.jax import dropout
 from flash_cute.wording import shown
 
 MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
@@ -94,6 +95,72 @@ def checked_sinks(sinks, query: jax.Array) -> jax.Array:
             f"{sinks.dtype}{list(sinks.shape)}"
         )
     return sinks.astype(jnp.float32)
+
+
+def checked_of_scores(name, x, query, seqlen_k):
+    """A mask of booleans or a bias of query's dtype, (batch or 1, heads_q or 1, seqlen_q or 1, ...).
+
+    Of three dimensions it is that of all entries. A bias of float32 is rounded; what is finite stays so.
+    """
+    if x is None:
+        return None
+    x = array(ATTENTION, name, x)
+    x = x[None] if x.ndim == 3 else x
+    batch, seqlen_q, heads, _ = query.shape
+    sizes = batch, heads, seqlen_q, seqlen_k
+    kinds = (jnp.bool_,) if name == "mask" else (jnp.float32, query.dtype)
+    fits = x.ndim == 4 and all(size in (1, whole) for size, whole in zip(x.shape, sizes, strict=True))
+    if not fits or x.dtype not in kinds:
+        kind = "bool" if name == "mask" else "float32 or of query's dtype,"
+        shape = ", ".join(f"{whole} or 1" for whole in sizes)
+        raise ValueError(f"{ATTENTION}: {name} is {x.dtype}{list(x.shape)}; {kind} [{shape}] is accepted")
+    if name == "mask" or x.dtype == query.dtype:
+        return x
+    most = float(jnp.finfo(query.dtype).max)
+    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -most, most)).astype(query.dtype)
+
+
+def checked_softcap(softcap) -> float:
+    if isinstance(softcap, jax.core.Tracer):
+        raise TypeError(f"{ATTENTION}: softcap is traced; a Python number is accepted (static_argnames)")
+    if not isinstance(softcap, Real) or isinstance(softcap, bool):
+        raise TypeError(f"{ATTENTION}: softcap is {shown(softcap)}; a number is accepted")
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"{ATTENTION}: softcap is {shown(softcap)}; a finite number >= 0 is accepted")
+    return float(softcap)
+
+
+def checked_dropout(dropout_p, seed):
+    """How many of 4096 pairs are kept, and the seed as uint32 (4,); None for it where that is all."""
+    if isinstance(dropout_p, jax.core.Tracer):
+        raise TypeError(f"{ATTENTION}: dropout_p is traced; a Python number is accepted (static_argnames)")
+    if not isinstance(dropout_p, Real) or isinstance(dropout_p, bool):
+        raise TypeError(f"{ATTENTION}: dropout_p is {shown(dropout_p)}; a number is accepted")
+    if not 0 <= dropout_p < 1 or dropout.keep_of(dropout_p) == 0:
+        raise ValueError(
+            f"{ATTENTION}: dropout_p is {shown(dropout_p)}; a number from 0 to {1 - 1 / dropout.STEPS} is "
+            "accepted"
+        )
+    keep = dropout.keep_of(dropout_p)
+    if keep == dropout.STEPS:
+        return keep, None
+    if seed is None:
+        raise ValueError(
+            f"{ATTENTION}: dropout_seed is None beside dropout_p; uint32[4], as "
+            "jax.random.bits(key, 4, jnp.uint32) gives it, is accepted"
+        )
+    if not isinstance(seed, jax.Array):
+        seed = array(ATTENTION, "dropout_seed", seed, np.asarray)
+    if seed.shape == (2,) and seed.dtype == np.int64:  # as flash_cute.forward has it
+        if isinstance(seed, np.ndarray):
+            return keep, jnp.asarray(seed.astype("<i8").view("<u4"))
+        words = seed.astype(jnp.uint64)
+        return keep, jnp.stack([words, words >> 32], -1).astype(jnp.uint32).reshape(4)
+    if seed.shape != (4,) or seed.dtype != np.uint32:
+        raise ValueError(
+            f"{ATTENTION}: dropout_seed is {seed.dtype}{list(seed.shape)}; uint32[4] or int64[2] is accepted"
+        )
+    return keep, jnp.asarray(seed)
 
 
 def checked_window(window):

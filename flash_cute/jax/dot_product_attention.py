@@ -27,8 +27,8 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: None = None,
-    mask: None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -41,6 +41,9 @@ def attention(
     return_residual: bool = False,
     sinks: jax.Array | None = None,
     ranges: jax.Array | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: jax.Array | None = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention with the signature, layout and masks of jax.nn.dot_product_attention.
@@ -50,7 +53,11 @@ def attention(
             of 1 may be left out, of any of the three.
         key: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
         value: (batch, seqlen_k, heads_kv, head_dim_v), query's dtype; head_dim_v up to 256.
-        bias, mask, implementation: for calls made for JAX's own; None.
+        bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), of query's dtype, to which float32 is
+            rounded: added to the scaled and capped scores; -inf hides a key. No gradient yet: one that is
+            asked for raises.
+        mask: bool, of the same shapes: True is seen, of the keys that the other arguments leave.
+        implementation: for calls made for JAX's own; None.
         scale: multiplies the scores; a number > 0, not traced. Default 1 / sqrt(head_dim).
         is_causal: query i sees key j only if j <= i. As in JAX the first query stands at the first key, also
             where seqlen_q and seqlen_k differ; flash_cute.forward aligns the last ones.
@@ -67,6 +74,13 @@ def attention(
         ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, as in flash_cute.forward: R ranges
             [start, end) of keys for each query, alike for all heads. It sees the keys that lie in one of them
             and that the other arguments leave it. Keys are counted from key's first row.
+        softcap: c > 0 makes a scaled score x into c * tanh(x / c), before bias; a number, not traced.
+        dropout_p: from 0 to less than 1, not traced: each weight is dropped with this probability, rounded so
+            that 1 - dropout_p is a multiple of 1 / 4096, and the others are divided by that. lse is that
+            without dropout. Not together with arrays that are sharded explicitly.
+        dropout_seed: uint32 (4,), as jax.random.bits(key, 4, jnp.uint32) gives it: which weights are dropped,
+            by the number of the entry, the head, and the rows of query and key. The words of the int64 (2,)
+            of flash_cute.forward and flash_cute.dropout_mask, low ones first, which is accepted, too.
         precision: of float32 on a GPU: "highest" is as exact as float32, "high" multiplies in TF32, which is
             faster. None follows jax.default_matmul_precision where that is set, else it is "highest". 16-bit
             types ignore it.
@@ -81,14 +95,13 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
-        NotImplementedError: a second derivative is asked for.
+        NotImplementedError: a second derivative or one of bias is asked for; on a GPU bias, mask, softcap or
+            dropout_p is given, for which flash_cute.jax has no kernels yet.
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691.
     """
-    instead = {"bias": "", "mask": "; ranges says which keys a query sees", "implementation": ""}
-    for name, x in (("bias", bias), ("mask", mask), ("implementation", implementation)):
-        if x is not None:
-            raise ValueError(f"{ATTENTION}: {name} is given; None is accepted{instead[name]}")
+    if implementation is not None:
+        raise ValueError(f"{ATTENTION}: implementation is given; None is accepted")
     options = {"is_causal": is_causal, "deterministic": deterministic, "return_residual": return_residual}
     for name, x in options.items():
         require_bool(ATTENTION, name, x)
@@ -108,21 +121,33 @@ def attention(
     lengths = tuple(
         arguments.checked_lengths(ATTENTION, name, x, query.shape[0]) for name, x in lengths.items()
     )
-    lengths += (arguments.checked_ranges(ranges, query),)
+    bias, mask = (
+        arguments.checked_of_scores(name, x, query, key.shape[1])
+        for name, x in (("bias", bias), ("mask", mask))
+    )
+    softcap = arguments.checked_softcap(softcap)
+    keep, seed = arguments.checked_dropout(dropout_p, dropout_seed)
+    bias = None if bias is None else _without_gradient(bias)
+    given = _Given(*lengths, arguments.checked_ranges(ranges, query), mask, bias, seed)
     left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
     tf32 = arguments.is_tf32(precision) and query.dtype == jnp.float32
-    options = _Options(scale, -1, -1, tf32, deterministic, return_residual or sinks is not None)
+    gives_lse = return_residual or sinks is not None
+    options = _Options(scale, -1, -1, tf32, deterministic, gives_lse, softcap, keep)
+    if _changes(given, options) and kernels.library() is not None and jax.default_backend() == "gpu":
+        raise NotImplementedError(
+            f"{ATTENTION}: bias, mask, softcap and dropout_p have no kernels in JAX yet; None and 0 are "
+            "accepted on a GPU"
+        )
     sinks = None if sinks is None else arguments.checked_sinks(sinks, query)
 
-    def compute(query, key, value, lengths):
-        *of_rows, ranges = lengths
-        if all(x is None for x in of_rows):
-            return _in_window(query, key, value, ranges, (left, 0 if is_causal else right), options)
+    def compute(query, key, value, given):
+        if all(x is None for x in given[:3]):
+            return _in_window(query, key, value, given, (left, 0 if is_causal else right), options)
         same = query_seq_lengths is key_value_seq_lengths and query_seq_lengths is not None
-        return _with_lengths(query, key, value, lengths, is_causal, same, options)
+        return _with_lengths(query, key, value, given, is_causal, same, options)
 
-    out, lse = _in_shards(compute, query, key, value, lengths)
+    out, lse = _in_shards(compute, query, key, value, given)
     lse = jnp.swapaxes(lse, 1, 2)
     if sinks is not None:
         valid = True
@@ -134,7 +159,45 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-def _in_window(query, key, value, ranges, window, options):
+class _Given(NamedTuple):
+    """What there may be beside query, key and value, checked."""
+
+    used_q: jax.Array | None = None  # (batch,), as leftpad_k of flash_cute.forward and its likes
+    used_k: jax.Array | None = None
+    skipped: jax.Array | None = None
+    ranges: jax.Array | None = None  # (batch or 1, seqlen_q, R, 2)
+    mask: jax.Array | None = None  # (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1)
+    bias: jax.Array | None = None  # likewise, of query's dtype
+    seed: jax.Array | None = None  # uint32 (4,)
+
+    def cut(self, rows, keys):
+        """For the first queries and keys."""
+        ranges = None if self.ranges is None else self.ranges[:, :rows]
+        mask, bias = (None if x is None else x[:, :, :rows, :keys] for x in (self.mask, self.bias))
+        return self._replace(ranges=ranges, mask=mask, bias=bias)
+
+
+def _changes(given, options):
+    """Are there other scores than those of a product?"""
+    return options.softcap > 0 or any(x is not None for x in (given.mask, given.bias, given.seed))
+
+
+@jax.custom_vjp
+def _without_gradient(bias):
+    return bias
+
+
+def _refuse_gradient(bias):
+    raise NotImplementedError(
+        f"{ATTENTION}: there is no gradient of bias yet; put it through jax.lax.stop_gradient"
+    )
+
+
+# Called only where bias is among what is differentiated.
+_without_gradient.defvjp(_refuse_gradient, lambda _, gradient: (gradient,))
+
+
+def _in_window(query, key, value, given, window, options):
     """(out, lse): the kernels' windows are aligned at the end, so what none of the others sees is cut off."""
     seqlen_q, seqlen_k = query.shape[1], key.shape[1]
     left, right = (
@@ -148,10 +211,10 @@ def _in_window(query, key, value, ranges, window, options):
     options = options._replace(
         left=-1 if left is None else left + shift, right=-1 if right is None else right - shift
     )
+    given = given.cut(rows, seqlen_k)
     if rows == seqlen_q:
-        return _attend(query, key, value, (None, None, None, ranges), options)
-    ranges = None if ranges is None else ranges[:, :rows]
-    out, lse = _attend(query[:, :rows], key, value, (None, None, None, ranges), options)
+        return _attend(query, key, value, given, options)
+    out, lse = _attend(query[:, :rows], key, value, given, options)
     blind = seqlen_q - rows
     return (
         jnp.pad(out, ((0, 0), (0, blind), (0, 0), (0, 0))),
@@ -159,7 +222,7 @@ def _in_window(query, key, value, ranges, window, options):
     )
 
 
-def _with_lengths(query, key, value, lengths, is_causal, same, options):
+def _with_lengths(query, key, value, given, is_causal, same, options):
     """(out, lse) of entries with lengths of their own.
 
     A causal mask of the kernels is aligned at the end of each entry's lengths. That is JAX's in the square of
@@ -167,27 +230,28 @@ def _with_lengths(query, key, value, lengths, is_causal, same, options):
     hidden from that second call: what they hold, if they see nothing, is to reach no gradient. same: queries
     and keys have the same lengths.
     """
-    used_q, used_k, skipped, ranges = lengths
+    used_q, used_k = given[:2]
     if not is_causal:
-        return _attend(query, key, value, lengths, options)
+        return _attend(query, key, value, given, options)
     batch, seqlen_q = query.shape[:2]
     seqlen_k = key.shape[1]
     causal = options._replace(right=0)
     if same and seqlen_q == seqlen_k:  # each entry is a square
-        return _attend(query, key, value, lengths, causal)
+        return _attend(query, key, value, given, causal)
 
     def within(used, size):
         return jnp.full((batch,), size, jnp.int32) if used is None else jnp.clip(used, 0, size)
 
     count_q, count_k = within(used_q, seqlen_q), within(used_k, seqlen_k)
     square = jnp.minimum(count_q, count_k)
-    out, lse = _attend(query, key, value, (square, square, skipped, ranges), causal)
+    out, lse = _attend(query, key, value, given._replace(used_q=square, used_k=square), causal)
     if used_k is None and seqlen_q <= seqlen_k:
         return out, lse
     if_needed = jnp.where(count_q > count_k, count_k, 0)
     inside = jnp.arange(seqlen_q, dtype=jnp.int32)[None] < square[:, None]
     behind = jnp.where(inside[:, :, None, None], 0, query)
-    all_out, all_lse = _attend(behind, key, value, (count_q, if_needed, skipped, ranges), options)
+    given = given._replace(used_q=count_q, used_k=if_needed)
+    all_out, all_lse = _attend(behind, key, value, given, options)
     return (
         jnp.where(inside[:, :, None, None], out, all_out),
         jnp.where(inside[:, None, :], lse, all_lse),
@@ -203,42 +267,45 @@ class _Options(NamedTuple):
     tf32: bool
     deterministic: bool
     gives_lse: bool  # else it has no gradient
+    softcap: float
+    keep: int  # of 4096 weights, where there is a seed
 
 
-def _attend(query, key, value, lengths, options):
-    """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q).
-
-    lengths: seqused_q, seqused_k, leftpad_k and ranges, each of which may be None.
-    """
-    return _attend_alike(*shards.alike((query, key, value, lengths)), options)
+def _attend(query, key, value, given, options):
+    """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q)."""
+    return _attend_alike(*shards.alike((query, key, value, given)), options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_alike(query, key, value, lengths, options):
-    return _forward(query, key, value, lengths, options)
+def _attend_alike(query, key, value, given, options):
+    return _forward(query, key, value, given, options)
 
 
-def _attend_forward(query, key, value, lengths, options):
-    out, lse = _attend_alike(query, key, value, lengths, options)
-    return (out, lse), (query, key, value, lengths, out, lse)
+def _attend_forward(query, key, value, given, options):
+    out, lse = _attend_alike(query, key, value, given, options)
+    return (out, lse), (query, key, value, given, out, lse)
 
 
 def _attend_backward(options, kept, gradients):
-    query, key, value, lengths, out, lse = kept
+    query, key, value, given, out, lse = kept
     dout, dlse = gradients
     dlse = dlse if options.gives_lse else None
-    found = _gradients((dout, dlse, query, key, value, lengths, out, lse), options)
-    return *found, tuple(None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in lengths)
+    return *_gradients((dout, dlse, query, key, value, given, out, lse), options), None
 
 
 _attend_alike.defvjp(_attend_forward, _attend_backward)
 
 
-def _in_shards(compute, query, key, value, lengths):
+def _in_shards(compute, query, key, value, given):
     """compute's (out, lse), by itself for each shard of the batch and of the heads."""
-    given = [x for x in lengths if x is not None]
-    if not any(axis for x in (query, key, value, *given) for axis in shards.explicit_axes(x)):
-        return compute(query, key, value, lengths)
+    there_are = {name: x for name, x in given._asdict().items() if x is not None}
+    if not any(axis for x in (query, key, value, *there_are.values()) for axis in shards.explicit_axes(x)):
+        return compute(query, key, value, given)
+    if given.seed is not None:
+        raise ValueError(
+            f"{ATTENTION}: dropout_p is given and arrays are sharded explicitly; 0 is accepted beside these, "
+            "as weights are dropped by their place in the whole"
+        )
     for name, x in (("query", query), ("key", key), ("value", value)):
         axes = shards.explicit_axes(x)
         if axes[1] or axes[3]:
@@ -259,34 +326,40 @@ def _in_shards(compute, query, key, value, lengths):
                 "multiple of the shards, is accepted"
             )
     entries = query.shape[0]
-    of_given = (PartitionSpec(batch if len(x) == entries else None, *(None,) * (x.ndim - 1)) for x in given)
+
+    def spec_of(name, x):
+        of_heads = heads if name in ("mask", "bias") and x.shape[1] == query.shape[2] else None
+        rest = (of_heads, *(None,) * (x.ndim - 2)) if x.ndim > 1 else ()
+        return PartitionSpec(batch if len(x) == entries else None, *rest)
+
+    of_given = (spec_of(name, x) for name, x in there_are.items())
     specs = of_queries, of_keys, of_keys, *of_given
     out_specs = of_queries, PartitionSpec(batch, heads, None)
-    return shards.over_shards(compute, (query, key, value, lengths), specs, out_specs)
+    return shards.over_shards(compute, (query, key, value, given), specs, out_specs)
 
 
-def _forward(query, key, value, lengths, options):
+def _forward(query, key, value, given, options):
     if 0 in query.shape or 0 in key.shape:
         batch, seqlen_q, heads_q, _ = query.shape
         out = jnp.zeros((batch, seqlen_q, heads_q, value.shape[3]), query.dtype)
         lse = jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
         return tuple(shards.varying(x, shards.axes_of(query)) for x in (out, lse))
     default = functools.partial(plain.attention, options=options)
-    if kernels.library() is None:
-        return default(query, key, value, lengths)
+    if kernels.library() is None or _changes(given, options):
+        return default(query, key, value, given)
     native = functools.partial(_native_forward, options=options)
-    return jax.lax.platform_dependent(query, key, value, lengths, cuda=native, default=default)
+    return jax.lax.platform_dependent(query, key, value, given, cuda=native, default=default)
 
 
-def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
+def _backward(dout, dlse, query, key, value, given, out, lse, options):
     if 0 in query.shape or 0 in key.shape:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
 
-    def default(dout, dlse, query, key, value, lengths, out, lse):
-        return plain.attention_backward(dout, dlse, query, key, value, lengths, options)
+    def default(dout, dlse, query, key, value, given, out, lse):
+        return plain.attention_backward(dout, dlse, query, key, value, given, options)
 
-    operands = dout, dlse, query, key, value, lengths, out, lse
-    if kernels.library() is None:
+    operands = dout, dlse, query, key, value, given, out, lse
+    if kernels.library() is None or _changes(given, options):
         return default(*operands)
     native = functools.partial(_native_backward, options=options)
     return jax.lax.platform_dependent(*operands, cuda=native, default=default)
@@ -295,7 +368,7 @@ def _backward(dout, dlse, query, key, value, lengths, out, lse, options):
 _gradients = kernels.differentiable_once(ATTENTION, _backward)
 
 
-def _workspace(query, key, value, lengths, options, backward) -> jax.ShapeDtypeStruct:
+def _workspace(query, key, value, given, options, backward) -> jax.ShapeDtypeStruct:
     """A result of a call that is not read, so that XLA knows of the memory, in CUDA graphs as well."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
@@ -311,9 +384,9 @@ def _workspace(query, key, value, lengths, options, backward) -> jax.ShapeDtypeS
         value.shape[3],
         options.left,
         options.right,
-        any(x is not None for x in lengths[:3]),
+        any(x is not None for x in given[:3]),
         options.deterministic,
-        0 if lengths[3] is None else lengths[3].shape[2],
+        0 if given.ranges is None else given.ranges.shape[2],
     )
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
@@ -327,12 +400,12 @@ def _attributes(options):
     }
 
 
-def _given(lengths, batch):
-    """What the kernels take of lengths, ranges of each entry: vmap folds what it maps over into the batch."""
-    *of_rows, ranges = lengths
+def _operands(given, batch):
+    """What the kernels take of given, ranges of each entry: vmap folds what it maps over into the batch."""
+    ranges = given.ranges
     if ranges is not None:
         ranges = jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
-    return kernels.given((*of_rows, ranges))
+    return kernels.given((*given[:3], ranges))
 
 
 def _wide(x):
@@ -341,25 +414,25 @@ def _wide(x):
     return jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) if missing else x
 
 
-def _native_forward(query, key, value, lengths, options):
+def _native_forward(query, key, value, given, options):
     batch, seqlen_q, heads_q, _ = query.shape
     head_dim_v = value.shape[3]
     query, key, value = map(_wide, (query, key, value))
     results = (
         jax.ShapeDtypeStruct((batch, seqlen_q, heads_q, value.shape[3]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
-        _workspace(query, key, value, lengths, options, backward=False),
+        _workspace(query, key, value, given, options, backward=False),
     )
     call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
-    out, lse, _ = call(query, key, value, *_given(lengths, batch), **_attributes(options))
+    out, lse, _ = call(query, key, value, *_operands(given, batch), **_attributes(options))
     return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim_v], lse))
 
 
-def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
+def _native_backward(dout, dlse, query, key, value, given, out, lse, options):
     head_dims = [x.shape[3] for x in (query, key, value)]
     dout, query, key, value, out = map(_wide, (dout, query, key, value, out))
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-    results.append(_workspace(query, key, value, lengths, options, backward=True))
+    results.append(_workspace(query, key, value, given, options, backward=True))
     call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method="broadcast_all")
     *gradients, _ = call(
         dout,
@@ -369,7 +442,7 @@ def _native_backward(dout, dlse, query, key, value, lengths, out, lse, options):
         value,
         out,
         lse,
-        *_given(lengths, len(query)),
+        *_operands(given, len(query)),
         **_attributes(options),
         deterministic=options.deterministic,
     )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from flash_cute._cpu import windows
+from flash_cute.jax import dropout
 
 
 def _places(shape, dim):
@@ -19,10 +20,10 @@ def _places(shape, dim):
     return jax.lax.broadcasted_iota(jnp.int32, [size if d == dim else 1 for d, size in enumerate(shape)], dim)
 
 
-def _visible(seqlen_q, seqlen_k, lengths, options):
-    """bool (batch or 1, seqlen_q, seqlen_k): which queries see which keys."""
-    *of_rows, ranges = lengths
-    used_q, used_k, skipped = (None if x is None else x[:, None, None] for x in of_rows)
+def _visible(seqlen_q, seqlen_k, given, options):
+    """bool (batch or 1, heads_q or 1, seqlen_q, seqlen_k): which queries see which keys."""
+    ranges = given.ranges
+    used_q, used_k, skipped = (None if x is None else x[:, None, None] for x in given[:3])
     used_q = seqlen_q if used_q is None else jnp.clip(used_q, 0, seqlen_q)
     used_k = seqlen_k if used_k is None else jnp.clip(used_k, 0, seqlen_k)
     rows, keys = (_places((1, seqlen_q, seqlen_k), dim) for dim in (1, 2))
@@ -30,38 +31,62 @@ def _visible(seqlen_q, seqlen_k, lengths, options):
     seen = windows.visible(rows, keys, used_q, used_k, left, right, 0 if skipped is None else skipped)
     if ranges is not None:
         seen &= windows.in_ranges(ranges, _places((1, 1, 1, seqlen_k), 3))
-    return seen & (rows < used_q)
+    seen = (seen & (rows < used_q))[:, None]
+    seen = seen if given.mask is None else seen & given.mask
+    return seen if given.bias is None else seen & ~jnp.isneginf(given.bias)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def attention(query, key, value, lengths, options):
+def attention(query, key, value, given, options):
     """(out, lse) in float32, with the whole matrix of scores, of the kernels' masks."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     heads = key.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
-    visible = _visible(seqlen_q, k.shape[1], lengths, options)
+    visible = _visible(seqlen_q, k.shape[1], given, options)
     blind = ~visible.any(-1)
     # What no query sees may be NaN, and 0 x NaN is.
-    k, v = (jnp.where(visible.any(1)[:, :, None, None], x, 0) for x in (k, v))
-    q = jnp.where(blind[:, :, None, None], 0, q).reshape(batch, seqlen_q, heads, heads_q // heads, head_dim)
+    seen = visible.any(2)
+    if seen.shape[1] > 1:
+        seen = seen.reshape(len(seen), heads, heads_q // heads, -1).any(2)
+    k, v = (jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], x, 0) for x in (k, v))
+    blind_rows = jnp.swapaxes(blind, 1, 2)[..., None]
+    q = jnp.where(blind_rows, 0, q).reshape(batch, seqlen_q, heads, heads_q // heads, head_dim)
     precision = jax.lax.Precision.HIGHEST
     scores = options.scale * jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=precision)
     scores = scores.reshape(batch, heads_q, *scores.shape[3:])
-    unseen = jnp.where(blind, 0.0, -jnp.inf)[:, None, :, None]
-    scores = jnp.where(visible[:, None], scores, unseen)
+    scores = _changed(scores, given.bias, options.softcap)
+    scores = jnp.where(visible, scores, jnp.where(blind, 0.0, -jnp.inf)[..., None])
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jax.nn.softmax(scores).reshape(batch, heads, heads_q // heads, *scores.shape[2:])
+    weights = jax.nn.softmax(scores)
+    if given.seed is not None:
+        kept = dropout.kept(given.seed, *scores.shape, options.keep)
+        weights = jnp.where(kept, weights * (dropout.STEPS / options.keep), 0)
+    weights = weights.reshape(batch, heads, heads_q // heads, *scores.shape[2:])
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, precision=precision)
     out = out.reshape(batch, seqlen_q, heads_q, v.shape[3])
     # Last, as it hides the blind rows' gradients from the values', too.
-    out = jnp.where(blind[:, :, None, None], 0, out)
-    return out.astype(query.dtype), jnp.where(blind[:, None], -jnp.inf, lse)
+    out = jnp.where(blind_rows, 0, out)
+    return out.astype(query.dtype), jnp.where(blind, -jnp.inf, lse)
+
+
+def _changed(scores, bias, softcap):
+    """Scaled scores with a cap and a bias; sums of what is finite stay so."""
+    if softcap > 0:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is None:
+        return scores
+    bias = bias.astype(jnp.float32)
+    total = scores + bias
+    bounds = jnp.finfo(jnp.float32)
+    finite = jnp.isfinite(scores) & jnp.isfinite(bias)
+    total = jnp.where(finite & jnp.isposinf(total), bounds.max, total)
+    return jnp.where(finite & jnp.isneginf(total), bounds.min, total)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def attention_backward(dout, dlse, query, key, value, lengths, options):
+def attention_backward(dout, dlse, query, key, value, given, options):
     """dq, dk and dv; dlse may be None."""
-    (_, lse), gradients = jax.vjp(lambda *x: attention(*x, lengths, options), query, key, value)
+    (_, lse), gradients = jax.vjp(lambda *x: attention(*x, given, options), query, key, value)
     return gradients((dout, jnp.zeros_like(lse) if dlse is None else dlse))
 
 

@@ -27,6 +27,7 @@ from support.cases import (
     make_ragged,
     make_ragged_gradients,
 )
+from support.changed import Changed, next_seed
 from support.tolerance import (
     assert_attention,
     assert_gradients,
@@ -234,6 +235,186 @@ def test_chunks_of_packed_sequences(device, sequences, arguments):
     assert_ragged(result, batch, [chunks_of(16, mask, *size, device) for size in sizes], 0.2)
 
 
+# Scores that are changed
+
+
+def exact(q, k, v, slopes, mask: Mask, as_causal: bool, softcap: float = 0.0, dtype=torch.float64):
+    """(out, lse) as flash_attn has them: ALiBi adds slope * j where it is causal, else - slope * distance."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    scores = q.to(dtype) @ k.mT * 0.2
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    row = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    key = torch.arange(k.shape[2], device=q.device)
+    added = key.expand(len(row), -1) if as_causal else -(row - key).abs()
+    if slopes is not None:
+        scores = scores + slopes.to(dtype)[..., None, None] * added
+    seen = mask.visible(q.shape[2], k.shape[2], q.device)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+    return weights @ v, scores.logsumexp(-1)
+
+
+def assert_exact(result, *arguments, **options) -> None:
+    oracle, yardstick = (exact(*arguments, **options, dtype=dtype) for dtype in (torch.float64, DTYPE))
+    for name, ours, allowed, right in zip(("out", "lse"), result, yardstick, oracle, strict=True):
+        assert_within_rule(name, ours.detach(), allowed, right)
+
+
+# Of flash_attn, whether it is causal: not with a limit to the left, unless no key lies so far away.
+ALIBI = {
+    "full": False,
+    "causal": True,
+    "causal by its window": True,
+    "window": False,
+    "causal window": False,
+    "causal long window": True,
+}
+ARGUMENTS["causal long window"] = {"causal": True, "window_size": (61, 0)}, MASKS["causal"]
+
+
+@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("arguments", ALIBI)
+@pytest.mark.parametrize(
+    "name", [name for module, name in SIGNATURES if module is fa2 and "varlen" not in name]
+)
+def test_alibi(device, name, arguments, of_sequences):
+    options, mask = ARGUMENTS[arguments]
+    q, k, v = make_inputs(SQUARE if "qkv" in name else SHAPE, DTYPE, device)
+    slopes = torch.rand(2, 4, device=device)
+    slopes = slopes if of_sequences else slopes[0]
+    given = {"alibi_slopes": slopes, "softmax_scale": 0.2, **options}
+    inputs = leaves(x.transpose(1, 2) for x in (q, k, v))
+    if "kvcache" in name:
+        result = fa2.flash_attn_with_kvcache(*inputs, **given, return_softmax_lse=True)
+    else:
+        result = with_lse(fa2, call(fa2, name, inputs, {}, given | {"return_attn_probs": True}))
+    out, lse = result[0].transpose(1, 2), result[1]
+    assert_exact((out, lse), q, k, v, slopes, mask, ALIBI[arguments])
+    if "kvcache" not in name:
+        assert torch.equal(call(fa2, name, inputs, {}, given), result[0])
+        lse.sum().backward()  # adds a number that q does not change
+        expected = leaves((q, k, v))
+        flash_cute.forward(*expected, **mask.options, softmax_scale=0.2, alibi_slopes=slopes)[
+            1
+        ].sum().backward()
+        torch.testing.assert_close(inputs[0].grad.transpose(1, 2), expected[0].grad, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("arguments", ALIBI)
+@pytest.mark.parametrize("of_sequences", [False, True])
+def test_alibi_of_packed_sequences(device, arguments, of_sequences, paged):
+    options, mask = ARGUMENTS[arguments]
+    batch = make_ragged(UNEQUAL, (4, 2), 32, DTYPE, device, packed=True)
+    slopes = torch.rand(len(UNEQUAL), 4, device=device)
+    tensors, table = (batch.q, batch.k, batch.v), {}
+    lengths = [batch.lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    if paged:
+        *pages, held = in_pages(batch, 16, "rows first")
+        tensors = batch.q, *(x.transpose(1, 2) for x in pages)
+        lengths[1] = torch.nn.functional.pad(held["seqused_k"].cumsum(0), (1, 0)).int()
+        table["block_table"] = held["block_table"]
+    given = {"alibi_slopes": slopes if of_sequences else slopes[0], "softmax_scale": 0.2, **options, **table}
+    out, lse, _ = fa2.flash_attn_varlen_func(*tensors, *lengths, 30, 50, **given, return_attn_probs=True)
+    for number, (_, rows, keys) in enumerate(batch.places):
+        parts = (x[part].transpose(0, 1)[None] for x, part in zip(
+            (batch.q, batch.k, batch.v), (rows, keys, keys), strict=True))  # fmt: skip
+        own = slopes[number] if of_sequences else slopes[0]
+        result = out[rows].transpose(0, 1)[None], lse[None, :, rows]
+        assert_exact(result, *parts, own, mask, ALIBI[arguments])
+    counted = torch.zeros(len(out), dtype=torch.bool, device=device)
+    for _, rows, _ in batch.places:
+        counted[rows] = True
+    assert (lse[:, ~counted] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("arguments", ["full", "causal", "window"])
+@pytest.mark.parametrize("name", ["numbers", "left padding", "new rows, left padding"])
+def test_alibi_beside_a_cache(device, name, arguments):
+    options, mask = ARGUMENTS[arguments]
+    used, leftpad, new = CACHES[name]
+    q, *cache = (x.transpose(1, 2) for x in make_inputs(Shape(3, 4, 2, 5, 60, 32), DTYPE, device))
+    cache = [x.clone() for x in cache]
+    rows = [torch.randn(3, new, 2, 32, device=device, dtype=DTYPE) if new else None for _ in "kv"]
+    lengths = {"cache_seqlens": int32(used, device)}
+    if leftpad:
+        lengths["cache_leftpad"] = int32(leftpad, device)
+    slopes = torch.rand(3, 4, device=device)
+    options = {**options, "softmax_scale": 0.2, "alibi_slopes": slopes, "softcap": 2.0}
+    out, lse = fa2.flash_attn_with_kvcache(q, *cache, *rows, **lengths, **options, return_softmax_lse=True)
+    for entry, count in enumerate(used):
+        keys = slice(leftpad[entry] if leftpad else 0, count + new)
+        parts = q[entry : entry + 1], *(x[entry : entry + 1, keys] for x in cache)
+        sequence = [x.transpose(1, 2) for x in parts]
+        result = out[entry : entry + 1].transpose(1, 2), lse[entry : entry + 1]
+        assert_exact(result, *sequence, slopes[entry], mask, arguments == "causal", softcap=2.0)
+
+
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_softcap(device, module, name):
+    options = {"softcap": 0.3, "softmax_scale": 0.2, "causal": True}
+    if "kvcache" in name:
+        q, k, v = make_inputs(SHAPE, DTYPE, device)
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = getattr(module, name)(*tensors, **options, return_softmax_lse=True)
+        assert_exact((out.transpose(1, 2), lse), q, k, v, None, MASKS["causal"], True, softcap=0.3)
+        return
+    options["return_attn_probs"] = True
+    mask = Changed(causal=True, changes={"softcap": 0.3})
+    if "varlen" in name:
+        batch = make_ragged(SELF, (4, 4), 32, DTYPE, device, packed=True)
+        inputs = leaves((batch.q, batch.k, batch.v))
+        out, lse = with_lse(module, call(module, name, inputs, batch.lengths, options))
+        assert_ragged((out.detach(), lse), batch, mask, 0.2)
+        return
+    q, k, v = make_inputs(SQUARE, DTYPE, device)
+    inputs = leaves(x.transpose(1, 2) for x in (q, k, v))
+    out, lse = with_lse(module, call(module, name, inputs, {}, options))
+    assert_attention((out.detach().transpose(1, 2), lse.detach()), q, k, v, mask, 0.2)
+    dout, _ = make_gradients(q)
+    found = torch.autograd.grad(out, inputs, dout.transpose(1, 2))
+    laid_out = [torch.empty_like(x).copy_(dx.transpose(1, 2)) for x, dx in zip((q, k, v), found, strict=True)]
+    assert_gradients(laid_out, q, k, v, dout, None, mask, 0.2)
+
+
+@pytest.mark.parametrize(
+    "name", [name for module, name in SIGNATURES if module is fa2 and "kvcache" not in name]
+)
+def test_dropout(device, name):
+    """Of a seed from torch's generator; with all else that changes scores."""
+    options = {"dropout_p": 0.3, "softmax_scale": 0.2, "causal": True, "softcap": 3.0}
+    slopes = torch.rand(4, device=device)
+    if "varlen" in name:
+        batch = make_ragged(SELF, (4, 4), 32, DTYPE, device, packed=True, margins=(0, 0))
+        inputs, lengths = leaves((batch.q, batch.k, batch.v)), batch.lengths
+        seed = next_seed(inputs[0])
+        out = call(fa2, name, inputs, lengths, options | {"alibi_slopes": slopes})
+        again = leaves((batch.q, batch.k, batch.v))
+        options |= {"alibi_slopes": slopes, "dropout_seed": seed}
+        expected = flash_cute.attention_varlen(*again, **batch.lengths, **options)
+        assert torch.equal(out, expected)
+        dout = torch.randn_like(out)
+        for one, other in zip(
+            torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, again, dout), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-2)
+        return
+    q, k, v = make_inputs(SQUARE, DTYPE, device)
+    inputs = leaves(x.transpose(1, 2) for x in (q, k, v))
+    seed = next_seed(q)
+    out, lse = with_lse(fa2, call(fa2, name, inputs, {}, options | {"return_attn_probs": True}))
+    changes = {"dropout_p": 0.3, "dropout_seed": seed, "softcap": 3.0}
+    mask = Changed(causal=True, changes=changes)
+    assert_attention((out.detach().transpose(1, 2), lse.detach()), q, k, v, mask, 0.2)
+    dout, _ = make_gradients(q)
+    found = torch.autograd.grad(out, inputs, dout.transpose(1, 2))
+    laid_out = [torch.empty_like(x).copy_(dx.transpose(1, 2)) for x, dx in zip((q, k, v), found, strict=True)]
+    assert_gradients(laid_out, q, k, v, dout, None, mask, 0.2)
+    assert not torch.equal(call(fa2, name, inputs, {}, options), out)
+
+
 @pytest.mark.parametrize("name", [name for module, name in SIGNATURES if module is fa3])
 def test_sinks(device, name):
     """As those of flash_cute.forward; in the attention of a cache, too, there without gradients."""
@@ -315,9 +496,6 @@ def test_windows_of_two_elements(device, kind):
 
 
 REFUSED = {
-    "dropout_p": (0.1, "0.1; 0 is accepted"),
-    "softcap": (30.0, "30.0; 0 is accepted"),
-    "alibi_slopes": (torch.ones(4), "a tensor; None is accepted"),
     "qv": (torch.ones(4), "a tensor; None is accepted"),
     "q_descale": (torch.ones(4), "a tensor; None is accepted"),
     "k_descale": (torch.ones(4), "a tensor; None is accepted"),

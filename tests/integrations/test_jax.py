@@ -52,9 +52,18 @@ def inputs(shape, dtype=jnp.bfloat16):
 
 
 def visible(
-    q, k, is_causal=False, local_window_size=None, used_q=None, used_k=None, skipped=None, ranges=None
+    q,
+    k,
+    is_causal=False,
+    local_window_size=None,
+    used_q=None,
+    used_k=None,
+    skipped=None,
+    ranges=None,
+    mask=None,
+    bias=None,
 ):
-    """bool (batch, seqlen_q, seqlen_k), by JAX's rules written out."""
+    """bool (batch, seqlen_q, seqlen_k), of all heads beside a mask or a bias, by JAX's rules written out."""
     rows, keys = np.arange(q.shape[1])[None, :, None], np.arange(k.shape[1])[None, None, :]
     seen = np.ones((q.shape[0], q.shape[1], k.shape[1]), bool)
     if is_causal:
@@ -68,16 +77,31 @@ def visible(
     if ranges is not None:
         start, end = np.moveaxis(np.asarray(ranges)[:, 0], -1, 0)[..., None, :]
         seen &= ((start <= keys[..., None]) & (keys[..., None] < end)).any(-1)
-    return seen if skipped is None else seen & (keys >= np.asarray(skipped)[:, None, None])
+    seen = seen if skipped is None else seen & (keys >= np.asarray(skipped)[:, None, None])
+    if mask is None and bias is None:
+        return seen
+    seen = np.broadcast_to(seen[:, None], (*q.shape[:1], q.shape[2], *seen.shape[1:]))
+    seen = seen if mask is None else seen & np.asarray(mask)
+    return seen if bias is None else seen & ~np.isneginf(np.asarray(bias, np.float32))
 
 
-def math(q, k, v, dout, dlse, seen, scale, rounded):
-    """out, lse, dq, dk and dv in float64, each step rounded; 0 and -inf for rows that see nothing."""
+def math(q, k, v, dout, dlse, seen, scale, rounded, bias=None, softcap=0.0, kept=None):
+    """out, lse, dq, dk and dv in float64, each step rounded; 0 and -inf for rows that see nothing.
+
+    kept: (batch, heads, seqlen_q, seqlen_k), factors of the weights.
+    """
     groups = q.shape[2] // k.shape[2]
     q, k, v, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v, dout))
     wide_k, wide_v = (x.repeat(groups, 1) for x in (k, v))
-    scores = np.where(seen[:, None], rounded(scale * rounded(q @ wide_k.mT)), -np.inf)
-    blind = ~seen.any(-1)[:, None, :, None]
+    seen = seen[:, None] if seen.ndim == 3 else seen
+    scores, slope = rounded(scale * rounded(q @ wide_k.mT)), 1
+    if softcap:
+        tanh = rounded(np.tanh(rounded(scores / softcap)))
+        scores, slope = rounded(softcap * tanh), rounded(1 - tanh**2)
+    if bias is not None:
+        scores = rounded(scores + np.asarray(bias, np.float64))
+    scores = np.where(seen, scores, -np.inf)
+    blind = ~seen.any(-1)[..., None]
     scores = np.where(blind, 0, scores)
     highest = scores.max(-1, keepdims=True)
     weights = np.exp(scores - highest)
@@ -85,10 +109,15 @@ def math(q, k, v, dout, dlse, seen, scale, rounded):
     p = np.where(blind, 0, rounded(weights / total))
     lse = np.where(blind, -np.inf, highest + np.log(total))[..., 0]
     dp = rounded(dout @ wide_v.mT)
+    left = p
+    if kept is not None:
+        left, dp = rounded(p * kept), rounded(dp * kept)
     dlse = np.where(blind[..., 0], 0, np.asarray(dlse, np.float64).swapaxes(1, 2))
-    ds = rounded(scale * rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])))
-    dk, dv = (rounded(x).reshape(len(x), -1, groups, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ dout))
-    out, dq, dk, dv = (rounded(x).swapaxes(1, 2) for x in (p @ wide_v, ds @ wide_k, dk, dv))
+    ds = rounded(scale * rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])) * slope)
+    dk, dv = (
+        rounded(x).reshape(len(x), -1, groups, *x.shape[2:]).sum(2) for x in (ds.mT @ q, left.mT @ dout)
+    )
+    out, dq, dk, dv = (rounded(x).swapaxes(1, 2) for x in (left @ wide_v, ds @ wide_k, dk, dv))
     return out, lse.swapaxes(1, 2), dq, dk, dv
 
 
@@ -110,11 +139,16 @@ def gradients_of_results(q, v):
     return dout, generator.standard_normal(q.shape[:3]).astype(np.float32)
 
 
-def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options):
-    """Values and gradients, with NaN in the keys that no query sees; beside ranges, that lengths hide."""
+def assert_attention(q, k, v, scale=None, key_value_left_padding=None, kept=None, **options):
+    """Values and gradients, with NaN in the keys that no query sees; beside ranges, that lengths hide.
+
+    kept: what dropout_p and dropout_seed keep, times its factor.
+    """
+    changes = {name: options[name] for name in ("bias", "softcap") if name in options}
     lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
     named = {short: options.get(name) for short, name in lengths.items()}
-    masks = {name: value for name, value in options.items() if name not in lengths.values()}
+    others = *lengths.values(), "softcap", "dropout_p", "dropout_seed"
+    masks = {name: value for name, value in options.items() if name not in others}
     seen = visible(q, k, skipped=key_value_left_padding, **named, **masks)
     dout, dlse = gradients_of_results(q, v)
 
@@ -126,12 +160,16 @@ def assert_attention(q, k, v, scale=None, key_value_left_padding=None, **options
         return *results, *gradients((dout, dlse))
 
     hidden = {} if "ranges" in options else masks
-    unseen = ~visible(q, k, skipped=key_value_left_padding, **named, **hidden).any(1)[..., None, None]
+    reached = visible(q, k, skipped=key_value_left_padding, **named, **hidden).any(-2)
+    if reached.ndim == 3:  # of query's heads, which share key's
+        reached = reached.reshape(len(reached), k.shape[2], -1, k.shape[1]).any(2)
+    reached = reached[:, None] if reached.ndim == 2 else reached
+    unseen = ~reached.swapaxes(1, 2)[..., None]
     dirty = (np.where(unseen, np.nan, np.asarray(x, np.float32)).astype(x.dtype) for x in (k, v))
     found = call(q, *dirty, dout, dlse)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     oracle, yardstick = (
-        math(q, k, v, dout, dlse, seen, factor, rounded)
+        math(q, k, v, dout, dlse, seen, factor, rounded, kept=kept, **changes)
         for rounded in (lambda x: x, lambda x: x.astype(q.dtype).astype(np.float64))
     )
     for name, *triple in zip(("out", "lse", "dq", "dk", "dv"), found, yardstick, oracle, strict=True):
@@ -172,9 +210,9 @@ def test_float32_of_gpt2():
         return attention(q, k, v, is_causal=True)
 
     with jax.enable_x64():
-        exact = plain(*(x.astype(jnp.float64) for x in (q, k, v)))
-    found, expected = jax.jit(ours)(q, k, v), plain(q, k, v)
-    assert jnp.linalg.norm(found - expected) <= 5e-7 * jnp.linalg.norm(expected)
+        exact = np.asarray(plain(*(x.astype(jnp.float64) for x in (q, k, v))))
+    found, expected = (np.asarray(function(q, k, v)) for function in (jax.jit(ours), plain))
+    assert np.linalg.norm(found - expected) <= 5e-7 * np.linalg.norm(expected)
     assert abs(found - exact).max() <= 2 * abs(expected - exact).max()
     for found, expected in zip(gradients(ours), gradients(plain), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-5)
@@ -311,6 +349,182 @@ def test_wrong_ranges():
         words = f"ranges is {wrong.dtype}{list(wrong.shape)}; int32[2 or 1, 1, 33, R, 2], R from 1 to 4, is"
         with pytest.raises(ValueError, match=re.escape(words)):
             attention(q, k, v, ranges=wrong)
+
+
+# Scores that are changed
+
+
+on_the_cpu = pytest.mark.skipif(
+    jax.default_backend() == "gpu" and ours.kernels.library() is not None,
+    reason="flash_cute.jax has no kernels for it yet",
+)
+# Which of batch, heads, queries and keys a mask or a bias tells apart.
+TOLD_APART = {
+    "pairs": (True,) * 4,
+    "keys": (True, False, False, True),
+    "queries": (False, True, True, False),
+    "all alike": (False, False, True, True),
+}
+
+
+def some_pairs(q, k, axes, seed=13):
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    shape = [size if told else 1 for size, told in zip(sizes, axes, strict=True)]
+    return np.random.default_rng(seed).random(shape, np.float32)
+
+
+@on_the_cpu
+@matrix(shape=SHAPES.keys(), mask=MASKS, axes=TOLD_APART)
+def test_masks_of_booleans(shape, mask, axes):
+    q, k, v = inputs(shape)
+    seen = some_pairs(q, k, axes) < 0.7
+    assert_attention(q, k, v, mask=seen, **mask)
+
+
+@on_the_cpu
+@matrix(
+    dtype={"bf16": jnp.bfloat16, "fp32": jnp.float32},
+    shape=SHAPES.keys(),
+    mask=MASKS,
+    axes=TOLD_APART,
+)
+def test_biases(dtype, shape, mask, axes):
+    """With -inf, which hides, the lowest number, which does not, and float32 beside 16 bits."""
+    q, k, v = inputs(shape, dtype)
+    draw, bias = (some_pairs(q, k, axes, seed) for seed in (13, 17))
+    bias = (4 * bias - 2).astype(dtype)
+    bias = np.where(draw < 0.2, -np.inf, np.where(draw < 0.3, float(jnp.finfo(dtype).min), bias))
+    bias[..., :1, :] = float(jnp.finfo(dtype).min)
+    assert_attention(q, k, v, bias=jnp.asarray(bias, jnp.float32), **mask)
+    found = attention(q, k, v, bias=jnp.asarray(bias, dtype), **mask)
+    close(found, attention(q, k, v, bias=jnp.asarray(bias, jnp.float32), **mask))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("softcap", [0.7, 30])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_softcap(mask, softcap):
+    assert_attention(*inputs("grouped"), softcap=softcap, **mask)
+
+
+SEEDS = [(5, 9), (-(2**62) + 3, 2**63 - 1), (2**40 + 7, -1)]
+
+
+@pytest.mark.parametrize("p", [0.5, 0.1, 1 - 1 / 4096, 0.3333])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pairs_of_dropout(seed, p):
+    """Those of flash_cute.dropout_mask."""
+    torch = pytest.importorskip("torch")
+    from flash_cute.dropout import dropout_mask
+    from flash_cute.jax import dropout
+
+    words = jnp.asarray(np.array(seed, np.int64).view(np.uint32))
+    expected = dropout_mask(torch.tensor(seed), 2, 3, 37, 53, p).numpy()
+    np.testing.assert_array_equal(dropout.kept(words, 2, 3, 37, 53, dropout.keep_of(p)), expected)
+
+
+def factors_of(q, k, seed, p):
+    from flash_cute.jax import dropout
+
+    words, keep = jnp.asarray(np.array(seed, np.int64).view(np.uint32)), dropout.keep_of(p)
+    kept = dropout.kept(words, q.shape[0], q.shape[2], q.shape[1], k.shape[1], keep)
+    return np.asarray(kept) * (4096 / keep)
+
+
+@on_the_cpu
+@matrix(shape=SHAPES.keys(), mask=MASKS, seed=SEEDS)
+def test_dropout(shape, mask, seed):
+    q, k, v = inputs(shape)
+    given = {"dropout_p": 0.3, "dropout_seed": np.array(seed, np.int64), "kept": factors_of(q, k, seed, 0.3)}
+    assert_attention(q, k, v, **given, **mask)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_everything_beside_lengths(is_causal):
+    q, k, v = inputs((4, *SHAPES["more queries"][1:]))
+    lengths = {
+        "query_seq_lengths": jnp.array([q.shape[1], 5, 9, 0], jnp.int32),
+        "key_value_seq_lengths": jnp.array([11, k.shape[1], 0, 3], jnp.int32),
+        "key_value_left_padding": jnp.array([2, 0, 1, 3], jnp.int32),
+    }
+    seed = SEEDS[0]
+    given = {"dropout_p": 0.3, "dropout_seed": np.array(seed, np.int64), "kept": factors_of(q, k, seed, 0.3)}
+    given |= {"mask": some_pairs(q, k, TOLD_APART["pairs"]) < 0.7, "softcap": 2.0}
+    given["bias"] = some_pairs(q, k, TOLD_APART["all alike"]).astype(jnp.bfloat16)
+    given["ranges"] = some_ranges(4, q.shape[1], k.shape[1], 2)
+    assert_attention(q, k, v, is_causal=is_causal, **given, **lengths)
+
+
+@on_the_cpu
+def test_masks_and_biases_as_jax_has_them():
+    """For rows that see a key; of three dimensions, too."""
+    q, k, v = inputs("grouped", jnp.float32)
+    mask = (some_pairs(q, k, TOLD_APART["pairs"]) < 0.7) | np.eye(33, dtype=bool)
+    bias = some_pairs(q, k, TOLD_APART["all alike"])
+    for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias, "is_causal": True}):
+        close(attention(q, k, v, **options), jax.nn.dot_product_attention(q, k, v, **options))
+    one = q[0], k[0], v[0]
+    options = {"mask": mask[0], "bias": bias[0]}
+    close(attention(*one, **options), attention(q[:1], k[:1], v[:1], mask=mask[:1], bias=bias)[0])
+
+
+@on_the_cpu
+def test_a_gradient_of_a_bias_is_refused():
+    q, k, v = inputs("grouped", jnp.float32)
+    bias = jnp.asarray(some_pairs(q, k, TOLD_APART["pairs"]))
+
+    def loss(q, bias):
+        return (attention(q, k, v, bias) ** 2).sum()
+
+    words = (
+        "^flash_cute.jax.attention: there is no gradient of bias yet; put it through jax.lax.stop_gradient"
+    )
+    for call in (jax.grad(loss, 1), jax.jit(jax.grad(loss, (0, 1))), jax.grad(jax.jit(loss), 1)):
+        with pytest.raises(NotImplementedError, match=words):
+            call(q, bias)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.grad(jax.checkpoint(loss), 1)(q, bias)
+    expected = jax.grad(loss)(q, bias)
+    close(jax.jit(jax.grad(loss))(q, bias), expected)
+    stopped = jax.grad(lambda q, bias: loss(q, jax.lax.stop_gradient(bias)), (0, 1))(q, bias)
+    close(stopped, (expected, jnp.zeros_like(bias)))
+
+
+@on_the_cpu
+def test_transforms_of_changed_scores():
+    q, k, v = inputs("grouped")
+    mask, bias = (jnp.asarray(some_pairs(q, k, TOLD_APART["pairs"], seed)) for seed in (13, 17))
+    mask, bias = mask < 0.7, bias.astype(q.dtype)
+    seeds = jax.random.bits(jax.random.key(0), (2, 4), jnp.uint32)
+
+    def call(q, k, v, mask, bias, seed):
+        options = {"mask": mask, "bias": bias, "dropout_p": 0.5, "dropout_seed": seed, "softcap": 2.0}
+        return attention(q, k, v, return_residual=True, **options)
+
+    arrays = [jnp.stack([x, x[::-1]]) for x in (q, k, v, mask, bias)]
+    mapped = jax.jit(jax.vmap(call))(*arrays, seeds)
+    for entry in range(2):
+        alone = call(*(x[entry] for x in arrays), seeds[entry])
+        close(jax.tree.map(lambda x, entry=entry: x[entry], mapped), alone)
+    assert not np.allclose(call(q, k, v, mask, bias, seeds[0])[0], call(q, k, v, mask, bias, seeds[1])[0])
+    assert attention(q, k, v, dropout_p=1e-5).shape == q.shape  # which rounds to none
+    mesh, spec = mesh_of(shards=2), PartitionSpec("shards")
+    sharded = jax.shard_map(
+        lambda *x: attention(*x[:3], mask=x[3], bias=x[4]), mesh=mesh, in_specs=(spec,) * 5, out_specs=spec
+    )
+    close(jax.jit(sharded)(q, k, v, mask, bias), attention(q, k, v, mask=mask, bias=bias))
+
+
+def test_a_gpu_without_kernels_for_it(monkeypatch):
+    monkeypatch.setattr(dot_product_attention.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dot_product_attention.kernels, "library", lambda: object())
+    q, k, v = inputs("grouped")
+    for option in ({"softcap": 1.0}, {"mask": np.ones((1, 1, 1, 1), bool)}):
+        with pytest.raises(
+            NotImplementedError, match="softcap and dropout_p have no kernels in JAX yet; None"
+        ):
+            attention(q, k, v, **option)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "more queries", "narrower value"])
@@ -1110,8 +1324,32 @@ WRONG = {
     "huge scale": (ValueError, lambda t: {"scale": 10**400}, "finite in float32"),
     "tiny scale": (ValueError, lambda t: {"scale": 1e-60}, "scale is 1e-60"),
     "NaN as scale": (ValueError, lambda t: {"scale": float("nan")}, "scale is nan"),
-    "bias": (ValueError, lambda t: {"bias": t.query}, "bias is given; None"),
-    "mask": (ValueError, lambda t: {"mask": t.query}, "mask is given; None"),
+    "bias": (
+        ValueError,
+        lambda t: {"bias": jnp.ones((2, 2, 5, 3))},
+        "bias is float32[2, 2, 5, 3]; float32 or",
+    ),
+    "bias' type": (
+        ValueError,
+        lambda t: {"bias": INT.reshape(2, 1, 1, 1)},
+        "bias is int32[2, 1, 1, 1]; float",
+    ),
+    "mask": (ValueError, lambda t: {"mask": jnp.ones((1, 1), bool)}, "mask is bool[1, 1]; bool ["),
+    "mask's type": (
+        ValueError,
+        lambda t: {"mask": jnp.ones((1, 1, 1, 1))},
+        "mask is float32[1, 1, 1, 1]; bool",
+    ),
+    "softcap": (ValueError, lambda t: {"softcap": -1}, "softcap is -1; a finite number >= 0 is accepted"),
+    "softcap of text": (TypeError, lambda t: {"softcap": "x"}, "softcap is 'x'; a number is accepted"),
+    "dropout_p": (ValueError, lambda t: {"dropout_p": 1.0}, "dropout_p is 1.0; a number from 0 to 0.99"),
+    "dropout_p of text": (TypeError, lambda t: {"dropout_p": "x"}, "dropout_p is 'x'; a number is accepted"),
+    "no seed": (ValueError, lambda t: {"dropout_p": 0.1}, "dropout_seed is None beside dropout_p; uint32[4]"),
+    "seed": (
+        ValueError,
+        lambda t: {"dropout_p": 0.1, "dropout_seed": INT},
+        "dropout_seed is int32[2]; uint32[4] or int64[2] is accepted",
+    ),
     "implementation": (ValueError, lambda t: {"implementation": "xla"}, "implementation is given; None"),
     "lengths": (
         ValueError,
@@ -1174,6 +1412,8 @@ def test_traced_arguments():
         (lambda x: attention(q, k, v, local_window_size=x), 3, "local_window_size is traced"),
         (lambda x: attention(q, k, v, local_window_size=(1, x)), 3, "local_window_size is traced"),
         (lambda x: attention(q, k, v, is_causal=x), True, "is_causal is"),
+        (lambda x: attention(q, k, v, softcap=x), 0.5, "softcap is traced"),
+        (lambda x: attention(q, k, v, dropout_p=x), 0.5, "dropout_p is traced"),
         (lambda x: ours.softmax(q, scale=x), 0.5, "softmax: scale is traced"),
         (lambda x: ours.softmax(q, causal=x), True, "causal is"),
     ):
@@ -1332,13 +1572,21 @@ OPTIONS = {
     "return_residual": (True, lambda lengths, options: options.gives_lse),
     "sinks": (jnp.zeros(2), lambda lengths, options: options.gives_lse),
     "precision": ("high", lambda lengths, options: options.tf32),
+    "mask": (jnp.ones((1, 1, 1, 4), bool), lambda given, options: given.mask.shape == (1, 1, 1, 4)),
+    "bias": (jnp.ones((1, 1, 1, 4)), lambda given, options: given.bias.shape == (1, 1, 1, 4)),
+    "softcap": (2.0, lambda given, options: options.softcap == 2),
+    "dropout_p": (1e-6, lambda given, options: (options.keep, given.seed) == (4096, None)),
+    "dropout_seed": (
+        jnp.arange(4, dtype=jnp.uint32),
+        lambda given, options: options.keep == 2048 and given.seed.tolist() == [0, 1, 2, 3],
+    ),
 }
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_reaches_the_computation(option, mapped, monkeypatch):
-    refused = {"query", "key", "value", "bias", "mask", "implementation"}
+    refused = {"query", "key", "value", "implementation"}
     assert OPTIONS.keys() == inspect.signature(attention).parameters.keys() - refused
     value, reached = OPTIONS[option]
     seen = []
@@ -1350,7 +1598,9 @@ def test_an_option_reaches_the_computation(option, mapped, monkeypatch):
     monkeypatch.setattr(dot_product_attention.plain, "attention", plain)
     monkeypatch.setattr(dot_product_attention.kernels, "library", lambda: None)
     q = jnp.ones((2, 4, 2, 8))
-    function = partial(attention, **{option: value})
+    function = partial(
+        attention, **{option: value} | ({"dropout_p": 0.5} if option == "dropout_seed" else {})
+    )
     with jax.disable_jit():
         jax.vmap(function)(*[q[None]] * 3) if mapped else function(q, q, q)
     assert seen
@@ -1365,8 +1615,12 @@ def test_an_option_reaches_the_computation(option, mapped, monkeypatch):
         ("attention", "seqused_k", "; did you mean key_value_seq_lengths?"),
         ("attention", "leftpad_k", "; did you mean key_value_left_padding?"),
         ("attention", "s_aux", "; did you mean sinks?"),
-        ("attention", "attn_mask", "; did you mean ranges, which flash_cute.masks.from_dense makes?"),
-        ("attention", "dropout", ", as there is no dropout; did you mean to leave it out?"),
+        (
+            "attention",
+            "attn_mask",
+            "; did you mean mask, where True is seen, or bias, which is added to scores?",
+        ),
+        ("attention", "dropout", "; did you mean dropout_p?"),
         ("softmax", "softmax_scale", "; did you mean scale?"),
     ],
 )

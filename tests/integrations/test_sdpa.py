@@ -21,6 +21,7 @@ from support.cases import (
     make_ragged,
     make_ragged_gradients,
 )
+from support.changed import Changed, next_seed
 from support.tolerance import (
     assert_attention,
     assert_gradients,
@@ -35,6 +36,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+import flash_cute
 from flash_cute import reference
 from flash_cute.integrations.sdpa import flash_forward, flash_forward_out
 
@@ -106,8 +108,9 @@ def test_activate_and_restore(device):
     assert "flash_cute" in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() == "flash_cute"
     attention.activate_flash_attention_impl("flash_cute")  # again
-    with pytest.raises(NotImplementedError, match=r"^flash_cute\.sdpa: dropout_p is 0\.5; 0 is accepted$"):
-        aten._scaled_dot_product_flash_attention(q, k, v, 0.5)
+    sentence = r"^flash_cute\.sdpa: return_debug_mask is True; False is accepted$"
+    with pytest.raises(NotImplementedError, match=sentence):
+        aten._scaled_dot_product_flash_attention(q, k, v, 0.5, return_debug_mask=True)
     attention.restore_flash_attention_impl()
     assert attention.current_flash_attention_impl() is None
     if device.type == "cuda":
@@ -288,7 +291,7 @@ def test_refusals_of_pages(device):
 @pytest.mark.parametrize(
     ("sentence", "options"),
     [
-        ("dropout_p is 0.1; 0 is accepted", {"dropout_p": 0.1}),
+        ("dropout_p is 1.5; a number from 0 to less than 1", {"dropout_p": 1.5}),
         ("return_debug_mask is True; False is accepted", {"return_debug_mask": True}),
         ("alibi_slopes is a tensor; None is accepted", {"alibi_slopes": torch.ones(4)}),
         ("only cum_seq_q is None; cum_seq_q and cum_seq_k, or neither", {"cum_seq_k": torch.ones(4)}),
@@ -363,6 +366,80 @@ def test_compiled_operator(device, dynamic):
     out = compiled(*inputs)
     assert_out(out.detach(), detached(*inputs), CAUSAL)
     assert_differentiated(out, inputs, CAUSAL)
+
+
+# Dropout
+
+
+def seed_of(state: torch.Tensor) -> torch.Tensor:
+    """flash_cute's dropout_seed, as PyTorch keeps it."""
+    assert (state.dtype, state.shape) == (torch.uint64, (2,))
+    return state.view(torch.int64)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_dropout_of_the_sdpa_operator(device, mask):
+    inputs = leaves(make_inputs(SHAPE, DTYPE, device))
+    options = {"dropout_p": 0.3, "is_causal": mask == "causal"}
+    out, lse, *rest = aten._scaled_dot_product_flash_attention(*inputs, **options)
+    changed = Changed(**MASKS[mask].options, changes={"dropout_p": 0.3, "dropout_seed": seed_of(rest[4])})
+    assert_attention((out.detach(), lse), *detached(*inputs), changed)
+    assert_differentiated(out, inputs, changed)
+    torch.manual_seed(1)
+    first = aten._scaled_dot_product_flash_attention(*inputs, **options)
+    torch.manual_seed(1)
+    again, other = (aten._scaled_dot_product_flash_attention(*inputs, **options) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_dropout_of_the_flash_operator(device):
+    mask = MASKS["window_left"]
+    inputs = leaves(x.transpose(1, 2) for x in make_inputs(SHAPES["more_keys"], DTYPE, device))
+    left, right = window_arguments(mask)
+    options = {"window_size_left": left, "window_size_right": right}
+    out, lse, seed, *_ = aten._flash_attention_forward(
+        *inputs, None, None, 37, 71, 0.5, False, False, **options
+    )
+    changed = Changed(**mask.options, changes={"dropout_p": 0.5, "dropout_seed": seed_of(seed)})
+    results, tensors = (heads_first(out)[0], lse), heads_first(*inputs)
+    assert_attention(results, *tensors, changed)
+    dout, _ = make_gradients(tensors[0])
+    gradients = torch.autograd.grad(out, inputs, dout.transpose(1, 2))
+    assert_gradients(heads_first(*gradients), *tensors, dout, None, changed)
+
+
+def test_dropout_of_packed_sequences(device):
+    """The first sequence drops the pairs that it drops alone; the backward is told of the seed."""
+    batch = make_ragged(BATCHES["unequal"], (4, 2), 64, DTYPE, device, packed=True, margins=(0, 0))
+    inputs = leaves((batch.q, batch.k, batch.v))
+    out, _, seed, *_ = aten._flash_attention_forward(*inputs, *batch.lengths.values(), 0, 0, 0.5, True, False)
+    options = {"causal": True, "dropout_p": 0.5, "dropout_seed": seed_of(seed)}
+    again = leaves((batch.q, batch.k, batch.v))
+    expected = flash_cute.attention_varlen(*again, **batch.lengths, **options)
+    assert torch.equal(out, expected)
+    dout = torch.randn_like(out)
+    gradients = (torch.autograd.grad(*x, dout) for x in ((out, inputs), (expected, again)))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-2)
+    _, rows, keys = batch.places[0]
+    alone = (x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(again, (rows, keys, keys), strict=True))
+    found = flash_cute.attention(*alone, **options)[0].transpose(0, 1)
+    torch.testing.assert_close(found, out[rows], rtol=0, atol=1e-2)
+
+
+def test_dropout_in_a_compiled_operator(device):
+    @torch.compile(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    def compiled(q, k, v):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.5, is_causal=True)[0]
+
+    inputs = leaves(make_inputs(SHAPE, DTYPE, device))
+    compiled(*inputs)
+    changes = {"dropout_p": 0.5, "dropout_seed": next_seed(inputs[0])}
+    out = compiled(*inputs)
+    changed = Changed(causal=True, changes=changes)
+    assert_out(out.detach(), detached(*inputs), changed)
+    assert_differentiated(out, inputs, changed)
 
 
 # varlen_attn
@@ -488,8 +565,6 @@ def test_what_pytorch_does_not_give_to_flash_attention(device):
                 scaled_dot_product_attention(q, k, v, **refused)
         with pytest.raises(RuntimeError, match="No available kernel"):
             scaled_dot_product_attention(q.float(), k.float(), v.float())
-        with pytest.raises(NotImplementedError, match=r"^flash_cute\.sdpa: dropout_p is 0\.5"):
-            scaled_dot_product_attention(q, k, v, dropout_p=0.5)
 
 
 @pytest.mark.gpu
@@ -590,12 +665,13 @@ def test_multihead_attention(device, training, arguments):
 def test_dropout_of_multihead_attention(device):
     module = torch.nn.MultiheadAttention(256, 4, 0.1, batch_first=True, device=device, dtype=DTYPE)
     x = torch.randn(2, SEQUENCE, 256, device=device, dtype=DTYPE)
+    results = []
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        with pytest.raises(
-            NotImplementedError, match=r"^flash_cute\.sdpa: dropout_p is 0\.1; 0 is accepted$"
-        ):
-            module(x, x, x, need_weights=False)
-        assert module.eval()(x, x, x, need_weights=False)[0].isfinite().all()
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            results.append(module(x, x, x, need_weights=False)[0])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="needs
 
 from support.transformers_models import (  # noqa: E402
     BATCH,
+    BIASED,
     DTYPE,
     ENCODER,
     GROUPED,
@@ -41,7 +42,8 @@ from support.transformers_models import (  # noqa: E402
     tokens,
 )
 
-from flash_cute import lengths, masks, reference  # noqa: E402
+import flash_cute  # noqa: E402
+from flash_cute import dot_product_attention, lengths, masks, reference  # noqa: E402
 from flash_cute.integrations import _transformers_masks  # noqa: E402
 from flash_cute.integrations import transformers as face  # noqa: E402
 from flash_cute.integrations.transformers import (  # noqa: E402
@@ -91,7 +93,7 @@ def test_losses_and_gradients(trio, device, kind):
 
 def test_position_ids_that_restart(trio, device):
     """Several sequences in a row, told from their positions; encoders have no such thing."""
-    if not trio.ours.config.model_type.startswith(("gpt2", "llama", "qwen", "mistral")):
+    if not trio.ours.config.model_type.startswith(("gpt2", "llama", "qwen", "mistral", "gemma")):
         pytest.skip("an encoder")
     positions = torch.stack([torch.cat([torch.arange(n) for n in rows]) for rows in ((9, 11), (1, 4, 15))])
     assert_logits(
@@ -498,16 +500,38 @@ def qkv(device, **changes) -> dict:
 @pytest.mark.parametrize(
     ("sentence", "changes"),
     [
-        ("dropout must be 0, got 0.1; set attention_dropout", {"dropout": 0.1}),
-        ("softcap is 30.0; none is accepted", {"softcap": 30.0}),
-        ("position_bias is Tensor; none is accepted", {"position_bias": torch.zeros(4)}),
+        ("alibi is Tensor; none is accepted", {"alibi": torch.zeros(4)}),
+        (
+            "position_bias requires grad; one that does not, as under torch.no_grad(), is accepted",
+            {"position_bias": torch.zeros(1, 4, 10, 10, requires_grad=True)},
+        ),
+        (
+            "attention_mask requires grad; one that does not, as under torch.no_grad(), is accepted",
+            {"attention_mask": torch.zeros(1, 4, 10, 10, requires_grad=True)},
+        ),
         ("head_mask is Tensor; none is accepted", {"head_mask": torch.zeros(4)}),
         ("block_indices is Tensor; none is accepted", {"block_indices": torch.zeros(4)}),
         ("indices is Tensor; none is accepted", {"indices": torch.zeros(4)}),
         ("sinks is Tensor; none is accepted", {"sinks": torch.zeros(4)}),
         ("cache is list; none is accepted", {"cache": ["paged"]}),
         ("output_attentions is True; none is accepted", {"output_attentions": True}),
-        ("attention_mask is a Tensor of shape (2, 1, 10, 10)", {"attention_mask": torch.ones(2, 1, 10, 10)}),
+        (
+            "attention_mask is a Tensor of shape (2, 1, 10, 10) and torch.int64; padding of two dimensions",
+            {"attention_mask": torch.ones(2, 1, 10, 10).long()},
+        ),
+        (
+            "attention_mask is a Tensor of shape (2, 10, 10) and torch.bool; padding of two dimensions, or",
+            {"attention_mask": torch.ones(2, 10, 10).bool()},
+        ),
+        ("attention_mask is a list of shape (); padding of two", {"attention_mask": [1]}),
+        (
+            "cu_seq_lens_q is given together with a mask of four dimensions",
+            {
+                "cu_seq_lens_q": torch.zeros(2),
+                "cu_seq_lens_k": torch.zeros(2),
+                "attention_mask": torch.ones(2, 1, 10, 10).bool(),
+            },
+        ),
         ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_q": torch.zeros(2)}),
         ("only one of cu_seq_lens_q and cu_seq_lens_k is given; both", {"cu_seq_lens_k": torch.zeros(2)}),
         ("sliding_window is given without a mask", {"sliding_window": 4, "is_causal": False}),
@@ -913,15 +937,239 @@ def test_a_window_to_both_sides_of_unequal_lengths(device):
         make_mask("bidirectional_sliding_window", embeddings, encoder_hidden_states=longer)
 
 
-def test_a_custom_mask_of_four_dimensions(device):
-    trio = Trio("llama", device)
-    mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool, device=device)
-    sentence = (
-        r"attention_mask is a Tensor of shape \(3, 1, 20, 20\); padding of two dimensions, or "
-        r"ranges_mask\(flash_cute\.masks\.from_dense\(mask\)\), is accepted"
+@pytest.mark.parametrize("kind", ["booleans", "added", "added in float32"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_masks_of_four_dimensions(device, name, kind):
+    """All of the mask, as for eager attention and SDPA: causal or not; logits and gradients."""
+    trio, ids = Trio(name, device), tokens(device)
+    seen = torch.rand(BATCH, 1, LENGTH, LENGTH, device=device) < 0.7
+    seen[..., torch.arange(LENGTH), torch.arange(LENGTH)] = True
+    lowest = torch.finfo(DTYPE if kind == "added" else torch.float32).min
+    added = torch.zeros(seen.shape, device=device).masked_fill(~seen, lowest)
+    given = {"booleans": seen, "added": added.to(DTYPE), "added in float32": added}[kind]
+    of_eager = torch.zeros_like(seen, dtype=DTYPE).masked_fill(~seen, torch.finfo(DTYPE).min)
+    inputs = [{"input_ids": ids, "attention_mask": mask} for mask in (given, of_eager, seen)]
+    logits = [model(**x).logits for model, x in zip(trio.all, inputs, strict=True)]
+    assert_within_rule("logits", *(x.detach() for x in logits))
+    for x in logits:
+        x.double().square().sum().backward()
+    weights = [model.get_input_embeddings().weight for model in trio.all]
+    assert_within_rule("gradients of embeddings", *(x.grad for x in weights))
+
+
+@pytest.mark.parametrize("kind", ["booleans", "added"])
+def test_a_mask_and_a_bias(device, kind):
+    arguments = qkv(device)
+    tensors = [arguments[name] for name in ("query", "key", "value")]
+    bias = torch.randn(1, 4, 10, 10, device=device, dtype=DTYPE)
+    seen = (torch.rand(2, 1, 10, 10, device=device) < 0.7) | torch.eye(10, device=device).bool()
+    mask = seen if kind == "booleans" else torch.zeros_like(seen, dtype=DTYPE).masked_fill(~seen, -torch.inf)
+    out, _ = cute_attention(**arguments | {"attention_mask": mask, "position_bias": bias})
+    oracle, yardstick = (
+        reference.forward(*tensors, mask=seen, bias=bias, dtype=dtype)[0] for dtype in (torch.float64, DTYPE)
     )
+    assert_within_rule("out", out.transpose(1, 2), yardstick, oracle)
+
+
+# Biases of positions
+
+
+def images(device) -> torch.Tensor:
+    return torch.randn(2, 3, 32, 32, device=device)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", [name for name in BIASED if name != "T5"])
+@torch.no_grad()
+def test_models_of_images(device, name, compiled):
+    trio, inputs = Trio(name, device), images(device)
+    plain = trio.ours(inputs.to(DTYPE)).logits
+    if compiled:
+        torch._dynamo.reset()
+        backend = "inductor" if device.type == "cuda" else "aot_eager"
+        trio.all = torch.compile(trio.ours, backend=backend), *trio.all[1:]
+    results = [model(inputs.to(DTYPE).to(model.dtype)).logits for model in (trio.ours, *trio.all[1:])]
+    if compiled:
+        results[0] = trio.all[0](inputs.to(DTYPE)).logits
+    assert_within_rule("logits", *results)
+    for parameter, value in trio.ours.named_parameters():
+        if "position_bias_table" in parameter:
+            value.zero_()
+    assert not torch.allclose(trio.ours(inputs.to(DTYPE)).logits, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both"])
+@torch.no_grad()
+def test_t5(device, kind):
+    """Of the encoder a bias beside padding, of the decoder beside the causal mask, too."""
+    trio, mask, of_decoder = Trio("T5", device), padding(kind, device), padding("right", device)
+    inputs = {"input_ids": tokens(device), "attention_mask": mask, "use_cache": False}
+    inputs |= {"decoder_input_ids": tokens(device), "decoder_attention_mask": of_decoder}
+    assert_logits(trio, inputs, of_decoder.bool())
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@torch.no_grad()
+def test_t5_generates(device, cache):
+    inputs = {"input_ids": tokens(device), "attention_mask": padding("left", device)}
+    assert_generated(Trio("T5", device), cache, **inputs)
+
+
+def test_a_bias_that_trains(device):
+    model, ids = Trio("T5", device).ours, tokens(device)
+    sentence = r"^flash_cute\.transformers: position_bias requires grad; one that does not, as under"
     with pytest.raises(NotImplementedError, match=sentence):
-        trio.ours(tokens(device), attention_mask=mask)
+        model(input_ids=ids, decoder_input_ids=ids)
+
+
+def test_gradients_beside_a_frozen_bias(device):
+    trio, ids = Trio("T5", device), tokens(device)
+    gradients = []
+    for model in trio.all:
+        for name, parameter in model.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.requires_grad_(False)
+        model(input_ids=ids, labels=ids, attention_mask=padding("right", device)).loss.backward()
+        named = (p.grad for p in model.parameters() if p.grad is not None)
+        gradients.append(torch.cat([grad.flatten().double() for grad in named]))
+    assert_within_rule("gradients", *gradients)
+
+
+def test_a_mask_with_a_bias(device):
+    """A model may add it, as BEiT does; what else it does with a mask is refused."""
+    mask, bias = CuteMask((2, 10, 10), {}), torch.randn(1, 4, 10, 10, device=device, dtype=DTYPE)
+    arguments = qkv(device)
+    expected, _ = cute_attention(**arguments | {"position_bias": 2 * bias, "is_causal": False})
+    for added in (bias + mask + bias, mask + bias + bias, torch.add(bias, bias + mask)):
+        assert torch.equal(cute_attention(**arguments | {"attention_mask": added})[0], expected)
+    last = arguments | {"query": arguments["query"][:, :, -3:], "attention_mask": added[:, :, -3:, :]}
+    rounding = {"atol": 2**-8, "rtol": 2**-7}
+    torch.testing.assert_close(cute_attention(**last)[0], expected[:, -3:], **rounding)
+    assert (bias + mask).to("meta").bias.is_meta
+    for wrong in (bias[0], bias.long(), 1.0):
+        with pytest.raises(NotImplementedError, match="got a call of add with it by the model"):
+            mask + wrong
+
+
+def test_bloom_by_slopes(device):
+    """BLOOM computes attention itself; its biases are those of slopes, but for a number of each query."""
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    batch, heads, length, head_dim = 2, 6, 30, 16  # no power of two, whose slopes are of two kinds
+    q, k, v = (torch.randn(batch, heads, length, head_dim, device=device) for _ in "qkv")
+    present = torch.ones(batch, length, device=device)
+    alibi = bloom.build_alibi_tensor(present, heads, torch.float64).view(batch, heads, 1, length)
+    slopes = alibi[0, :, 0, 1].float()
+    out = flash_cute.attention(q, k, v, causal=True, alibi_slopes=slopes)
+    hidden = ~torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        scores = alibi.to(dtype) + q.to(dtype) @ k.to(dtype).mT / head_dim**0.5
+        results.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.to(dtype))
+    assert_within_rule("out", out, *results)
+
+
+# Dropout
+
+
+def with_dropout_mask(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
+    """Eager attention that drops what flash_cute drops with the seeds of its calls, one after the other."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    weights = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = weights.softmax(-1)
+    seed = next(module.seeds)
+    assert dropout == 0.3
+    weights = weights * flash_cute.dropout.dropout_mask(seed, *weights.shape, dropout)
+    weights = weights * (4096 / round(4096 * (1 - dropout)))
+    return (weights @ value).transpose(1, 2), None
+
+
+DROPPING = {
+    "gpt2": {"attn_pdrop": 0.3},
+    "bert": {"attention_probs_dropout_prob": 0.3},
+    "llama": {"attention_dropout": 0.3},
+    "bart": {"attention_dropout": 0.3},
+}
+
+
+@pytest.fixture
+def seeds(monkeypatch) -> list[torch.Tensor]:
+    """Those that calls draw."""
+    found, draw = [], dot_product_attention.drawn_seed
+
+    def drawn(q):
+        found.append(draw(q))
+        return found[-1]
+
+    monkeypatch.setattr(dot_product_attention, "drawn_seed", drawn)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_in_training(device, name, kind, seeds, monkeypatch):
+    """The model's setting, in training; the losses of tokens, and gradients."""
+    *classes, sizes = MODELS[name]
+    monkeypatch.setitem(MODELS, name, (*classes, sizes | DROPPING[name]))
+    trio, ids, mask = Trio(name, device), tokens(device), padding(kind, device)
+    transformers.AttentionInterface.register("with_dropout_mask", with_dropout_mask)
+    transformers.AttentionMaskInterface.register("with_dropout_mask", MAKE.eager_mask)
+    for model in trio.all[1:]:
+        model.set_attn_implementation("with_dropout_mask")
+    labels = ids
+    if mask is not None:  # a token behind padding is that of a query which sees nothing
+        before = torch.nn.functional.pad(mask, (1, 0), value=1)[:, :-1]
+        labels = ids.masked_fill(mask * before == 0, -100)
+    losses, gradients = [], []
+    for model in trio.all:
+        left = iter(seeds)
+        for module in model.modules():
+            module.seeds = left
+        result = model.train()(input_ids=ids, attention_mask=mask, labels=labels)
+        result.loss.backward()
+        each = torch.nn.functional.cross_entropy(result.logits.double().mT, labels, reduction="none")
+        losses.append(each.detach())
+        found = (p.grad.flatten().double() for p in model.parameters() if p.grad is not None)
+        gradients.append(torch.cat(list(found)))
+    assert seeds
+    assert_within_rule("losses", *losses)
+    assert_within_rule("gradients", *gradients)
+    seeds.clear()
+    trio.ours.eval()(input_ids=ids, attention_mask=mask)
+    assert not seeds
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_of_checkpointed_layers(device, reentrant, monkeypatch):
+    *classes, sizes = MODELS["gpt2"]
+    monkeypatch.setitem(MODELS, "gpt2", (*classes, sizes | DROPPING["gpt2"]))
+    ids, results = tokens(device), []
+    for checkpointed in (False, True):
+        model = Trio("gpt2", device).ours.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if device.type == "cpu" else 1e-2)
+
+
+def test_dropout_of_packed_sequences(device, seeds, monkeypatch):
+    """The first sequence drops what it drops alone."""
+    *classes, sizes = MODELS["llama"]
+    monkeypatch.setitem(MODELS, "llama", (*classes, sizes | DROPPING["llama"]))
+    model, ids = Trio("llama", device).ours.train(), tokens(device, 1)
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None].to(device)
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    drawn = iter([*seeds])
+    monkeypatch.setattr(dot_product_attention, "drawn_seed", lambda q: next(drawn))
+    alone = model(input_ids=ids[:, :9], use_cache=False).logits
+    torch.testing.assert_close(packed[:, :9], alone, rtol=0, atol=1e-2)
+    monkeypatch.undo()
+    assert not torch.allclose(model(input_ids=ids[:, :9], use_cache=False).logits, alone, rtol=0, atol=1e-2)
 
 
 def test_an_older_transformers():
