@@ -128,12 +128,14 @@ def compared(mine: list[str], peers: list[str]) -> dict[str, list[str]]:
 def prepare(name: str, problem, q, k, v, *dout, offsets=None, **options) -> Run:
     """The contender's call for these inputs, run once; raises CannotRun where it has no kernel for them.
 
-    options: of ours, as lengths of padded inputs.
+    options: of ours, as lengths of padded inputs or a bias.
     """
     free = name.removesuffix(DETERMINISTIC)
     who = PEERS.get(free) or Ours(None if free == CPU else free)
     if (inputs := DENSE if offsets is None else PACKED) not in who.calls:
         raise CannotRun(f"not called with {inputs}")
+    if options and not isinstance(who, Ours):
+        raise CannotRun(f"not called with {', '.join(options)}")
     if name != free and not who.deterministic:
         raise CannotRun("has no deterministic gradients")
     forward = who.forward(problem, q, k, v, offsets, **options)

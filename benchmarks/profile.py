@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from . import contenders, timing
+from . import changes, contenders, timing
 from .problem import (
     DTYPES,
     SHAPE_METAVAR,
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.add_argument("--shape", type=parse_shape, metavar=SHAPE_METAVAR, help="default: 16k tokens, d128")
     args.add_argument("--mask", choices=["full", "causal"], default="full")
     args.add_argument("--window", type=parse_window, metavar="LEFT,RIGHT")
+    args.add_argument("--case", choices=changes.CASES, default=changes.PLAIN, help="what changes our scores")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
     args.add_argument("--who", help="a family of ours or a peer: " + ", ".join(contenders.DENSE_PEERS))
     args.add_argument("--launches", type=int, default=3)
@@ -64,15 +65,18 @@ def main(arguments: list[str] | None = None) -> None:
     mask = {"causal": options.mask == "causal", "window": options.window}
     problem = Problem(*shape, **mask, dtype=options.dtype, direction=options.direction)
     who = options.who or contenders.families(device, problem.direction, problem.dtype)[-1]
-    run = contenders.prepare(who, problem, *problem.inputs(device))
+    changed = changes.drawn(options.case, problem, device)
+    run = contenders.prepare(who, problem, *problem.inputs(device), **changed)
     timing.start(run, timing.WARM_UP_CALLS, device)
-    name = f"{who} {problem.mask} d{width_name(problem.head_dim, problem.head_dim_v)}"
+    case = "" if options.case == changes.PLAIN else f" {options.case}"
+    name = f"{who}{case} {problem.mask} d{width_name(problem.head_dim, problem.head_dim_v)}"
     with profiled(device):
         for i in range(options.launches):
             with named_range(f"{name} launch {i}", device):
                 run()
     print(
-        f"{options.launches} launches of {who} on {problem}: run this under ncu or nsys (docs/profiling.md)"
+        f"{options.launches} launches of {who}{case} on {problem}: run this under ncu or nsys "
+        "(docs/profiling.md)"
     )
 
 

@@ -190,16 +190,69 @@ class Math(Peer):
         return run
 
 
+class Sdpa:
+    """SDPA by one of its kernels, with gradients by autograd, where it takes what changes scores.
+
+    takes: arguments of ours that it has in another form.
+    """
+
+    def __init__(self, backend: SDPBackend, *takes: str):
+        self.backend, self.takes = backend, {*takes}
+
+    def forward(self, q, k, v, causal: bool, attn_mask: torch.Tensor | None, options: dict) -> Callable:
+        """The call. attn_mask: of the options' mask or bias, with the causal one in it."""
+        if refused := options.keys() - self.takes:
+            raise CannotRun(f"no {', '.join(sorted(refused))}")
+        given = {"attn_mask": attn_mask, "is_causal": causal and attn_mask is None}
+        given["dropout_p"] = options.get("dropout_p", 0.0)
+
+        def call() -> torch.Tensor:
+            with sdpa_kernel(self.backend):
+                return scaled_dot_product_attention(q, k, v, **given)
+
+        return call
+
+
+SDPA = {
+    "cudnn": Sdpa(SDPBackend.CUDNN_ATTENTION, "mask", "bias", "dropout_p"),
+    "flash": Sdpa(SDPBackend.FLASH_ATTENTION, "dropout_p"),
+    "efficient": Sdpa(SDPBackend.EFFICIENT_ATTENTION, "mask", "bias", "dropout_p"),
+}
+
+
 class Flex:
-    """FlexAttention, compiled. Unlike the peers it takes a mask as a function, of (query, key)."""
+    """FlexAttention, compiled. Unlike the peers it takes what changes scores and masks as functions."""
 
     def __init__(self):
         torch._dynamo.config.recompile_limit = 1000
         self.attend = torch.compile(flex_attention, dynamic=False)
 
     def forward(self, mask_mod: Callable, q, k, v) -> Callable[[], torch.Tensor]:
-        """The call; its block mask is made before."""
-        of_four = torch.compile(create_block_mask)
-        sizes = None, None, q.shape[2], k.shape[2]
-        mask = of_four(lambda b, h, i, j: mask_mod(i, j), *sizes, device=q.device)
-        return lambda: self.attend(q, k, v, block_mask=mask)
+        """The call with a mask of (query, key)."""
+        return self.scored(q, k, v, None, lambda b, h, i, j: mask_mod(i, j))
+
+    def scored(
+        self,
+        q,
+        k,
+        v,
+        score_mod: Callable | None,
+        mask_mod: Callable | None,
+        batch: int | None = None,
+    ) -> Callable[[], torch.Tensor]:
+        """The call with FlexAttention's own functions; its block mask is made before.
+
+        batch: of the mask, None: alike for all sequences.
+        """
+        mask = None
+        if mask_mod:
+            sizes = batch, None, q.shape[2], k.shape[2]
+            mask = torch.compile(create_block_mask)(mask_mod, *sizes, device=q.device)
+
+        def call() -> torch.Tensor:
+            try:
+                return self.attend(q, k, v, score_mod=score_mod, block_mask=mask)
+            except Exception as error:  # of any kind, its compiler's own
+                raise CannotRun(f"{type(error).__name__}: {error}") from error
+
+        return call

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..results import environment, save
-from . import attention, decode, others
+from . import attention, decode, others, scores
 
 MARKDOWN: dict[str, Callable[[dict], str]] = {
     "attention": attention.markdown,
@@ -24,12 +24,17 @@ MARKDOWN: dict[str, Callable[[dict], str]] = {
     "masks": others.masks,
     "overhead": others.overhead,
     "ranges": others.ranges,
+    "scores": scores.markdown,
     "softmax": others.softmax,
     "training": others.training,
     "jax_attention": others.jax_attention,
     "context_parallel": others.context_parallel,
 }
-PLOTS: dict[str, Callable[[dict, Path], None]] = {"attention": attention.plot, "decode": decode.plot}
+PLOTS: dict[str, Callable[[dict, Path], None]] = {
+    "attention": attention.plot,
+    "decode": decode.plot,
+    "scores": scores.plot,
+}
 
 
 def load(path: Path) -> dict:

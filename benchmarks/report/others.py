@@ -7,7 +7,8 @@ from functools import partial
 
 from .tables import by_column, digits, head_dim_of, shape_labels, source, title, union
 
-REFERENCE = "flash"  # whose errors of gradients others are compared with
+# Whose errors of gradients others are compared with; where scores are changed, the second.
+REFERENCE, OPERATORS = "flash", "operators"
 WAYS = ("forward", "backward")
 
 
@@ -24,18 +25,21 @@ def accuracy(results: dict) -> str:
         seen = row["found"][what]
         return f"{statistics.median(seen):.2e} ({max(seen):.2e})"
 
+    case = results.get("case", "plain")
+    reference = REFERENCE if case == "plain" else OPERATORS
+
     def ratio(what: str, row: dict) -> str:
-        pairs = zip(row["found"][what], row["errors"][REFERENCE][what], strict=True)
+        pairs = zip(row["found"][what], row["errors"][reference][what], strict=True)
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
 
     measures = union(rows, lambda row: row["found"])
     columns = {"": "d{head_dim}, {title}, {problem[dtype]}: {name}"}
     columns |= {what: partial(error, what) for what in measures}
     if rows[0]["problem"]["direction"] == "backward":
-        columns |= {f"{what}/{REFERENCE}": partial(ratio, what) for what in measures if what.endswith("RMS")}
-    return "\n".join(
-        ["Error against float64, median (largest) over the draws:", "", *by_column(columns, rows)]
-    )
+        columns |= {f"{what}/{reference}": partial(ratio, what) for what in measures if what.endswith("RMS")}
+    of_case = "" if case == "plain" else f" with {case}"
+    told = f"Error against float64{of_case}, median (largest) over the draws:"
+    return "\n".join([told, "", *by_column(columns, rows)])
 
 
 def masks(results: dict) -> str:

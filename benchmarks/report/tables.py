@@ -15,6 +15,7 @@ COLOURS = {
     "sm90": "#0072B2",
     "sm80": "#D55E00",
     "cpu": "#009E73",
+    "ours": "#0072B2",
     "flash": "#999999",
     "flash3": "#117733",
     "flash4": "#882255",
@@ -23,6 +24,7 @@ COLOURS = {
     "math": "#CC79A7",
     "flashinfer": "#AA4499",
     "xqa": "#332288",
+    "flex": "#44AA99",
     "padded": "#F0E442",
     "mean": "#333333",
 }

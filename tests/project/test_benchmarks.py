@@ -17,11 +17,13 @@ from support import kernels
 from support.cases import MASKS
 from support.precision import Calls, matmul_precision
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 import flash_cute
 from benchmarks import (
     accuracy,
     attention,
+    changes,
     contenders,
     lengths,
     masks,
@@ -32,12 +34,14 @@ from benchmarks import (
     ranges,
     report,
     results,
+    scores,
     softmax,
     timing,
     training,
 )
 from benchmarks.peers import newer_flash
 from benchmarks.peers.base import CannotRun, attempt
+from benchmarks.peers.pytorch import Sdpa
 from benchmarks.problem import Problem, parse_shape, parse_window
 from benchmarks.report.__main__ import main as draw
 
@@ -647,6 +651,23 @@ def test_accuracy(tmp_path, direction):
         assert {"cpu", "flash"} <= cell["errors"].keys()
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", ["bias", "dropout", "softcap", "alibi", "half the blocks"])
+def test_accuracy_of_changed_scores(tmp_path, case, direction):
+    """Ours and PyTorch's operators, which are the yardstick; the file says of what."""
+    asked = ["--case", case, "--shape", "1,2,2,40,40,32", "--dtype", "bf16", "--seeds", "2"]
+    path = accuracy.main(["--device", "cpu", *asked, "--pass", direction, "--output", str(tmp_path)])
+    of_pass = "" if direction == "forward" else "-backward"
+    assert path.stem == f"accuracy-{case.replace(' ', '-')}{of_pass}"
+    for cell in json.loads(path.read_text())["cells"]:
+        ours, yardstick = cell["errors"]["cpu"], cell["errors"]["operators"]
+        assert all(statistics.median(found) < 0.1 for found in ours.values())
+        assert ours.keys() == yardstick.keys()
+    told = path.with_suffix(".md").read_text()
+    assert told.startswith(f"Error against float64 with {case}, ")
+    assert ("dq RMS/operators" in told) == (direction == "backward")
+
+
 def test_overhead(tmp_path):
     path = overhead.main([*TINY, "--output", str(tmp_path)])
     for cell in json.loads(path.read_text())["cells"]:
@@ -689,6 +710,190 @@ def test_ranges(tmp_path):
     assert all(cell["shape"][2:] == [64, 32] and cell["times_us"].keys() == names for cell in cells)
 
 
+def test_scores(tmp_path, monkeypatch):
+    """A cell for each case; in tables of each pass its rate over plain's, of visible pairs; a plot."""
+    pytest.importorskip("matplotlib")
+    took = {"plain": 3.0, "ours": 4.0, "flash": 6.0}
+
+    def burst(calls, *_):
+        assert all(call() is not None for call in calls.values())
+        return {name: [took[name.split(",")[0]]] * 3 for name in calls}
+
+    monkeypatch.setattr(timing, "burst", burst)
+    sizes = ["--head-dims", "16,24", "--lengths", "130,65", "--tokens", "130", "--hidden", "48"]
+    path = scores.main(["--device", "cpu", *sizes, "--by-length", "--output", str(tmp_path)])
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["case"] for cell in cells] == [*changes.CASES] * 4
+    for cell in cells:
+        case, problem = cell["case"], cell["problem"]
+        contenders = {"ours", "flash"} if case == "plain" else {"ours", "plain"}
+        assert cell["passes"].keys() == {"forward", "backward", "both"}
+        for way, found in cell["passes"].items():
+            assert found["times_us"].keys() == found["tflops"].keys() == contenders
+            products = {"forward": 2, "backward": 5, "both": 7}[way]
+            size = problem["batch"] * problem["heads_q"] * problem["head_dim"]
+            flops = 2 * products * size * problem["seqlen_q"] ** 2 * cell["visible"]
+            us = took["ours"] * (1 + (way == "both"))
+            assert found["tflops"]["ours"] == pytest.approx(flops / us / 1e6, rel=1e-3)
+        assert {"cudnn", "efficient"} <= cell["excluded"].keys()
+        assert case in ("hidden pairs", "half the blocks", "padding") or cell["visible"] == 1
+    told = path.with_suffix(".md").read_text()
+    for way in ("Forward", "Backward", "Forward and backward"):
+        (of_way,) = (part for part in told.split("\n## ") if part.startswith(f"{way}\n"))
+        table = [line for line in of_way.split("\n\n")[1].splitlines() if not line.startswith("| --")]
+        header, *rows = ([word.strip() for word in line.strip("|").split("|")] for line in table)
+        assert header == ["case", "d16", "d16/flash", "d24", "d24/flash"]
+        assert [row[0] for row in rows] == [*changes.CASES]
+        found = {case: shares for case, *shares in rows}
+        assert found["plain"] == ["1.00", "1.50", "1.00", "1.50"]
+        assert found["bias"] == found["alibi"] == ["0.75", "-", "0.75", "-"]
+        assert found["padding"][0] == f"{mean_visible(cells, 'padding') * 0.75:.2f}"
+    draw([str(path)])
+    assert path.with_suffix(".md").read_text() == told
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def mean_visible(cells: list[dict], case: str) -> float:
+    found = [cell["visible"] for cell in cells if cell["case"] == case]
+    assert all(0.5 < visible < 1 for visible in found)
+    return statistics.geometric_mean(found)
+
+
+def test_scores_under_a_causal_mask(tmp_path):
+    sizes = ["--head-dims", "16", "--lengths", "40", "--tokens", "40", "--hidden", "16", "--peers", "flash"]
+    asked = ["--cases", "plain,padding", "--causal", "--output", str(tmp_path), "--name", "tiny"]
+    path = scores.main([*TINY, *sizes, *asked])
+    assert path.name == "tiny.json"
+    plain, padding = json.loads(path.read_text())["cells"]
+    assert plain["passes"]["both"]["times_us"].keys() == {"ours", "flash"}
+    assert padding["excluded"] == {"flash": "no mask"}
+    seen = [min(query + 1, 30) for query in range(40)]  # three quarters of one sequence's keys
+    assert padding["visible"] == pytest.approx(sum(seen) / sum(range(1, 41)))
+    assert "| plain | causal, 40 |" not in path.with_suffix(".md").read_text()
+
+
+SMALL = Problem(2, 2, 2, 260, 260, 16, dtype="fp32", direction="both")
+
+
+def test_scores_of_cells():
+    """Means of ours over plain count visible pairs; a case that ours cannot has no ratio."""
+    times = {"plain": {"median": 3.0}, "ours": {"median": 2.0}, "cudnn": {"median": 4.0}}
+    measured = {"times_us": times, "speedup": {"ours": {"plain": 1.5, "cudnn": 2.0}}}
+    cell = {"problem": SMALL.to_json(), "visible": 0.5, "passes": {"forward": measured}}
+    assert report.scores.ratios("forward", cell) == {"d16": 0.75, "d16/cudnn": 2.0}
+    assert report.scores.share_of_plain("forward", "cudnn", cell) == 0.375
+    measured["speedup"] = {}
+    assert report.scores.ratios("forward", cell) == {}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", changes.CASES)
+def test_changed_scores_in_terms_of_others(case, causal):
+    """SDPA, where it takes the case, and FlexAttention's functions give what ours does; pairs are counted."""
+    problem = replace(SMALL, causal=causal)
+    inputs = problem.inputs("cpu")[:3]
+    options = changes.drawn(case, problem, "cpu")
+    options |= {"softcap": 1.0} if case == "softcap" else {}  # one that shows
+    attn_mask = changes.attn_mask_of(options, problem)
+    ours = flash_cute.attention(*inputs, causal, **options)
+    assert (case == "plain") == torch.equal(ours, flash_cute.attention(*inputs, causal))
+    others = []
+    if case in ("plain", "bias") or "mask" in options:
+        others.append(Sdpa(SDPBackend.MATH, "mask", "bias").forward(*inputs, causal, attn_mask, options)())
+    else:
+        with pytest.raises(CannotRun, match=r"^no (softcap|alibi_slopes|dropout_p, dropout_seed)$"):
+            Sdpa(SDPBackend.MATH, "mask", "bias").forward(*inputs, causal, attn_mask, options)
+    if case == "dropout":
+        with pytest.raises(CannotRun, match="no dropout"):
+            scores.score_mod_of(options)
+    else:
+        # Written out: to make blocks takes FlexAttention a compiler.
+        place = torch.meshgrid(*map(torch.arange, (2, 2, 260, 260)), indexing="ij")
+        products = inputs[0] @ inputs[1].mT / 4
+        if score_mod := scores.score_mod_of(options):
+            products = score_mod(products, *place)
+        if mask_mod := scores.mask_mod_of(options, causal):
+            products = products.masked_fill(~mask_mod(*place), -torch.inf)
+        others.append(products.softmax(-1) @ inputs[2])
+        if mask_mod:
+            share = mask_mod(*place).sum().item() / 4 / problem.visited_pairs(1, 1)
+            assert changes.visible_share(options, problem) == pytest.approx(share)
+    for other in others:
+        torch.testing.assert_close(other, ours)
+
+
+def test_masks_of_changed_scores():
+    """On sizes that are no multiples of a block; under a causal mask each query sees a key."""
+    hidden = ~changes.drawn("hidden pairs", replace(SMALL, seqlen_q=256, seqlen_k=384), "cpu")["mask"][0, 0]
+    blocks = hidden.unflatten(0, (2, 128)).unflatten(2, (3, 128)).sum((1, 3))
+    assert (blocks == 1).all()
+    for seed in range(5):
+        square = replace(SMALL, seqlen_q=1000, seqlen_k=1000)
+        (mask,) = changes.drawn("half the blocks", square, "cpu", seed)["mask"][0]
+        assert mask.shape == (1000, 1000)
+        of_blocks = mask[::128, ::128]
+        assert torch.equal(of_blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:1000, :1000], mask)
+        assert (of_blocks.sum(0) == 4).all()
+        assert (of_blocks.sum(1) == 4).all()
+        causal = changes.drawn("half the blocks", replace(square, causal=True), "cpu", seed)
+        assert changes.attn_mask_of(causal, replace(square, causal=True)).any(-1).all()
+    padding = changes.drawn("padding", replace(SMALL, batch=16, seqlen_k=1024), "cpu")["mask"]
+    assert padding.shape == (16, 1, 1, 1024)
+    lengths_of = padding.sum(-1).flatten().tolist()
+    assert len(set(lengths_of)) == 16
+    assert 512 <= min(lengths_of) < max(lengths_of) <= 1024
+    assert statistics.mean(lengths_of) == pytest.approx(768, abs=1)
+
+
+def test_scores_leave_out_what_cannot_or_differs():
+    """A contender with another result, one whose backward fails, and where ours fails, ours alone."""
+    *inputs, dout = SMALL.inputs("cpu")
+    inputs = [x.requires_grad_() for x in inputs]
+
+    class OnlyForward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            return flash_cute.attention(*(x.detach() for x in given))
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise NotImplementedError("no gradients\nat a line")
+
+    def refuse():
+        raise ValueError("no such kernel")
+
+    ours = partial(flash_cute.attention, *inputs)
+    makers = {"plain": lambda: ours, "ours": lambda: ours, "same": lambda: ours}
+    makers |= {"other": lambda: lambda: 1.5 * ours(), "half": lambda: partial(OnlyForward.apply, *inputs)}
+    calls, excluded = scores.prepare(makers, inputs, dout, comparable=True)
+    both = {f"{name}, {way}" for name in ("plain", "ours", "same") for way in scores.WAYS}
+    assert calls.keys() == both | {"half, forward"}
+    differs = "its result differs"
+    assert excluded == {
+        "other, forward": differs,
+        "other, backward": differs,
+        "half, backward": "no gradients",
+    }
+    calls, _ = scores.prepare(makers, inputs, dout, comparable=False)
+    assert "other, backward" in calls
+    calls, excluded = scores.prepare(makers | {"ours": lambda: refuse}, inputs, dout, comparable=True)
+    assert excluded["ours"] == "no such kernel"
+    assert {"plain, forward", "same, backward"} <= calls.keys()
+
+
+def test_flex_gets_no_bias_beyond_its_indices():
+    bias = torch.empty(1, 32, 16384, 16384, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(CannotRun, match="more than 2147483648 values"):
+        scores.score_mod_of({"bias": bias})
+    assert scores.score_mod_of({"bias": bias[:, :, :8192, :8192]})
+
+
+def test_wrong_cases_are_refused():
+    for words in (["--cases", "bias,round"], ["--peers", "math"]):
+        with pytest.raises(SystemExit):
+            scores.main(["--device", "cpu", *words])
+
+
 @pytest.mark.parametrize(("direction", "products"), [("forward", 2), ("backward", 5)])
 def test_masks(tmp_path, monkeypatch, direction, products):
     """A window that takes as long as the causal problem has its visited blocks' share of the rate."""
@@ -709,6 +914,28 @@ def test_masks(tmp_path, monkeypatch, direction, products):
 def test_profile(capsys, direction):
     profile.main(["--device", "cpu", "--shape", "1,2,2,40,60,32", "--pass", direction])
     assert "ncu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+@pytest.mark.parametrize("case", changes.CASES)
+def test_profile_of_changed_scores(capsys, monkeypatch, case, direction):
+    """Each call gets the case's arguments; peers get none of them."""
+    seen = []
+    prepare = contenders.prepare
+
+    def note(*given, **options):
+        seen.append(options)
+        return prepare(*given, **options)
+
+    monkeypatch.setattr(contenders, "prepare", note)
+    asked = ["--device", "cpu", "--shape", "1,2,2,40,40,32", "--pass", direction, "--case", case]
+    profile.main(asked)
+    assert case == "plain" or f"launches of cpu {case} on" in capsys.readouterr().out
+    (options,) = seen
+    assert options.keys() == changes.drawn(case, SMALL, "cpu").keys()
+    if case != "plain":
+        with pytest.raises(CannotRun, match="not called with"):
+            profile.main([*asked, "--who", "flash"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")

@@ -102,7 +102,7 @@ def snippets(page: Path) -> dict[str, str]:
 INTEGRATIONS = snippets(ROOT / "docs" / "integrations.md")
 
 
-@pytest.mark.parametrize("page", ["decoding", "masks"])
+@pytest.mark.parametrize("page", ["decoding", "masks", "scores"])
 def test_snippets_run(page):
     """Each section of the page after the lines that all share."""
     sections = snippets(ROOT / "docs" / f"{page}.md")

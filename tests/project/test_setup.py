@@ -89,7 +89,7 @@ def taken(instances, direction, element, head_dims, variant, deterministic):
     """What a call on Hopper takes that names no family: as family_for and backward_of of planned_call.cpp."""
 
     def serving(family):
-        if direction == "backward" and variant == "ranges" and deterministic:
+        if direction == "backward" and variant == "general" and deterministic:
             family = "sm80"
         axes = direction, family, element, variant
         fits = [
@@ -113,7 +113,7 @@ def test_a_build_for_hopper_has_all_that_calls_there_take(build, visible):
     elements = dict.fromkeys(instance.element for instance in everything)
     widths = {width for instance in everything for width in head_dims_of(instance)}
     for element, direction, variant, deterministic in product(
-        elements, ("forward", "backward"), ("plain", "split", "ranges"), (False, True)
+        elements, ("forward", "backward"), ("plain", "split", "general"), (False, True)
     ):
         for head_dims in product(widths, widths):
             call = direction, element, head_dims, variant, deterministic
@@ -186,7 +186,7 @@ def test_instances_that_take_longest_come_first(build, monkeypatch):
             expected += [f"{kernel}_bf16_{head_dim}"]
             if kernel.startswith("forward"):
                 expected += [f"{kernel}_bf16_{head_dim}_split"]
-            expected += [f"{kernel}_bf16_{head_dim}_ranges"]
+            expected += [f"{kernel}_bf16_{head_dim}_general"]
     assert names == expected
 
 
