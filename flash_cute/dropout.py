@@ -2,6 +2,8 @@
 
 A word of 32 bits is of 4 queries x 8 keys: that of sequence n, head h, queries 4 y to 4 y + 3 and keys 8 x to
 8 x + 7 comes of the counter (x, y, n * heads + h, ...), and query i's bit for key j is i % 4 * 8 + j % 8.
+Twelve words are compared with keep, one bit of it after the other: the four highest are Philox's, the others
+sums modulo 2 of two of these, rotated so that the twelve bits of any two pairs are 24 independent ones.
 Kernels, the CPU and JAX have the same words (docs/scores.md).
 """
 
@@ -14,9 +16,10 @@ from flash_cute.wording import shown
 STEPS = 4096  # a pair is kept with a probability that is a multiple of 1 / STEPS
 ROUNDS = 7
 QUERIES, KEYS = 4, 8  # of a word
-_BITS = STEPS.bit_length() - 1
 _32_BITS = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+# Of the words that are sums, from the lowest on: how far word i % 4 and the one after it are rotated.
+ROTATIONS = (3, 16), (26, 16), (9, 1), (31, 27), (25, 27), (31, 13), (1, 14), (8, 31)
 _WORDS = 1 << 16  # at once: what is computed on the way stays in a cache
 
 
@@ -85,14 +88,20 @@ def kept(seed: torch.Tensor, heads: torch.Tensor, queries: slice, keys: slice, k
 def _words(seed, heads, y, x, keep: int) -> torch.Tensor:
     """int64 (heads, y, x), of 32 bits each: each bit is 1 with probability keep / STEPS."""
     s, o = seed.unbind()
-    key = s & _32_BITS, ((s >> 32) & _32_BITS) ^ ((o >> 30) & _32_BITS)
-    place = x, y[:, None], heads[:, None, None]
+    key = s & _32_BITS, (s >> 32 ^ o >> 32) & _32_BITS
+    drawn = philox((x, y[:, None], heads[:, None, None], o & _32_BITS), key, ROUNDS)
     result = 0
-    for call in range(_BITS // 4):
-        words = philox((*place, ((o << 2) & _32_BITS) + call), key, ROUNDS)
-        for bit, word in enumerate(words, 4 * call):
-            result = result | word if keep >> bit & 1 else result & word
+    for bit in range(STEPS.bit_length() - 1):
+        word = drawn[bit % 4]
+        if bit < len(ROTATIONS):
+            first, second = ROTATIONS[bit]
+            word = _rotated(word, first) ^ _rotated(drawn[(bit + 1) % 4], second)
+        result = result | word if keep >> bit & 1 else result & word
     return result
+
+
+def _rotated(word: torch.Tensor, left: int) -> torch.Tensor:
+    return (word << left | word >> (32 - left)) & _32_BITS
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import torch
@@ -39,9 +40,16 @@ from support.cases import (
 )
 from support.kernels import families
 from support.ranges import KINDS, make_ranges, ranges_of_sequences
-from support.tolerance import assert_attention, assert_gradients, assert_ragged, assert_ragged_gradients
+from support.tolerance import (
+    assert_attention,
+    assert_gradients,
+    assert_ragged,
+    assert_ragged_gradients,
+    assert_within_rule,
+)
 
 import flash_cute
+from flash_cute import reference
 from flash_cute._cpu.softmax import hidden_columns
 
 SOFTMAX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -114,6 +122,7 @@ def ragged_calls():
 # that don't begin or end at multiples of 16 bytes.
 COLUMNS = (3, 64, 250, 512, 1500, 4096, 10_001, 32_768, 70_001, 2**20)
 HIDING = ({}, {"leftpad_k": [1, 0], "seqused_k": [3, 2]}, {"causal": True})
+Changed = namedtuple("Changed", ["options"])  # as a mask of support.cases has them
 deterministic = itertools.cycle((False, True, False))
 
 
@@ -197,6 +206,40 @@ def check_ranges() -> None:
                 assert_ragged_gradients(found, batch, *given, masks)
 
 
+def check_scores() -> None:
+    """Each kernel that hides pairs, changes scores or drops weights: one argument alone, and all together."""
+    for kernel in flash_cute.supported()["kernels"]:
+        family, head_dim, dtype = kernel["family"], kernel["head_dim"], DTYPES.get(kernel["element"])
+        if kernel["variant"] != "general" or family not in families(torch.device("cuda")) or dtype is None:
+            continue
+        inputs = make_inputs(Shape(2, 4, 2, 150, 210, head_dim), dtype, "cpu", "padded_columns")
+        given = make_gradients(inputs[0])
+        options = {
+            "mask": {"mask": torch.rand(2, 1, 150, 210) < 0.7},
+            "bias": {"bias": torch.randn(2, 4, 150, 210).to(dtype)},
+            "slopes": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.01])},
+            "softcap": {"softcap": 20.0},
+            "dropout": {"dropout_p": 0.2, "dropout_seed": torch.tensor([17, head_dim])},
+        }
+        options["all"] = {name: value for each in options.values() for name, value in each.items()}
+        for of_call in options.values():
+            check_scores_of(family, inputs, given, of_call)
+
+
+def check_scores_of(family: str, inputs, given, options: dict) -> None:
+    on_gpu = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    tensors = {name: tensor.to("cuda") for name, tensor in zip("qkv", inputs, strict=True)}
+    found = [x.cpu() for x in flash_cute.forward(**tensors, family=family, **on_gpu)]
+    dtypes = torch.float64, inputs[0].dtype
+    exact, rounded = (list(reference.forward(*inputs, dtype=dtype, **options)) for dtype in dtypes)
+    if family in BACKWARD_FAMILIES:
+        found += gradients(flash_cute.forward, tensors, given, Changed(on_gpu), family, False)
+        for results, dtype in zip((exact, rounded), dtypes, strict=True):
+            results += reference.backward(*inputs, *given, dtype=dtype, **options)
+    for name, *results in zip(("out", "lse", "dq", "dk", "dv"), found, rounded, exact, strict=False):
+        assert_within_rule(name, *results)
+
+
 def check_append() -> None:
     for place, rotary, layout, dtype in itertools.product(PLACES, ROTARIES, LAYOUTS, SOFTMAX_DTYPES):
         call = make_append("cpu", place, rotary, layout, dtype, head_dim=72, heads=(40, 40))
@@ -238,6 +281,7 @@ PARTS = {
     "ragged": check_ragged,
     "pages": check_pages,
     "ranges": check_ranges,
+    "scores": check_scores,
     "dense": check_dense,
     "claimed": check_claimed,
     "append": check_append,

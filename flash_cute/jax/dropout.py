@@ -8,7 +8,7 @@ import jax.numpy as jnp
 STEPS = 4096  # a pair is kept with a probability that is a multiple of 1 / STEPS
 ROUNDS = 7
 QUERIES, KEYS = 4, 8  # of a word
-_BITS = STEPS.bit_length() - 1
+ROTATIONS = (3, 16), (26, 16), (9, 1), (31, 27), (25, 27), (31, 13), (1, 14), (8, 31)
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
@@ -33,13 +33,19 @@ def kept(seed, batch, heads, seqlen_q, seqlen_k, keep):
 def _words(seed, head, y, x, keep):
     """uint32 (heads, y, x): each bit is 1 with probability keep / STEPS."""
     s_low, s_high, o_low, o_high = seed
-    key = s_low, s_high ^ (o_high << 2 | o_low >> 30)
+    drawn = _philox((x, y, head, o_low), (s_low, s_high ^ o_high))
     result = jnp.uint32(0)
-    for call in range(_BITS // 4):
-        words = _philox((x, y, head, (o_low << 2) + jnp.uint32(call)), key)
-        for bit, word in enumerate(words, 4 * call):
-            result = result | word if keep >> bit & 1 else result & word
+    for bit in range(STEPS.bit_length() - 1):
+        word = drawn[bit % 4]
+        if bit < len(ROTATIONS):
+            first, second = ROTATIONS[bit]
+            word = _rotated(word, first) ^ _rotated(drawn[(bit + 1) % 4], second)
+        result = result | word if keep >> bit & 1 else result & word
     return result
+
+
+def _rotated(word, left: int):
+    return word << left | word >> (32 - left)
 
 
 def _philox(counter, key):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -56,14 +56,33 @@ def philox_by_definition(counter: list[int], key: list[int]) -> list[int]:
 def is_kept(seed: tuple[int, int], heads: int, n: int, head: int, i: int, j: int, p: float) -> bool:
     """By the definition, in whole numbers of Python."""
     s, o = (x % 2**64 for x in seed)
-    key = [s & FULL, s >> 32 ^ (o >> 30 & FULL)]
-    words = []
-    for call in range(3):
-        words += philox_by_definition([j // 8, i // 4, n * heads + head, 4 * o + call & FULL], key)
-    bits = 0
-    for step, word in enumerate(words):
-        bits = bits | word if round(4096 * (1 - p)) >> step & 1 else bits & word
-    return bool(bits >> (i % 4 * 8 + j % 8) & 1)
+    key = [s & FULL, s >> 32 ^ o >> 32]
+    drawn = philox_by_definition([j // 8, i // 4, n * heads + head, o & FULL], key)
+    place = i % 4 * 8 + j % 8
+    bits = (sum(drawn[word] >> at for word, at in terms) & 1 for terms in draws_of(place))
+    draw = sum(bit << step for step, bit in enumerate(bits))
+    return 4095 - draw < round(4096 * (1 - p))
+
+
+def draws_of(place: int) -> list[list[tuple[int, int]]]:
+    """Of a pair's twelve bits, from the lowest on: the words and places of those that it is the sum of."""
+    sums = [
+        [(step % 4, (place - first) % 32), ((step + 1) % 4, (place - second) % 32)]
+        for step, (first, second) in enumerate(dropout.ROTATIONS)
+    ]
+    return sums + [[(word, place)] for word in range(4)]
+
+
+def test_any_two_pairs_of_a_word_are_independent():
+    """The 24 bits that two pairs draw are sums modulo 2 of bits of Philox; no sum of some of them is 0."""
+    draws = [[sum(1 << 32 * word + at for word, at in terms) for terms in draws_of(i)] for i in range(32)]
+    for one, other in combinations(draws, 2):
+        found = []
+        for draw in one + other:
+            for lead in found:
+                draw = min(draw, draw ^ lead)
+            assert draw
+            found.append(draw)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9997])

@@ -39,6 +39,8 @@ BANK = re.compile(r"c\[0x0\]\[(?:(\w+)(?: ?\+ ?))?0x[0-9a-f]+\]")
 INDEXED = re.compile(r"c\[0x0\]\[U?R\d+")
 # An offset in the bank that is chosen at run time.
 PLACE = re.compile(r"^((?:@!?U?P\d )?(?:U?MOV U?R\d+, |IMAD.MOV.U32 R\d+, RZ, RZ, ))0x[0-9a-f]{1,3}$")
+# The address of a tensor map among the parameters, whose base the bank has.
+TENSOR_MAP = re.compile(r"^((?:@!?U?P\d )?UIADD3 UR\d+, UP\d, UR\d+, )0x[0-9a-f]{1,3}(, URZ)$")
 
 Code = dict[str, Counter[str]]  # of a kernel's name and architecture: hashes, and how many kernels have each
 
@@ -66,6 +68,7 @@ def normalised(instructions: list[str]) -> list[str]:
     """Instructions without what the layout of the parameters decides."""
     if any(INDEXED.search(text) for text in instructions):
         instructions = [PLACE.sub(r"\1", text) for text in instructions]
+    instructions = [TENSOR_MAP.sub(r"\1\2", text) for text in instructions]
     return [BANK.sub(lambda bank: f"c[0x0][{bank[1] or ''}]", text) for text in instructions]
 
 

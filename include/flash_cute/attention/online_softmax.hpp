@@ -57,10 +57,11 @@ struct OnlineSoftmax {
 
   CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
 
-  CUTE_DEVICE void reset() {
+  // lowest: the reference of rows whose scores, in base 2, are lower.
+  CUTE_DEVICE void reset(float lowest = -FLT_MAX) {
     CUTE_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      row_max[row] = -FLT_MAX;
+      row_max[row] = lowest;
       row_sum[row] = 0.f;
     }
   }

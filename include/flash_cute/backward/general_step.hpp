@@ -28,11 +28,15 @@ struct ProductStep {
   CUTE_DEVICE void drop(Gradients&) const {}
 };
 
-// Dropout: of TileDropout's kind.
-// kQueries: of the tile.
-template <class Element, QueryAxis axis, int kQueries, class Coords, class Dropout, BiasLoads loads>
+// Dropout: of TileDropout's kind. kQueries: of the tile. kChanges: may scores change?
+template <class Element, QueryAxis axis, int kQueries, class Coords, class Dropout, BiasLoads loads,
+          bool kChanges = true>
 struct GeneralStep {
   static constexpr int kValues = decltype(size(std::declval<Coords>()))::value;
+  static constexpr bool kClearsRounded =
+      requires(Dropout dropout, decltype(make_tensor<Element>(Coords{}.layout())) rounded) {
+        dropout.clear_rounded(rounded);
+      };
   ScoreParams const& params;
   ScorePlace place;
   int m_begin, n_begin;  // the first query and the first key of the pairs
@@ -40,29 +44,31 @@ struct GeneralStep {
   Dropout dropout;
   AlibiSlopes<axis, Coords> slopes;
   // Tanh of what a cap bounds: of 16-bit operands as numbers of 11 bits.
-  std::conditional_t<std::is_same_v<Element, float>, float2, __half2> tanhs[kValues / 2];
+  std::conditional_t<std::is_same_v<Element, float>, float2, __half2> tanhs[kChanges ? kValues / 2 : 1];
 
   CUTE_DEVICE GeneralStep(ScoreParams const& params_, ScorePlace const& place_, int m_begin_, int n_begin_,
                           Coords const& cS_, Dropout const& dropout_)
       : params(params_), place(place_), m_begin(m_begin_), n_begin(n_begin_), cS(cS_), dropout(dropout_) {
-    slopes.begin(params, place, OneHead{}, m_begin, cS);
+    if constexpr (kChanges) slopes.begin(params, place, OneHead{}, m_begin, cS);
   }
 
   // Products become scores, if anything changes them.
   template <class Scores>
   CUTE_DEVICE void change(Scores& acc_s) {
-    if (!params.change()) return;
-    GeneralScores<Element, loads>::template change<axis>(params, place, OneHead{}, m_begin, n_begin, cS,
-                                                         slopes, acc_s, [&] {
-                                                           CUTE_UNROLL
-                                                           for (int i = 0; i < kValues; i += 2)
-                                                             keep_tanhs(i, acc_s(i), acc_s(i + 1));
-                                                         });
+    if constexpr (kChanges) {
+      if (!params.change()) return;
+      auto keep = [&] {
+        CUTE_UNROLL
+        for (int i = 0; i < kValues; i += 2) keep_tanhs(i, acc_s(i), acc_s(i + 1));
+      };
+      GeneralScores<Element, loads>::template change<axis>(params, place, OneHead{}, m_begin, n_begin, cS,
+                                                           slopes, acc_s, keep);
+    }
   }
   // After all of the bias has been added.
   template <class Scores>
   CUTE_DEVICE void level(Scores& acc_s) const {
-    if (!params.bias.given) return;
+    if (!kChanges || !params.bias.given) return;
     if (m_begin + kQueries > place.queries)
       GeneralScores<Element>::template clear_unused<axis>(place, m_begin, cS, acc_s);
     if (*params.lowest.exist)
@@ -74,36 +80,40 @@ struct GeneralStep {
   // multiple.
   template <class Probabilities>
   CUTE_DEVICE auto of_dv(Probabilities& acc_p) const {
-    Tensor kept = make_fragment_like(acc_p);
-    copy(acc_p, kept);
-    drop_pairs(dropout, kept);
-    differentiate(acc_p);
-    if constexpr (std::is_same_v<Element, float>) {
+    if constexpr (kClearsRounded) {
+      Tensor kept = convert<Element>(acc_p);
+      dropout.clear_rounded(kept);
+      differentiate(acc_p);
       return kept;
     } else {
-      return convert<Element>(kept);
+      Tensor kept = make_fragment_like(acc_p);
+      copy(acc_p, kept);
+      dropout.clear(kept);
+      differentiate(acc_p);
+      return rounded<Element>(kept);
     }
   }
   template <class Probabilities>
   CUTE_DEVICE void differentiate(Probabilities& acc_p) const {
-    if (params.softcap == 0) return;
-    CUTE_UNROLL
-    for (int i = 0; i < kValues; i += 2) {
-      float2 const t = tanhs_at(i);
-      acc_p(i) *= 1 - t.x * t.x;
-      acc_p(i + 1) *= 1 - t.y * t.y;
+    if constexpr (kChanges) {
+      if (params.softcap == 0) return;
+      CUTE_UNROLL
+      for (int i = 0; i < kValues; i += 2) {
+        float2 const t = tanhs_at(i);
+        acc_p(i) *= 1 - t.x * t.x;
+        acc_p(i + 1) *= 1 - t.y * t.y;
+      }
     }
   }
 
   // dP of kept pairs, over their part; of others 0.
   template <class Gradients>
   CUTE_DEVICE void drop(Gradients& acc_dp) const {
-    if (!dropout.drops) return;
-    float const factor = params.dropout.inverse_keep;
-    auto values = row_col_view(acc_dp);
-    dropout.for_each([&](int row, int column, bool is_kept) {
-      values(row, column) = is_kept ? values(row, column) * factor : 0.f;
-    });
+    if (dropout.drops) {
+      CUTE_UNROLL
+      for (int i = 0; i < kValues; ++i) acc_dp(i) *= params.dropout.inverse_keep;
+    }
+    dropout.clear(acc_dp);
   }
 
  private:

@@ -179,6 +179,13 @@ struct BackwardMask<Masking::table> {
                            /*transposes=*/true);
   }
 
+  template <class Traits>
+  CUTE_DEVICE static TableMask mask(BackwardParams const& params, KvTile const& tile, int head) {
+    int const b = tile.pair / params.shape.heads_kv;
+    Sequence const& s = tile.sequence;
+    return table<Traits>(params).mask(b, head, s.queries.begin, s.used, s.mask.seqlen_k);
+  }
+
  private:
   // Of all heads that share the keys.
   template <class Traits>
@@ -186,12 +193,6 @@ struct BackwardMask<Masking::table> {
     int const b = tile.pair / params.shape.heads_kv;
     return {table<Traits>(params).query_bits_of(b, tile.head_kv, tile.n_begin / Traits::kTileN),
             ceil_div(tile.sequence.used, Traits::kBlockM)};
-  }
-  template <class Traits>
-  CUTE_DEVICE static TableMask mask(BackwardParams const& params, KvTile const& tile, int head) {
-    int const b = tile.pair / params.shape.heads_kv;
-    Sequence const& s = tile.sequence;
-    return table<Traits>(params).mask(b, head, s.queries.begin, s.used, s.mask.seqlen_k);
   }
 };
 

@@ -40,7 +40,7 @@ struct BackwardTile {
   // along the columns. warps_keys and warps_across are then those of a half, for S or dP.
   int role_warps_keys = 0;
   // On Hopper, shared memory has what a step asks where scores are general: a tile of a bias, and words of
-  // dropout that a warp draws.
+  // the pairs that are seen and kept.
   bool has_pair_tiles = false;
 
   constexpr bool has_two_roles() const { return role_warps_keys > 0; }

@@ -93,6 +93,50 @@ CUTE_DEVICE uint32_t own_bits(uint32_t const (&words)[ceil_div(kKeys, 32)], int 
   }
 }
 
+// Which keys of a block one query sees. The bits of a mask of pairs are loaded a block ahead.
+template <int kKeys>
+class SeenKeys {
+  int query_;
+  KeyRange first_;  // range
+  uint32_t words_[kKeys / 32];
+
+ public:
+  CUTE_DEVICE void begin(TableMask const& mask, int query) {
+    query_ = query;
+    first_ = mask.range(query, 0);
+  }
+
+  // Issues the loads for a block that begins at this key.
+  CUTE_DEVICE void load(TableMask const& mask, int n_begin) {
+    if (!mask.bits) return;
+    using Loaded = std::conditional_t<kKeys == 128, uint4, uint2>;
+    static_assert(sizeof(Loaded) == sizeof(words_));
+    *reinterpret_cast<Loaded*>(words_) =
+        *reinterpret_cast<Loaded const*>(mask.bits_of(query_) + n_begin / 32);
+  }
+
+  // bits: a bit for each key of the block whose loads were issued last.
+  CUTE_DEVICE void find(TableMask const& mask, int n_begin, uint32_t (&bits)[kKeys / 32]) const {
+    add(first_, n_begin, bits, 0);
+#pragma unroll 1
+    for (int i = 1; i < mask.count; ++i) add(mask.range(query_, i), n_begin, bits, ~0u);
+    if (!mask.bits) return;
+    CUTE_UNROLL
+    for (int i = 0; i < kKeys / 32; ++i) bits[i] &= words_[i];
+  }
+
+ private:
+  // kept: of the bits that were there.
+  CUTE_DEVICE static void add(KeyRange range, int n_begin, uint32_t (&bits)[kKeys / 32], uint32_t kept) {
+    auto below = [](int limit) { return ~__funnelshift_lc(0u, ~0u, larger(0, limit)); };
+    CUTE_UNROLL
+    for (int i = 0; i < kKeys / 32; ++i) {
+      int const begin = n_begin + 32 * i;
+      bits[i] = (bits[i] & kept) | (below(range.end - begin) & ~below(range.begin - begin));
+    }
+  }
+};
+
 // Which pairs of a tile a table leaves: found before the scores are there, beside the product. kHasBits: may
 // there be a mask of pairs? Its bits are loaded a block ahead, and with them the ranges of a tile's rows are
 // kept.

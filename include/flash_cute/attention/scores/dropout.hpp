@@ -29,37 +29,73 @@ CUTE_DEVICE void philox(uint4 (&counters)[kCounters], uint2 key) {
 struct DropoutWords {
   static constexpr int kQueries = 4, kKeys = 8;  // of a word: bit (query % 4) * 8 + key % 8
   uint2 key;
-  uint32_t pair, offset;  // of sequence and head; four times the seed's offset
+  uint32_t pair, offset;  // of sequence and head; the seed's offset, its low word
   int keep;
 
   CUTE_DEVICE DropoutWords(DropoutParams const& params, int sequence, int heads, int head)
       : pair(sequence * heads + head), keep(params.keep) {
     uint64_t const seed = params.seed[0], offset_ = params.seed[1];
-    key = {uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset_ >> 30)};
-    offset = uint32_t(offset_) * 4;
+    key = {uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset_ >> 32)};
+    offset = uint32_t(offset_);
   }
 
-  // A bit is 1 with probability keep / 4096: the draw of twelve bits is compared with keep, one bit after the
-  // other and all pairs at once.
-  CUTE_DEVICE uint32_t word(int query_group, int key_group) const {
-    uint4 drawn[3];
+  // Several words at once. A bit is 1 with probability keep / 4096: the draw of twelve bits is compared with
+  // keep, one bit after the other and all pairs at once.
+  template <int kWords>
+  CUTE_DEVICE void words(int const (&query_groups)[kWords], int const (&key_groups)[kWords],
+                         uint32_t (&kept)[kWords]) const {
+    // The eight lowest bits of a pair are sums of two bits of other pairs of the word, so many places away in
+    // the words i % 4 and (i + 1) % 4 that are drawn; the others are drawn. With these distances all bits of
+    // any two pairs are independent.
+    constexpr int kDerived = 8, kFirst[kDerived] = {3, 26, 9, 31, 25, 31, 1, 8},
+                  kSecond[kDerived] = {16, 16, 1, 27, 27, 13, 14, 31};
+    uint4 drawn[kWords];
     CUTE_UNROLL
-    for (int call = 0; call < 3; ++call) {
-      drawn[call] = {uint32_t(key_group), uint32_t(query_group), pair, offset + call};
+    for (int i = 0; i < kWords; ++i) {
+      drawn[i] = {uint32_t(key_groups[i]), uint32_t(query_groups[i]), pair, offset};
     }
     philox(drawn, key);
-    uint32_t kept = 0;
+    CUTE_UNROLL
+    for (uint32_t& word : kept) word = 0;
     CUTE_UNROLL
     for (int i = 0; i < 12; ++i) {
-      uint4 const& of_call = drawn[i / 4];
-      uint32_t const bits = i % 4 == 0   ? of_call.x
-                            : i % 4 == 1 ? of_call.y
-                            : i % 4 == 2 ? of_call.z
-                                         : of_call.w;
       uint32_t const all = -(keep >> i & 1);
-      kept = (bits & (kept | all)) | (kept & all);  // of 1 `or`, of 0 `and`: one instruction
+      CUTE_UNROLL
+      for (int word = 0; word < kWords; ++word) {
+        uint32_t const of_call[] = {drawn[word].x, drawn[word].y, drawn[word].z, drawn[word].w};
+        uint32_t bits = of_call[i % 4];
+        if (i < kDerived) bits = rotated(bits, kFirst[i]) ^ rotated(of_call[(i + 1) % 4], kSecond[i]);
+        kept[word] = (bits & (kept[word] | all)) | (kept[word] & all);  // of 1 `or`, of 0 `and`
+      }
     }
-    return kept;
+  }
+  CUTE_DEVICE static uint32_t rotated(uint32_t word, int left) { return __funnelshift_l(word, word, left); }
+  CUTE_DEVICE uint32_t word(int query_group, int key_group) const {
+    uint32_t kept[1];
+    words({query_group}, {key_group}, kept);
+    return kept[0];
+  }
+
+  // As word_at, of several places: multiples of 4 queries and 8 keys apart.
+  template <int kWords>
+  CUTE_DEVICE void words_at(int query, int queries_apart, int key_, int keys_apart,
+                            uint32_t (&kept)[kWords]) const {
+    if (query % kQueries == 0 && key_ % kKeys == 0) {
+      int query_groups[kWords], key_groups[kWords];
+      CUTE_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        query_groups[i] = (query + i * queries_apart) / kQueries;
+        key_groups[i] = (key_ + i * keys_apart) / kKeys;
+      }
+      words(query_groups, key_groups, kept);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t const drawn = word_at(query + i * queries_apart, key_ + i * keys_apart);
+      CUTE_UNROLL
+      for (int j = 0; j < kWords; ++j) kept[j] = i == j ? drawn : kept[j];
+    }
   }
 
   // The bits of the 4 x 8 pairs from a query and a key on that may lie within words.
@@ -127,58 +163,6 @@ class WarpDropout {
   }
 };
 
-// Words in shared memory, which other warps have drawn, in the order in which lanes of an accumulator of
-// kRows x kColumns pairs read them: those of neighbouring groups of eight columns side by side.
-template <QueryAxis axis, int kRows, int kColumns>
-struct SharedDropoutWords {
-  static constexpr int kLanes = 32;
-  // Groups of rows and, of each row of words, groups of columns. A word is 4 rows x 8 columns, or 8 x 4.
-  static constexpr int kHalves = 2, kTilesDown = kRows / 8, kTilesAcross = kColumns / 8;
-  static constexpr int kWords = kHalves * kTilesDown * kTilesAcross;
-  static_assert(kTilesAcross % 4 == 0);
-  uint32_t words[kTilesDown][kHalves][kTilesAcross];
-
-  // Draws the words of a part of the rows of tiles, by a warp. query, key: of the first pair.
-  CUTE_DEVICE void draw(DropoutWords const& generator, int query, int key, int part, int parts) {
-    constexpr int kOfRow = kHalves * kTilesAcross;
-    int const size = kTilesDown / parts * kOfRow;
-#pragma unroll 1
-    for (int i = threadIdx.x % kLanes; i < size; i += kLanes) {
-      int const row = part * (kTilesDown / parts) + i / kOfRow, half = i / kTilesAcross % kHalves,
-                column = i % kTilesAcross;
-      int const down = 8 * row, across = 8 * column, within = DropoutWords::kQueries * half;
-      words[row][half][column] = axis == QueryAxis::rows
-                                     ? generator.word_at(query + down + within, key + across)
-                                     : generator.word_at(query + across + within, key + down);
-    }
-  }
-
-  // Calls visit(row, column, is kept) for each value of a lane's accumulator, of a warp whose rows begin at
-  // first_row: two rows eight apart, and two columns of every eight.
-  template <class Visit>
-  CUTE_DEVICE void for_each(int first_row, Visit&& visit) const {
-    int const lane = threadIdx.x % kLanes, row = lane / 4, column = 2 * (lane % 4);
-    int const own_query = axis == QueryAxis::rows ? row : column,
-              own_key = axis == QueryAxis::rows ? column : row;
-    int const half = own_query / DropoutWords::kQueries;
-    uint32_t const first_bit = 1u << (own_query % DropoutWords::kQueries * DropoutWords::kKeys + own_key);
-    constexpr int kNext = axis == QueryAxis::rows ? 1 : DropoutWords::kKeys;
-    CUTE_UNROLL
-    for (int first = 0; first < kTilesAcross; first += 4) {
-      CUTE_UNROLL
-      for (int down = 0; down < 2; ++down) {
-        uint4 const four = *reinterpret_cast<uint4 const*>(&words[first_row / 8 + down][half][first]);
-        uint32_t const of_tiles[] = {four.x, four.y, four.z, four.w};
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          visit(down, 2 * (first + i), (of_tiles[i] & first_bit) != 0);
-          visit(down, 2 * (first + i) + 1, (of_tiles[i] & first_bit << kNext) != 0);
-        }
-      }
-    }
-  }
-};
-
 // The same of a tile, if anything is dropped.
 template <QueryAxis axis, class Coords>
 struct TileDropout {
@@ -194,33 +178,15 @@ struct TileDropout {
     pairs.draw(words, place.query_begin + m_begin, place.key_begin + n_begin, cS);
   }
 
-  template <class Visit>
-  CUTE_DEVICE void for_each(Visit&& visit) const {
-    pairs.for_each(visit);
+  // Values of pairs that are dropped become 0.
+  template <class Values>
+  CUTE_DEVICE void clear(Values& acc) const {
+    if (!drops) return;
+    auto values = row_col_view(acc);
+    pairs.for_each([&](int row, int column, bool is_kept) {
+      if (!is_kept) values(row, column) = 0;
+    });
   }
 };
-
-// The same from words in shared memory. first_row: of the warp's in the accumulator's tile.
-template <class Words>
-struct SharedTileDropout {
-  bool drops;
-  Words const& words;
-  int first_row;
-
-  template <class Visit>
-  CUTE_DEVICE void for_each(Visit&& visit) const {
-    words.for_each(first_row, visit);
-  }
-};
-
-// Values of pairs that are dropped become 0.
-template <class Dropout, class Values>
-CUTE_DEVICE void drop_pairs(Dropout const& dropout, Values& acc) {
-  if (!dropout.drops) return;
-  auto values = row_col_view(acc);
-  dropout.for_each([&](int row, int column, bool is_kept) {
-    if (!is_kept) values(row, column) = 0;
-  });
-}
 
 }  // namespace flash_cute

@@ -5,8 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/arch/copy_sm75.hpp>
-
 #include "flash_cute/attention/online_softmax.hpp"
 #include "flash_cute/attention/scores/dropout.hpp"
 #include "flash_cute/attention/scores/lowest.hpp"
@@ -58,6 +56,20 @@ class AlibiSlopes {
     }
   }
 };
+
+// Loads four matrices of 8 x 8 numbers of 16 bits from shared memory; each lane has the address of a row.
+template <bool kTransposed>
+CUTE_DEVICE void load_matrices(uint32_t address, uint32_t (&words)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+  }
+}
 
 struct DoNothing {
   CUTE_DEVICE void operator()() const {}
@@ -178,7 +190,8 @@ struct GeneralScores {
   }
 
   // Calls visit(row, score, bias) for each of a lane's scores, of a bias in shared memory that has the
-  // accumulator's rows and columns. first_row: of the warp.
+  // accumulator's rows and columns. first_row: of the warp. Rows of queries have 128 bytes in the swizzle of
+  // TMA, whose addresses differ by constants but for two bits.
   template <QueryAxis axis, class Bias, class Scores, class Visit>
   CUTE_DEVICE static void visit_bias_tile(Bias const& sBias, int first_row, Scores& acc_s,
                                           Visit const& visit) {
@@ -187,16 +200,17 @@ struct GeneralScores {
     int const lane = threadIdx.x % 32, next_rows = lane / 8 % 2 * 8, next_columns = lane / 16 * 8,
               own = lane % 8;
     constexpr bool kByRows = axis == QueryAxis::rows;
+    constexpr uint32_t kRowBytes = 128, kPanelBytes = kWarpgroupRows * kRowBytes, kChunks = 4;  // of a row
+    uint32_t const first = cast_smem_ptr_to_uint(
+        &sBias(first_row + next_rows + (kByRows ? own : 0), next_columns + (kByRows ? 0 : own)));
     CUTE_UNROLL
-    for (int column = 0; column < size<1>(scores); column += 4) {  // 16 of the tile
-      auto const& source =
-          sBias(first_row + next_rows + (kByRows ? own : 0), 4 * column + next_columns + (kByRows ? 0 : own));
+    for (int column = 0; column < size<1>(scores); column += 4) {
+      uint32_t const chunk = column / 4;  // 16 columns of the tile
       uint32_t words[4];  // of the upper and lower rows, of eight columns and then of the next eight
-      auto const& chunk = reinterpret_cast<uint128_t const&>(source);
       if constexpr (kByRows) {
-        SM75_U32x4_LDSM_N::copy(chunk, words[0], words[1], words[2], words[3]);
+        load_matrices<false>((first ^ chunk % kChunks * 32) + chunk / kChunks * kPanelBytes, words);
       } else {
-        SM75_U16x8_LDSM_T::copy(chunk, words[0], words[1], words[2], words[3]);
+        load_matrices<true>(first + chunk * 16 * kRowBytes, words);
       }
       auto const& biases = reinterpret_cast<cutlass::Array<Element, 8> const&>(words);
       CUTE_UNROLL
@@ -207,16 +221,17 @@ struct GeneralScores {
     }
   }
 
-  // Hidden pairs, too, get the lowest score: no matter beside others of a row, but see weigh_lowest.
+  // Lowest numbers may become -inf: no matter beside others of a row, but see weigh_lowest.
   template <QueryAxis axis, class Bias, class Scores>
   CUTE_DEVICE static void add_bias_tile(ScoreParams const& params, Bias const& sBias, int first_row,
                                         Scores& acc_s) {
     visit_bias_tile<axis>(sBias, first_row, acc_s, [&](int, float& score, float bias) {
-      score = fmaxf(fmaf(bias, params.inverse_unit, score), params.lowest_score);
+      score = fmaf(bias, params.inverse_unit, score);
     });
   }
 
-  // Rows that have seen scores as low alone, up to this block of keys, weigh alike those that are not hidden.
+  // Rows that have seen no score above the lowest, from which their maxima start, up to this block of keys
+  // weigh alike those that are not hidden.
   // acc_p: probabilities, of which softmax has the sums.
   // apply_mask(acc): makes those of hidden pairs -inf.
   template <class Softmax, class Bias, class ApplyMask, class Probabilities>

@@ -2,6 +2,7 @@
 // of each tile, and its half of the tile's part of dQ.
 #pragma once
 
+#include "flash_cute/attention/scores/asked.hpp"
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
 #include "flash_cute/backward/sm90/dq_convert.hpp"
 #include "flash_cute/backward/sm90/ds_store.hpp"
@@ -11,7 +12,8 @@
 
 namespace flash_cute {
 
-template <class Traits>
+// Asked: of scores.
+template <class Traits, class Asked>
 struct BackwardConsumerSm90 {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
@@ -90,23 +92,38 @@ struct BackwardConsumerSm90 {
         issue_scores(Delta{}, at.stage, mma_s, v_slices.of(hide_address(tSrV)), tSrdO(_, _, _, at.stage),
                      acc_ds);
       };
-      // Where scores are changed, its registers are not free before P is there.
-      if constexpr (!kGeneral) issue_dp();
+      // Where scores are changed, at head dim 128 its registers are not free before P is there.
+      constexpr bool kDpBesideP = !kGeneral || Traits::kHeadDim <= 64, kDvBesideDs = kLseDeltaMma || kGeneral;
+      if constexpr (kDpBesideP) issue_dp();
       if constexpr (kFirst) {
         if (own.warpgroup == 1) first_exponentials.sync(2 * kWarpgroupThreads);
       }
-      auto scores = own.score_step(of_tile, steps.head, tile.n_begin, steps.block, cS, at_words.stage);
-      auto mask = own.block_mask(tile, tile.n_begin, steps.block, cS);
-      bool const finds_early = kHasTable && !steps.is_full(full_blocks);
-      if (finds_early) mask.find(steps.head);
-      wait_products<kGeneral ? 0 : 1>(acc_s);
+      bool const is_partial = !steps.is_full(full_blocks);
+      auto mask = [&] {
+        if constexpr (kHasPairTiles) {
+          return own.find_pairs(at_words, is_partial, Asked::drops(own.params.scores));
+        } else {
+          return own.block_mask(tile, tile.n_begin, steps.block, cS);
+        }
+      }();
+      auto scores = [&] {
+        if constexpr (kHasPairTiles) {
+          return own.template score_step<Asked>(of_tile, steps.head, tile.n_begin, steps.block, cS,
+                                                mask.dropout);
+        } else {
+          return own.score_step(of_tile, steps.head, tile.n_begin, steps.block, cS);
+        }
+      }();
+      if constexpr (kHasTable && !kHasPairTiles) {
+        if (is_partial) mask.find(steps.head);
+      }
+      wait_products<kDpBesideP>(acc_s);
       scores.change(acc_s);
-      if constexpr (kHasPairTiles) {
+      if constexpr (kHasPairTiles && Asked::kMayChange) {
         if (own.params.scores.bias.is_tiled) own.add_bias_tile(at_bias, acc_s);
-        if (scores.dropout.drops) shared.pairs.ring_words.wait(at_words);
       }
       scores.level(acc_s);
-      if (kHasTable ? finds_early : !steps.is_full(full_blocks)) mask.apply(acc_s);
+      if (is_partial) mask.apply(acc_s);
       // (3) P = exp2(S c - LSE)
       own.compute_p(acc_s, cS, at.stage, first_lse, scores.scale_log2(scale_log2));
       // (4) dV += P dO
@@ -117,21 +134,14 @@ struct BackwardConsumerSm90 {
         if constexpr (kFirst) release_second_warpgroup();
       };
       // dV in flight beside dS takes registers, which are free where no thread holds LSE and delta.
-      if constexpr (kLseDeltaMma || kGeneral) issue_dv();
-      if constexpr (kGeneral) issue_dp();
-      wait_products<(kLseDeltaMma && !kGeneral ? 1 : 0)>(acc_ds);
+      if constexpr (kDvBesideDs) issue_dv();
+      if constexpr (!kDpBesideP) issue_dp();
+      wait_products<kDpBesideP && kDvBesideDs>(acc_ds);
       // (5) dS = P (dP - delta)
       scores.drop(acc_ds);
-      if constexpr (kHasPairTiles) {
-        if (scores.dropout.drops) {
-          __syncwarp();
-          own.release(shared.pairs.ring_words, at_words);
-          at_words.advance();
-        }
-      }
       own.compute_ds(acc_ds, acc_s, cS, at.stage);
       Tensor rdS = convert<Element>(acc_ds);
-      if constexpr (!kLseDeltaMma && !kGeneral) issue_dv();
+      if constexpr (!kDvBesideDs) issue_dv();
       auto& full = shared.ring_ds.acquire(at);
       store_ds(rdS, at.stage);
       // (7) dK += dS Q

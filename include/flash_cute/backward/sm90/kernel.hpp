@@ -1,6 +1,7 @@
 // The main kernel of the Hopper family's backward. A thread block has a producer warpgroup, whose warps have
 // one role each, and two consumer warpgroups; at head dims 192 and 256 a cluster of two thread blocks shares
-// a tile.
+// a tile. Where scores are general, up to head dim 128, one warpgroup more finds out about pairs, or the warp
+// that has no accumulators to fetch.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -9,20 +10,22 @@
 #include "flash_cute/backward/sm90/consumer_2cta.hpp"
 #include "flash_cute/backward/sm90/dq_convert.hpp"
 #include "flash_cute/backward/sm90/ds_exchange.hpp"
+#include "flash_cute/backward/sm90/pairs.hpp"
 #include "flash_cute/backward/sm90/producer.hpp"
 
 namespace flash_cute {
 
 // The roles of the producer warpgroup's warps, of which one thread each is active: load tiles, add a consumer
 // warpgroup's part of dQ to the accumulator in the workspace, and fetch complete accumulators for the
-// consumers to convert or, in a cluster, exchange dS with the peer.
+// consumers to convert or, in a cluster, exchange dS with the peer. Where neither is there, all threads of
+// the last one may find out about pairs.
 enum class ProducerWarp {
   load,
   dq_accumulate_0,
   dq_accumulate_1,
   dq_convert,
   ds_exchange = dq_convert,
-  draw = dq_convert,  // which pairs dropout keeps, where scores are general: the whole warp
+  pairs = dq_convert,
 };
 
 template <class Traits>
@@ -50,9 +53,9 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     shared.ring_p.init(kWarpsDS, kWarpsDS);
     int readers = kWarps + Traits::kConsumers + Traits::kInCluster;
     if constexpr (Traits::kHasPairTiles) {
-      readers += params.scores.dropout.drops();
+      readers += Traits::kPairWarps;
       shared.pairs.ring_bias.init(kWarps);
-      shared.pairs.ring_words.init(kWarps);
+      shared.pairs.ring_words.init(kWarps, Traits::kPairWarps);
     }
     shared.ring_tiles.init(readers);
     shared.ring_peer_k.init(kWarpsDS);
@@ -73,9 +76,9 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     auto const role = ProducerWarp(cutlass::canonical_warp_idx_sync());
-    if constexpr (Traits::kHasPairTiles) {
-      if (role == ProducerWarp::draw) {
-        if (params.scores.dropout.drops()) BackwardDropoutSm90<Traits>{shared, params}.run();
+    if constexpr (Traits::kHasPairTiles && !Traits::kHasPairWarpgroup) {
+      if (role == ProducerWarp::pairs) {
+        BackwardPairsSm90<Traits>{shared, params, 0}.run();
         return;
       }
     }
@@ -91,12 +94,23 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
           DqConvertLoader<Traits>{shared, params, maps, order.mask}.run();
       }
     }
+  } else if (warpgroup > Traits::kConsumers) {
+    if constexpr (Traits::kHasPairWarpgroup) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kPairRegisters>();
+      BackwardPairsSm90<Traits>{shared, params, int(threadIdx.x) % kWarpgroupThreads / 32}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     BackwardConsumerWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1,
                                                 int(threadIdx.x) % kWarpgroupThreads};
     if constexpr (!Traits::kInCluster) {
-      own.run(BackwardConsumerSm90<Traits>{own});
+      if constexpr (Traits::kHasPairTiles) {
+        visit_asked<true>(params.scores, [&](auto asked) __attribute__((always_inline)) {
+          own.run(BackwardConsumerSm90<Traits, decltype(asked)>{own});
+        });
+      } else {
+        own.run(BackwardConsumerSm90<Traits, Asked<false, false>>{own});
+      }
     } else if (warpgroup == 1) {
       own.run(BackwardDvConsumer2Cta<Traits>{own});
     } else {

@@ -163,40 +163,4 @@ struct BackwardProducerSm90 {
   }
 };
 
-// A warp of the producer's that draws which pairs dropout keeps, step by step.
-template <class Traits>
-struct BackwardDropoutSm90 {
-  typename Traits::SharedStorage& shared;
-  BackwardParams const& params;
-  PipelineState<2> at_tiles{};
-  PipelineState<Traits::PairTiles::kWordStages> at{};
-
-  CUTE_DEVICE void run() {
-    while (true) {
-      shared.ring_tiles.wait(at_tiles);
-      KvTile const tile = shared.tiles[at_tiles.stage];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.ring_tiles.release(at_tiles);
-      at_tiles.advance();
-      if (tile.n_begin == kNoTile) return;
-      draw(tile);
-    }
-  }
-
- private:
-  CUTE_DEVICE void draw(KvTile const& tile) {
-    auto& pairs = shared.pairs;
-    ScorePlace const place = BackwardMask<Traits::kMasking>::template of_tile<Traits>(params, tile).place;
-    for (auto steps = steps_of<Traits>(params, tile); steps.left > 0; steps.advance()) {
-      DropoutWords const words(params.scores.dropout, place.sequence, params.shape.heads_q, steps.head);
-      auto& full = pairs.ring_words.acquire(at);
-      pairs.words[at.stage].draw(words, place.query_begin + steps.block * Traits::kBlockM,
-                                 place.key_begin + tile.n_begin, 0, 1);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) full.arrive();
-      at.advance();
-    }
-  }
-};
-
 }  // namespace flash_cute

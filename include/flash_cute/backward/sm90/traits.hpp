@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flash_cute/attention/scores/dropout.hpp"
+#include "flash_cute/attention/scores/pair_words.hpp"
 #include "flash_cute/backward/kernel.hpp"
 #include "flash_cute/backward/kv_tile.hpp"
 #include "flash_cute/backward/sm90/lse_delta_mma.hpp"
@@ -22,17 +22,21 @@ struct DqConvertBlock {
   int head, row, plane, bound;
 };
 
-// What a step has beside Q and dO where scores are general: a tile of a bias, and which pairs dropout keeps.
+// What a step has beside Q and dO where scores are general: a tile of a bias, and which pairs are seen and
+// kept.
 template <class Element, int kBlockM, int kBlockN, int kBiasStages_>
 struct BackwardPairTilesSm90 {
   static constexpr int kBiasStages = kBiasStages_, kWordStages = 2;
   using LayoutBias =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                              Shape<Int<kBlockN>, Int<kBlockM>, Int<kBiasStages>>{}, Step<_2, _1, _3>{}));
-  using Words = SharedDropoutWords<QueryAxis::columns, kBlockN, kBlockM>;
+  using Words = PairWords<kBlockN, kBlockM>;  // rows are keys
   static constexpr int kStageElements = kBlockM * kBlockN;
   alignas(1024) Element bias[kBiasStages * kStageElements];
-  alignas(128) Words words[kWordStages];
+  struct {
+    Words seen, kept;
+  } words[kWordStages];
+  alignas(4) uint8_t bytes[kBlockN / 8][kBlockM];
   TmaRing<kBiasStages> ring_bias;
   TmaRing<kWordStages> ring_words;
 };
@@ -59,7 +63,9 @@ struct BackwardTraitsSm90 {
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
 
-  // One producer warpgroup and two consumer warpgroups, among which setmaxnreg distributes the registers.
+  // One producer warpgroup, two consumer warpgroups and where scores are general one that finds out about
+  // pairs, or a warp of the producer's where consumers have no register to spare: setmaxnreg distributes
+  // them.
   static constexpr int kConsumers = kTile.warps() / 4;
   static_assert(kConsumers * kCluster == sum_parts(kTile) && (kBlockM == 64 || kBlockM == 128));
   // Each consumer warpgroup has its own 64 keys. In a cluster both have the same 64: one computes S, P and
@@ -67,15 +73,20 @@ struct BackwardTraitsSm90 {
   static_assert(kInCluster == (kTile.warps_across > 1));
   static constexpr int kKeyGroups = kInCluster ? 1 : kConsumers;
   static_assert(kBlockN == 64 * kKeyGroups);
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+  static constexpr bool kHasPairWarpgroup = kHasPairTiles && kHeadDim == 64;
+  static constexpr int kPairWarps = kHasPairWarpgroup ? 4 : 1;
+  static constexpr int kWarpgroups = 1 + kConsumers + kHasPairWarpgroup,
+                       kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr int kKeyThreads = kKeyGroups * kWarpgroupThreads;
   // The main loop of head dim 64 needs 240 registers (232: 3% slower at 16k). Producer warps with 40 spill at
   // 192, and at 256 where groups are split.
-  static constexpr int kAllRegisters = (1 + kConsumers) * (65536 / kThreads / 8 * 8);
+  static constexpr int kAllRegisters = kWarpgroups * (65536 / kThreads / 8 * 8);
   static constexpr int kProducerRegisters = kHeadDim == 64 && kMasking == Masking::window       ? 24
                                             : kHeadDim == 192 || (kInCluster && kPartsOfGroups) ? 56
                                                                                                 : 40;
-  static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / kConsumers;
+  static constexpr int kPairRegisters = kHasPairWarpgroup ? 56 : 0;
+  static constexpr int kConsumerRegisters =
+      (kAllRegisters - kProducerRegisters - kPairRegisters) / kConsumers;
   static_assert(kConsumerRegisters % 8 == 0);
 
   // The accumulators of S and dP have keys as rows, so P and dS are left operands of dV and dK as they lie in

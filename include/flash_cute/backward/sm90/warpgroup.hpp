@@ -105,21 +105,56 @@ struct BackwardConsumerWarpgroup {
     return BlockMask<Coords>{*this, tile, n_begin, block * kBlockM, cS};
   }
 
-  // What changes the scores of S^T of an M block, and drops pairs. stage: of words of dropout, if a warp
-  // draws them.
+  // What changes the scores of S^T of an M block, and drops pairs.
   template <class Coords>
   CUTE_DEVICE auto score_step(typename Mask::OfTile const& of_tile, int head, int n_begin, int block,
-                              Coords const& cS, int stage = 0) const {
+                              Coords const& cS) const {
+    return flash_cute::score_step<Traits, QueryAxis::columns>(params, place_of(of_tile, head),
+                                                              block * kBlockM, n_begin, cS);
+  }
+  // The same of what is asked, where other warps have drawn dropout.
+  template <class Asked, class Coords, class Dropout>
+  CUTE_DEVICE auto score_step(typename Mask::OfTile const& of_tile, int head, int n_begin, int block,
+                              Coords const& cS, Dropout const& dropout) const {
+    if constexpr (Asked::kMayChange || Asked::kMayDrop) {
+      return GeneralStep<Element, QueryAxis::columns, kBlockM, Coords, Dropout, BiasLoads::tiles,
+                         Asked::kMayChange>(params.scores, place_of(of_tile, head), block * kBlockM, n_begin,
+                                            cS, dropout);
+    } else {
+      return ProductStep{};
+    }
+  }
+  CUTE_DEVICE static ScorePlace place_of(typename Mask::OfTile const& of_tile, int head) {
     ScorePlace place = of_tile.place;
     place.head = head;
-    if constexpr (Traits::kHasPairTiles) {
-      using Dropout = SharedTileDropout<typename Traits::PairTiles::Words>;
-      return GeneralStep<Element, QueryAxis::columns, kBlockM, Coords, Dropout, BiasLoads::tiles>(
-          params.scores, place, block * kBlockM, n_begin, cS,
-          Dropout{params.scores.dropout.drops(), shared.pairs.words[stage], 16 * key_warp()});
-    } else {
-      return flash_cute::score_step<Traits, QueryAxis::columns>(params, place, block * kBlockM, n_begin, cS);
+    return place;
+  }
+
+  // What other warps have found out about a step's pairs.
+  template <class Words>
+  struct StepPairs {
+    float hidden;  // see set_others
+    OwnedDropout<Words> dropout;
+    typename Words::Owned seen;
+
+    template <class Scores>
+    CUTE_DEVICE void apply(Scores& acc_s) const {
+      seen.set_others(acc_s, hidden);
     }
+  };
+  template <class At>
+  CUTE_DEVICE auto find_pairs(At& at, bool is_partial, bool drops) const {
+    auto& of_tile = shared.pairs;
+    float const inverse_keep = params.scores.dropout.inverse_keep;
+    StepPairs<typename Traits::PairTiles::Words> pairs{-INFINITY * inverse_keep, {drops, 0.f * inverse_keep}};
+    if (!is_partial && !drops) return pairs;
+    of_tile.ring_words.wait(at);
+    if (is_partial) pairs.seen.load(of_tile.words[at.stage].seen, key_thread());
+    if (drops) pairs.dropout.kept.load(of_tile.words[at.stage].kept, key_thread());
+    __syncwarp();
+    release(of_tile.ring_words, at);
+    at.advance();
+    return pairs;
   }
 
   // Adds a tile of a bias to S^T.

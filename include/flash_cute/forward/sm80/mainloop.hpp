@@ -94,9 +94,9 @@ template <class Traits, class Source, class Tile, class Coords, class Values>
 CUTE_DEVICE void drop(ForwardParams const& params, Source const& source, Tile const& tile, int block,
                       Coords const& cS, Values& acc_s) {
   if constexpr (Traits::kKernel.scores == Scores::general && Traits::kKernel.keys == Keys::whole) {
-    drop_pairs(TileDropout<QueryAxis::rows, Coords>(params.scores, source.place(tile), params.shape.heads_q,
-                                                    tile.m_begin, block * Traits::kBlockN, cS),
-               acc_s);
+    TileDropout<QueryAxis::rows, Coords>(params.scores, source.place(tile), params.shape.heads_q,
+                                         tile.m_begin, block * Traits::kBlockN, cS)
+        .clear(acc_s);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
+#include "flash_cute/attention/scores/asked.hpp"
 #include "flash_cute/attention/scores/general.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
@@ -25,18 +26,31 @@ struct ForwardConsumerSm90 {
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
   static constexpr bool kRunsAhead = Traits::kRunsAhead, kGeneral = Traits::kKernel.scores == Scores::general,
-                        kHasTable = Traits::kKernel.masking == Masking::table;
+                        kHasTable = Traits::kKernel.masking == Masking::table,
+                        kHasPairTiles = Traits::kHasPairTiles, kLoadsBits = kGeneral && !kHasPairTiles;
   PipelineState<Traits::kStagesQ> at_q{};
   PipelineState<Traits::kStages> at_k{}, at_v{};
   PipelineState<larger(1, Traits::PairTiles::kBiasStages)> at_bias{};
   PipelineState<Traits::PairTiles::kWordStages> at_words{};
 
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
+    if constexpr (kHasPairTiles) {
+      visit_asked<false>(params.scores,
+                         [&](auto asked) __attribute__((always_inline)) { run(asked, tiles); });
+    } else {
+      run(Asked<kGeneral, false>{}, tiles);
+    }
+  }
+
+ private:
   // Blocks of keys go from the last to the first. S(n - 1) = Q K^T and O += P(n) V are in flight together,
   // and the softmax of S(n - 1) starts when its scores have arrived. Where the next tile's Q has arrived
   // already, its first scores follow this tile's last product, and are computed while O leaves. The warp
   // scheduler barrier keeps one warpgroup in its products while another one is in its softmax.
-  template <class Tiles>
-  CUTE_DEVICE void run(Tiles tiles) {
+  template <class Asked, class Tiles>
+  CUTE_DEVICE void run(Asked asked, Tiles tiles) {
+    constexpr bool kChanges = Asked::kMayChange;
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
@@ -82,7 +96,8 @@ struct ForwardConsumerSm90 {
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     bool const is_early = finalizes_early<Traits>(params);
-    auto store_tile = [&](auto tile) {
+    // Lambdas are inlined by force: where there are two loops nvcc calls some, and ptxas serialises products.
+    auto store_tile = [&](auto tile) __attribute__((always_inline)) {
       if (!is_early) softmax.finalize();
       tile.m_begin = first_query(tile);
       auto const& mask = source.mask(tile);
@@ -115,34 +130,37 @@ struct ForwardConsumerSm90 {
       auto const full_blocks = mask.full(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
       // What a table says of a block's pairs is loaded a block ahead, and found beside the product.
-      VisiblePairs<decltype(cS), kGeneral> visible;
+      typename Traits::PairTiles::template Visible<decltype(cS), kGeneral> visible;
+      [[maybe_unused]] decltype(visible) kept;  // by dropout
       bool is_partial = false;
       auto load_visible = [&](int block) {
-        if constexpr (kHasTable) {
-          visible.load(mask, rows, first_query(tile), block * Traits::kBlockN, cS);
-        }
+        if constexpr (kLoadsBits) visible.load(mask, rows, first_query(tile), block * Traits::kBlockN, cS);
       };
-      auto find_visible = [&] {
+      auto find_visible = [&] __attribute__((always_inline)) {
         if constexpr (kHasTable) {
           is_partial = !blocks.is_full(full_blocks);
-          if (is_partial) visible.find(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS);
-          if constexpr (kGeneral) {
-            if (blocks.remaining() > 0 && mask.bits) load_visible(blocks.next());
+          if constexpr (kHasPairTiles) {
+            find_words(is_partial, asked.drops(params.scores), visible, kept);
+          } else {
+            if (is_partial) visible.find(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS);
+            if constexpr (kLoadsBits) {
+              if (blocks.remaining() > 0 && mask.bits) load_visible(blocks.next());
+            }
           }
         }
       };
-      if constexpr (kGeneral) {
+      if constexpr (kLoadsBits) {
         visible.begin_tile(mask, rows, first_query(tile), cS);
         load_visible(blocks.block);
       }
       AlibiSlopes<QueryAxis::rows, decltype(cS)> slopes;
-      if constexpr (kGeneral) slopes.begin(params.scores, source.place(tile), rows, first_query(tile), cS);
-      auto probabilities = [&](auto& acc_s) {
+      if constexpr (kChanges) slopes.begin(params.scores, source.place(tile), rows, first_query(tile), cS);
+      auto probabilities = [&](auto& acc_s) __attribute__((always_inline)) {
         release(shared.ring_k, at_k);
-        if constexpr (kGeneral)
+        if constexpr (kChanges)
           change_scores(source, tile, first_query(tile), blocks.block, cS, slopes, acc_s);
         auto apply_table = [&](auto& acc) {
-          if (is_partial) visible.apply(acc);
+          if (is_partial) hide(visible, acc);
         };
         if constexpr (kHasTable) {
           apply_table(acc_s);
@@ -150,16 +168,21 @@ struct ForwardConsumerSm90 {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
         auto const correction = softmax.update(acc_s);
-        if constexpr (kGeneral) finish_bias_tile(softmax, apply_table, acc_s);
+        if constexpr (kChanges) finish_bias_tile(softmax, apply_table, acc_s);
         return correction;
       };
+      auto round = [&](auto const& acc_p) __attribute__((always_inline)) {
+        convert_into<Element>(acc_p, rP);
+        if constexpr (Asked::kMayDrop) {
+          if (asked.drops(params.scores)) kept.clear_others(rP);
+        }
+      };
 
-      softmax.reset();
+      reset<kChanges>(softmax);
       clear(acc_o);
       find_visible();
       probabilities(acc_first);
-      drop(acc_first);
-      convert_into<Element>(acc_first, rP);
+      round(acc_first);
       while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
         wait_keys(shared.ring_k, at_k);
@@ -170,10 +193,9 @@ struct ForwardConsumerSm90 {
         find_visible();
         wait_products<1>(acc_s);
         auto const correction = probabilities(acc_s);
-        drop(acc_s);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
-        convert_into<Element>(acc_s, rP);  // before the branch: beside the exponentials
+        round(acc_s);  // before the branch: beside the exponentials
         correction.apply(acc_o);
       }
 
@@ -205,7 +227,16 @@ struct ForwardConsumerSm90 {
     }
   }
 
- private:
+  template <bool kChanges, class Softmax>
+  CUTE_DEVICE void reset(Softmax& softmax) const {
+    if constexpr (kChanges && Traits::PairTiles::kBiasStages > 0) {
+      if (params.scores.bias.is_tiled) {
+        softmax.reset(params.scores.lowest_score * softmax.scale_log2);
+        return;
+      }
+    }
+    softmax.reset();
+  }
   template <class Source, class Coords, class Slopes, class Scores>
   CUTE_DEVICE void change_scores(Source const& source, typename Source::Tile const& tile, int m_begin,
                                  int block, Coords const& cS, Slopes const& slopes, Scores& acc_s) {
@@ -245,20 +276,25 @@ struct ForwardConsumerSm90 {
     return sBias(_, _, Pairs::tile(stage, warpgroup));
   }
 
-  // Probabilities of pairs that dropout drops become 0.
-  template <class Values>
-  CUTE_DEVICE void drop(Values& acc) {
-    if constexpr (Traits::kHasPairTiles) {
-      if (!params.scores.dropout.drops()) return;
-      auto& pairs = shared.pairs;
-      pairs.ring_words.wait(at_words);
-      int const first_row = warpgroup * kWarpgroupRows + thread / 32 * 16;
-      drop_pairs(
-          SharedTileDropout<typename Traits::PairTiles::Words>{true, pairs.words[at_words.stage], first_row},
-          acc);
-      __syncwarp();
-      release(pairs.ring_words, at_words);
+  template <class Visible, class Scores>
+  CUTE_DEVICE void hide(Visible const& visible, Scores& acc_s) const {
+    if constexpr (kHasPairTiles) {
+      visible.set_others(acc_s, -INFINITY * params.scores.dropout.inverse_keep);
+    } else {
+      visible.apply(acc_s);
     }
+  }
+  // What other warps have found out about a block's pairs, if there is anything to be found.
+  template <class Words>
+  CUTE_DEVICE void find_words(bool is_partial, bool drops, Words& seen, Words& kept) {
+    if (!is_partial && !drops) return;
+    int const tile_thread = warpgroup * kWarpgroupThreads + thread;
+    shared.pairs.ring_words.wait(at_words);
+    auto const& words = shared.pairs.words[at_words.stage];
+    if (is_partial) seen.load(words.seen, tile_thread);
+    if (drops) kept.load(words.kept, tile_thread);
+    __syncwarp();
+    release(shared.pairs.ring_words, at_words);
   }
 
   // One arrival a warp, whose products have read the stage.

@@ -1,11 +1,13 @@
 // The Hopper family's forward kernel: persistent blocks in which one warp loads and two or three warpgroups
 // compute. Of the producer warpgroup's other warps, one takes tiles from the counter of the dynamic
-// scheduler, and two zero fill the rows that no tile writes where sequences differ in length.
+// scheduler, and two zero fill the rows that no tile writes where sequences differ in length. Where scores
+// are general, one warpgroup more finds out about pairs, or at head dim 256 these two warps.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "flash_cute/forward/sm90/consumer.hpp"
+#include "flash_cute/forward/sm90/pairs.hpp"
 #include "flash_cute/forward/sm90/producer.hpp"
 #include "flash_cute/forward/sm90/row_producer.hpp"
 #include "flash_cute/forward/zero_fill.hpp"
@@ -38,10 +40,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     shared.ring_v.init(kConsumerWarps, Producer::kArrivals);
     int readers = kConsumerWarps + Producer::kWarps;
     if constexpr (Traits::kHasPairTiles) {
-      using Dropout = ForwardDropoutSm90<Traits>;
-      if (params.scores.dropout.drops()) readers += Dropout::kWarps;
+      readers += Traits::kPairWarps;
       for (auto& ring : shared.pairs.ring_bias) ring.init(kConsumerWarps / Traits::kConsumers);
-      shared.pairs.ring_words.init(kConsumerWarps, Dropout::kWarps);
+      shared.pairs.ring_words.init(kConsumerWarps, Traits::kPairWarps);
     }
     if constexpr (Traits::Scheduler::kDynamic) shared.tile_queue.init(readers);
     cutlass::arch::fence_barrier_init();
@@ -89,11 +90,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
           zero_fill_unwritten<typename Traits::Element>(params, blockIdx.x * kWarps + own,
                                                         gridDim.x * kWarps);
         }
-        if constexpr (Traits::kHasPairTiles) {
-          if (params.scores.dropout.drops() && blockIdx.x < source.tiles(shared.varlen_list)) {
-            int const own = int(warp) - int(ProducerWarp::zero_fill_0);
-            ForwardDropoutSm90<Traits>{shared, params, own}.run(tiles(~0u));
-          }
+        if constexpr (Traits::kHasPairTiles && !Traits::kHasPairWarpgroup) {
+          int const thread = threadIdx.x - 32 * int(ProducerWarp::zero_fill_0);
+          if (blockIdx.x < source.tiles(shared.varlen_list))
+            ForwardPairsSm90<Traits>{shared, params, thread}.run(tiles(~0u));
         }
         return;
       }
@@ -107,7 +107,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     if (warp == ProducerWarp::load && elect_one_sync()) {
       ForwardProducerSm90<Traits>{shared, params, maps}.run(tiles(1u << threadIdx.x % 32));
     }
-  } else {
+    return;
+  }
+  if constexpr (Traits::kHasPairWarpgroup) {
+    if (warpgroup > Traits::kConsumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kPairRegisters>();
+      ForwardPairsSm90<Traits>{shared, params, int(threadIdx.x) % kWarpgroupThreads}.run(tiles(~0u));
+      return;
+    }
+  }
+  {
     if constexpr (Traits::kMovesRegisters) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     }

@@ -107,43 +107,4 @@ struct ForwardProducerSm90 {
   }
 };
 
-// Warps of the producer's that draw which pairs dropout keeps, a block of keys after the other, each for a
-// part of the rows.
-template <class Traits>
-struct ForwardDropoutSm90 {
-  static constexpr int kWarps = 2;
-  typename Traits::SharedStorage& shared;
-  ForwardParams const& params;
-  int warp;
-  PipelineState<Traits::PairTiles::kWordStages> at{};
-
-  template <class Tiles>
-  CUTE_DEVICE void run(Tiles tiles) {
-    auto tile = tiles.first();
-    for (int remaining = tiles.count();;) {
-      auto const upcoming = tiles.next();
-      draw(tiles.source, tile);
-      if (tiles.done(remaining)) return;
-      tile = tiles.get(upcoming);
-    }
-  }
-
- private:
-  template <class Source, class Tile>
-  CUTE_DEVICE void draw(Source const& source, Tile const& tile) {
-    auto& pairs = shared.pairs;
-    ScorePlace const place = source.place(tile);
-    DropoutWords const words(params.scores.dropout, place.sequence, params.shape.heads_q, place.head);
-    auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
-    do {
-      auto& full = pairs.ring_words.acquire(at);
-      pairs.words[at.stage].draw(words, place.query_begin + tile.m_begin,
-                                 place.key_begin + blocks.block * Traits::kBlockN, warp, kWarps);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) full.arrive();
-      at.advance();
-    } while (blocks.advance());
-  }
-};
-
 }  // namespace flash_cute

@@ -5,7 +5,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "flash_cute/attention/scores/dropout.hpp"
+#include "flash_cute/attention/scores/pair_words.hpp"
 #include "flash_cute/core/element.hpp"
 #include "flash_cute/core/named_barrier.hpp"
 #include "flash_cute/core/sm90/pipeline.hpp"
@@ -23,17 +23,21 @@ struct ForwardMaps {
 };
 
 // What a block of keys has beside K and V where scores are general: tiles of a bias, one for each consumer,
-// and which pairs dropout keeps.
+// and which pairs are seen and kept.
 template <class Element, int kConsumers, int kBlockN, int kBiasStages_>
 struct PairTilesSm90 {
   static constexpr int kBiasStages = kBiasStages_, kWordStages = 3;
   using LayoutBias = decltype(tile_to_shape(
       GMMA::Layout_K_SW128_Atom<Element>{},
       Shape<Int<kWarpgroupRows>, Int<kBlockN>, Int<larger(1, kBiasStages* kConsumers)>>{}));
-  using Words = SharedDropoutWords<QueryAxis::rows, kConsumers * kWarpgroupRows, kBlockN>;
+  using Words = PairWords<kConsumers * kWarpgroupRows, kBlockN>;
+  template <class Coords, bool kHasBits>
+  using Visible = typename Words::Owned;
   static constexpr int kTileElements = kWarpgroupRows * kBlockN;
   alignas(1024) Element bias[kBiasStages * kConsumers * kTileElements];
-  alignas(128) Words words[kWordStages];
+  struct {
+    Words seen, kept;
+  } words[kWordStages];
   TmaRing<larger(1, kBiasStages)> ring_bias[kConsumers];
   TmaRing<kWordStages> ring_words;
 
@@ -41,12 +45,14 @@ struct PairTilesSm90 {
   CUTE_DEVICE static int tile(int stage, int consumer) { return stage * kConsumers + consumer; }
 };
 struct NoPairTiles {
+  template <class Coords, bool kHasBits>
+  using Visible = VisiblePairs<Coords, kHasBits>;
   static constexpr int kBiasStages = 0, kWordStages = 1;
 };
 
 // Of shared memory's 227 KB; a list of sequences takes the others, and where scores are general words of
-// dropout.
-constexpr int kMostOperandBytes = 224 << 10, kBytesOfPairs = 6 << 10;  // but for tiles of a bias
+// pairs.
+constexpr int kMostOperandBytes = 224 << 10, kBytesOfPairs = 12 << 10;  // but for tiles of a bias
 
 template <class Instance_, ForwardKernel kernel>
 struct ForwardTraitsSm90 {
@@ -65,28 +71,35 @@ struct ForwardTraitsSm90 {
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
   static constexpr int kRescaleThreshold = 8;  // see OnlineSoftmax
 
-  // One producer warpgroup, and consumers that own 64 rows each. setmaxnreg gives them registers of the
-  // producer.
+  // One producer warpgroup, consumers that own 64 rows each, and where scores are general one that finds out
+  // about pairs, or two warps of the producer's: of four warpgroups a thread has 128 registers at first,
+  // which products of 256 columns do not compile for. setmaxnreg gives the consumers registers of the others.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static constexpr bool kGeneral = kernel.scores == Scores::general,
                         kHasPairTiles = kGeneral && kernel.keys == Keys::whole;
+  static constexpr bool kHasPairWarpgroup = kHasPairTiles && kHeadDimV < 256;
+  static constexpr int kPairWarps = kHasPairWarpgroup ? 4 : 2;
+  static constexpr int kWarpgroups = 1 + kConsumers + kHasPairWarpgroup,
+                       kThreads = kWarpgroups * kWarpgroupThreads;
   static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by the whole producer warpgroup
-  static constexpr int kProducerRegisters = kConsumers == 3   ? 32
-                                            : kConsumers == 1 ? 88
-                                            : kLoadsRows      ? 88
-                                            : kHasPairTiles   ? 56  // to draw dropout
-                                                              : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
-                                            : kConsumers == 1 ? 168
-                                            : kLoadsRows      ? 208
-                                            : kHasPairTiles   ? 224
-                                                              : 240;
+  static constexpr int kPairRegisters = kHasPairTiles ? 72 : 0;
+  static constexpr int kProducerRegisters = kConsumers == 3                       ? 32
+                                            : kConsumers == 1                     ? 88
+                                            : kLoadsRows                          ? 88
+                                            : kHasPairTiles && !kHasPairWarpgroup ? kPairRegisters
+                                                                                  : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3     ? 160
+                                            : kConsumers == 1   ? 168
+                                            : kLoadsRows        ? 208
+                                            : kHasPairWarpgroup ? 208
+                                            : kHasPairTiles     ? 216
+                                                                : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
   static constexpr bool kMovesRegisters = kLaunchRegisters < kConsumerRegisters;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters,
+  static_assert(kProducerRegisters + kHasPairWarpgroup * kPairRegisters + kConsumers * kConsumerRegisters <=
+                    kWarpgroups * kLaunchRegisters,
                 "setmaxnreg would wait for registers that no warpgroup gives back");
 
   using ConsumerLayout = Layout<Shape<Int<kConsumers>, _1, _1>>;
