@@ -63,6 +63,13 @@ struct AttentionProblem {
   }
 };
 
+// Can tiles of a bias begin at multiples of eight keys, as TMA asks? Counted from the first key that counts,
+// or from the first one that a window leaves, they may begin anywhere.
+inline bool has_bias_tiles(AttentionProblem const& problem, bool has_used, bool has_leftpad) {
+  if (has_leftpad) return false;
+  return !problem.window_left || (!has_used && problem.mask().first_reachable_key() == 0);
+}
+
 inline char const* name_of(Pass pass) { return pass == Pass::forward ? "forward" : "backward"; }
 inline char const* name_of(Variant variant) {
   return variant == Variant::plain ? "plain" : variant == Variant::split ? "split" : "general";

@@ -209,10 +209,7 @@ Tensor aligned_copy(Tensor const& bias) {
 }  // namespace
 
 bool has_bias_tiles(AttentionProblem const& problem, Lengths const& lengths) {
-  if (lengths.leftpad_k) return false;
-  if (!problem.window_left) return true;
-  bool const is_uniform = !lengths.seqused_q && !lengths.seqused_k;
-  return is_uniform && problem.mask().first_reachable_key() == 0;
+  return has_bias_tiles(problem, lengths.seqused_q || lengths.seqused_k, lengths.leftpad_k.has_value());
 }
 
 bool copies_bias(Tensor const& bias, bool takes_tiles) {

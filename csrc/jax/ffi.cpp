@@ -69,6 +69,72 @@ RangeParams ranges_of(Buffer const& buffer) {
           .count = int(count)};
 }
 
+// (..., entries, heads, rows, columns), each of them all or one: their strides, 0 where one stands for all.
+struct OfPairs {
+  int64_t entries, heads, rows, columns, entry_stride, head_stride, row_stride;
+
+  explicit OfPairs(Buffer const& buffer) {
+    auto const sizes = buffer.dimensions();
+    size_t const dims = sizes.size();
+    heads = sizes[dims - 3];
+    rows = sizes[dims - 2];
+    columns = sizes[dims - 1];
+    entries = int64_t(buffer.element_count()) / (heads * rows * columns);
+    row_stride = rows > 1 ? columns : 0;
+    head_stride = heads > 1 ? rows * columns : 0;
+    entry_stride = entries > 1 ? heads * rows * columns : 0;
+  }
+};
+
+// A mask's bits; empty: it was not given.
+PairMaskParams pair_mask_of(Buffer const& bits, ProblemShape const& shape) {
+  if (bits.element_count() == 0) return {};
+  OfPairs const of(bits);
+  return {.data = static_cast<uint8_t const*>(bits.untyped_data()),
+          .given = true,
+          .is_packed = true,
+          .entries = int(of.entries),
+          .heads = int(of.heads),
+          .rows = int(of.rows),
+          .columns = shape.seqlen_k,
+          .entry_stride = of.entry_stride,
+          .head_stride = of.head_stride,
+          .row_stride = of.row_stride,
+          .byte_stride = 1};
+}
+
+// A bias, with rows of a multiple of 16 bytes; empty: it was not given.
+BiasParams bias_of(Buffer const& bias, ProblemShape const& shape) {
+  if (bias.element_count() == 0) return {};
+  OfPairs const of(bias);
+  return {.data = bias.untyped_data(),
+          .given = true,
+          .sequences_of_entry = int(shape.batch / of.entries),
+          .rows = shape.seqlen_q,
+          .columns = shape.seqlen_k,
+          .entry_stride = of.entry_stride,
+          .head_stride = of.head_stride,
+          .row_stride = of.row_stride,
+          .key_stride = of.columns > 1};
+}
+
+// What hides pairs, changes scores and drops weights. seed: the words of two int64; empty: nothing is
+// dropped.
+struct Scores {
+  Buffer mask, bias, seed;
+  float softcap;
+  int64_t keep;
+
+  void put(AttentionProblem& problem) const {
+    problem.pair_mask = pair_mask_of(mask, problem.shape);
+    problem.scores = {
+        .scale = problem.softmax_scale,
+        .softcap = softcap,
+        .bias = bias_of(bias, problem.shape),
+        .dropout = {.seed = static_cast<int64_t const*>(seed.untyped_data()), .keep = int(keep)}};
+  }
+};
+
 std::optional<int64_t> limit(int64_t value) { return value < 0 ? std::nullopt : std::optional(value); }
 
 AttentionProblem problem_of(Buffer const& q, Buffer const& k, Buffer const& v, bool has_lengths, int ranges,
@@ -127,17 +193,29 @@ void require_whole(Call const& call) {
   require(call.launches && call.unreachable() == 0, "some keys are seen by no query");
 }
 
+// takes: does the kernel?
+template <class Call>
+bool are_bias_tiles(Call const& call, bool takes) {
+  BiasParams const& bias = call.params.scores.bias;
+  LengthParams const& lengths = call.params.lengths;
+  return takes && bias.given && bias.key_stride == 1 &&
+         has_bias_tiles(call.problem, lengths.seqused_q || lengths.seqused_k, lengths.leftpad_k != nullptr);
+}
+
 ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v, Buffer seqused_q,
-                   Buffer seqused_k, Buffer leftpad_k, Buffer ranges_buffer, Result out, Result lse,
-                   Result workspace, float scale, int64_t left, int64_t right, bool tf32) {
+                   Buffer seqused_k, Buffer leftpad_k, Buffer ranges_buffer, Buffer mask, Buffer bias,
+                   Buffer seed, Result out, Result lse, Result workspace, float scale, int64_t left,
+                   int64_t right, bool tf32, float softcap, int64_t keep) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
-    ForwardCall call =
-        plan_forward_call(problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32), lengths,
-                          current_gpu(device));
+    AttentionProblem problem = problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32);
+    Scores{mask, bias, seed, softcap, keep}.put(problem);
+    ForwardCall call = plan_forward_call(problem, lengths, current_gpu(device));
     require_whole(call);
     ForwardParams& params = call.params;
+    params.scores.bias.is_tiled =
+        are_bias_tiles(call, call.launch.kernel.takes_bias_tiles(call.kernel.family, call.kernel.bucket));
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
@@ -150,16 +228,18 @@ ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v
 
 ffi::Error backward(cudaStream_t stream, int device, Buffer dout, Buffer dlse, Buffer q, Buffer k, Buffer v,
                     Buffer out, Buffer lse, Buffer seqused_q, Buffer seqused_k, Buffer leftpad_k,
-                    Buffer ranges_buffer, Result dq, Result dk, Result dv, Result workspace, float scale,
-                    int64_t left, int64_t right, bool tf32, bool deterministic) {
+                    Buffer ranges_buffer, Buffer mask, Buffer bias, Buffer seed, Result dq, Result dk,
+                    Result dv, Result workspace, float scale, int64_t left, int64_t right, bool tf32,
+                    float softcap, int64_t keep, bool deterministic) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
-    BackwardCall call =
-        plan_backward_call(problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32), lengths,
-                           current_gpu(device), true, true, deterministic);
+    AttentionProblem problem = problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32);
+    Scores{mask, bias, seed, softcap, keep}.put(problem);
+    BackwardCall call = plan_backward_call(problem, lengths, current_gpu(device), true, true, deterministic);
     require_whole(call);
     BackwardParams& params = call.params;
+    params.scores.bias.is_tiled = are_bias_tiles(call, call.launch.kernel.tile.has_pair_tiles);
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
@@ -239,7 +319,8 @@ ffi::Error softmax_backward(cudaStream_t stream, int device, Buffer dprobabiliti
 extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batch, int heads_q, int heads_kv,
                                             int seqlen_q, int seqlen_k, int head_dim, int head_dim_v,
                                             int64_t left, int64_t right, bool has_lengths, bool deterministic,
-                                            int ranges) {
+                                            int ranges, int mask_entries, int mask_heads, int mask_rows,
+                                            bool has_bias, bool has_softcap, int keep) {
   AttentionProblem const problem{
       .shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v},
       .element = ElementType(element),
@@ -249,7 +330,14 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batc
       .family = std::nullopt,
       .packed = false,
       .varlen = has_lengths,
-      .ranges = ranges};
+      .ranges = ranges,
+      .pair_mask = {.given = mask_entries > 0,
+                    .is_packed = true,
+                    .entries = mask_entries,
+                    .heads = mask_heads,
+                    .rows = mask_rows,
+                    .columns = seqlen_k},
+      .scores = {.softcap = float(has_softcap), .bias = {.given = has_bias}, .dropout = {.keep = keep}}};
   try {
     return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
   } catch (std::exception const&) {
@@ -279,13 +367,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, forward,
                                   .Arg<Buffer>()  // seqused_k
                                   .Arg<Buffer>()  // leftpad_k
                                   .Arg<Buffer>()  // ranges
+                                  .Arg<Buffer>()  // mask
+                                  .Arg<Buffer>()  // bias
+                                  .Arg<Buffer>()  // seed
                                   .Ret<Buffer>()  // out
                                   .Ret<Buffer>()  // lse
                                   .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
-                                  .Attr<bool>("tf32"),
+                                  .Attr<bool>("tf32")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("keep"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
@@ -303,6 +396,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
                                   .Arg<Buffer>()  // seqused_k
                                   .Arg<Buffer>()  // leftpad_k
                                   .Arg<Buffer>()  // ranges
+                                  .Arg<Buffer>()  // mask
+                                  .Arg<Buffer>()  // bias
+                                  .Arg<Buffer>()  // seed
                                   .Ret<Buffer>()  // dq
                                   .Ret<Buffer>()  // dk
                                   .Ret<Buffer>()  // dv
@@ -311,6 +407,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
                                   .Attr<int64_t>("left")
                                   .Attr<int64_t>("right")
                                   .Attr<bool>("tf32")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("keep")
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -125,8 +125,11 @@ def checked_softcap(softcap) -> float:
         raise TypeError(f"{ATTENTION}: softcap is traced; a Python number is accepted (static_argnames)")
     if not isinstance(softcap, Real) or isinstance(softcap, bool):
         raise TypeError(f"{ATTENTION}: softcap is {shown(softcap)}; a number is accepted")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"{ATTENTION}: softcap is {shown(softcap)}; a finite number >= 0 is accepted")
+    least, most = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+    if softcap != 0 and not least <= softcap <= most:
+        raise ValueError(
+            f"{ATTENTION}: softcap is {shown(softcap)}; 0 or a normal number > 0 of float32 is accepted"
+        )
     return float(softcap)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flash_cute._cpu.sinks import with_sinks
-from flash_cute.jax import arguments, kernels, plain, shards
+from flash_cute.jax import arguments, dropout, kernels, plain, shards
 from flash_cute.jax.arguments import ATTENTION
 from flash_cute.wording import hinting, require_bool
 
@@ -95,8 +95,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
-        NotImplementedError: a second derivative or one of bias is asked for; on a GPU bias, mask, softcap or
-            dropout_p is given, for which flash_cute.jax has no kernels yet.
+        NotImplementedError: a second derivative or one of bias is asked for.
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691.
     """
@@ -134,11 +133,6 @@ def attention(
     tf32 = arguments.is_tf32(precision) and query.dtype == jnp.float32
     gives_lse = return_residual or sinks is not None
     options = _Options(scale, -1, -1, tf32, deterministic, gives_lse, softcap, keep)
-    if _changes(given, options) and kernels.library() is not None and jax.default_backend() == "gpu":
-        raise NotImplementedError(
-            f"{ATTENTION}: bias, mask, softcap and dropout_p have no kernels in JAX yet; None and 0 are "
-            "accepted on a GPU"
-        )
     sinks = None if sinks is None else arguments.checked_sinks(sinks, query)
 
     def compute(query, key, value, given):
@@ -175,11 +169,6 @@ class _Given(NamedTuple):
         ranges = None if self.ranges is None else self.ranges[:, :rows]
         mask, bias = (None if x is None else x[:, :, :rows, :keys] for x in (self.mask, self.bias))
         return self._replace(ranges=ranges, mask=mask, bias=bias)
-
-
-def _changes(given, options):
-    """Are there other scores than those of a product?"""
-    return options.softcap > 0 or any(x is not None for x in (given.mask, given.bias, given.seed))
 
 
 @jax.custom_vjp
@@ -345,7 +334,7 @@ def _forward(query, key, value, given, options):
         lse = jnp.full((batch, heads_q, seqlen_q), -jnp.inf, jnp.float32)
         return tuple(shards.varying(x, shards.axes_of(query)) for x in (out, lse))
     default = functools.partial(plain.attention, options=options)
-    if kernels.library() is None or _changes(given, options):
+    if kernels.library() is None:
         return default(query, key, value, given)
     native = functools.partial(_native_forward, options=options)
     return jax.lax.platform_dependent(query, key, value, given, cuda=native, default=default)
@@ -359,7 +348,7 @@ def _backward(dout, dlse, query, key, value, given, out, lse, options):
         return plain.attention_backward(dout, dlse, query, key, value, given, options)
 
     operands = dout, dlse, query, key, value, given, out, lse
-    if kernels.library() is None or _changes(given, options):
+    if kernels.library() is None:
         return default(*operands)
     native = functools.partial(_native_backward, options=options)
     return jax.lax.platform_dependent(*operands, cuda=native, default=default)
@@ -387,25 +376,48 @@ def _workspace(query, key, value, given, options, backward) -> jax.ShapeDtypeStr
         any(x is not None for x in given[:3]),
         options.deterministic,
         0 if given.ranges is None else given.ranges.shape[2],
+        *((0, 0, 0) if given.mask is None else given.mask.shape[:3]),
+        given.bias is not None,
+        options.softcap > 0,
+        _keep(given, options),
     )
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
-def _attributes(options):
+def _keep(given, options):
+    return dropout.STEPS if given.seed is None else options.keep
+
+
+def _attributes(given, options):
     return {
         "scale": np.float32(options.scale),
         "left": np.int64(options.left),
         "right": np.int64(options.right),
         "tf32": options.tf32,
+        "softcap": np.float32(options.softcap),
+        "keep": np.int64(_keep(given, options)),
     }
 
 
-def _operands(given, batch):
+def _operands(given, batch, seqlen_k):
     """What the kernels take of given, ranges of each entry: vmap folds what it maps over into the batch."""
-    ranges = given.ranges
+    ranges, mask, bias = given.ranges, given.mask, given.bias
     if ranges is not None:
         ranges = jnp.broadcast_to(ranges, (batch, *ranges.shape[1:]))
-    return kernels.given((*given[:3], ranges))
+    if mask is not None:
+        mask = jnp.packbits(jnp.broadcast_to(mask, (*mask.shape[:3], seqlen_k)), axis=-1, bitorder="little")
+    if bias is not None and bias.shape[3] > 1:
+        bias = _wide(bias)
+    return kernels.given((*given[:3], ranges, mask, bias, given.seed))
+
+
+def _vmap_method(given, batch):
+    """How vmap calls the kernels: once, unless what it maps over can't be folded into the batch.
+
+    Weights are dropped by an entry's number, and one entry of a mask stands for one of the batch or for all.
+    """
+    is_shared = given.mask is not None and len(given.mask) < batch
+    return "sequential" if given.seed is not None or is_shared else "broadcast_all"
 
 
 def _wide(x):
@@ -423,8 +435,9 @@ def _native_forward(query, key, value, given, options):
         jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
         _workspace(query, key, value, given, options, backward=False),
     )
-    call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method="broadcast_all")
-    out, lse, _ = call(query, key, value, *_operands(given, batch), **_attributes(options))
+    call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method=_vmap_method(given, batch))
+    operands = _operands(given, batch, key.shape[1])
+    out, lse, _ = call(query, key, value, *operands, **_attributes(given, options))
     return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim_v], lse))
 
 
@@ -433,7 +446,7 @@ def _native_backward(dout, dlse, query, key, value, given, out, lse, options):
     dout, query, key, value, out = map(_wide, (dout, query, key, value, out))
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
     results.append(_workspace(query, key, value, given, options, backward=True))
-    call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method="broadcast_all")
+    call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method=_vmap_method(given, len(query)))
     *gradients, _ = call(
         dout,
         jnp.zeros((0,), jnp.float32) if dlse is None else dlse,
@@ -442,8 +455,8 @@ def _native_backward(dout, dlse, query, key, value, given, out, lse, options):
         value,
         out,
         lse,
-        *_operands(given, len(query)),
-        **_attributes(options),
+        *_operands(given, len(query), key.shape[1]),
+        **_attributes(given, options),
         deterministic=options.deterministic,
     )
     return tuple(

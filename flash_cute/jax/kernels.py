@@ -30,6 +30,8 @@ def library() -> ctypes.CDLL | None:
         *[ctypes.c_int] * 8,
         *[ctypes.c_int64] * 2,
         *[ctypes.c_bool] * 2,
+        *[ctypes.c_int] * 4,
+        *[ctypes.c_bool] * 2,
         ctypes.c_int,
     ]
     found.flash_cute_jax_softmax_workspace.argtypes = [

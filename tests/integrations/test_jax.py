@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.cases import matrix
+from support.expected import LOWEST
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory of the same GPU
 jax = pytest.importorskip("jax")
@@ -140,7 +141,7 @@ def gradients_of_results(q, v):
 
 
 def assert_attention(q, k, v, scale=None, key_value_left_padding=None, kept=None, **options):
-    """Values and gradients, with NaN in the keys that no query sees; beside ranges, that lengths hide.
+    """Values and gradients, with NaN in the keys that no query sees, whatever a mask, a bias or ranges hide.
 
     kept: what dropout_p and dropout_seed keep, times its factor.
     """
@@ -159,7 +160,8 @@ def assert_attention(q, k, v, scale=None, key_value_left_padding=None, kept=None
         results, gradients = jax.vjp(function, q, k, v)
         return *results, *gradients((dout, dlse))
 
-    hidden = {} if "ranges" in options else masks
+    hidden = {name: x for name, x in masks.items() if name not in ("mask", "bias")}
+    hidden = {} if "ranges" in options else hidden
     reached = visible(q, k, skipped=key_value_left_padding, **named, **hidden).any(-2)
     if reached.ndim == 3:  # of query's heads, which share key's
         reached = reached.reshape(len(reached), k.shape[2], -1, k.shape[1]).any(2)
@@ -172,6 +174,11 @@ def assert_attention(q, k, v, scale=None, key_value_left_padding=None, kept=None
         math(q, k, v, dout, dlse, seen, factor, rounded, kept=kept, **changes)
         for rounded in (lambda x: x, lambda x: x.astype(q.dtype).astype(np.float64))
     )
+    # Of queries that see a bias's lowest number alone: so is the LSE, about.
+    low = np.isfinite(oracle[1]) & (oracle[1] < LOWEST)
+    found_lse = np.asarray(found[1], np.float64)
+    assert (np.isfinite(found_lse) & (found_lse < LOWEST))[low].all()
+    found = found[0], np.where(low, oracle[1], found_lse), *found[2:]
     for name, *triple in zip(("out", "lse", "dq", "dk", "dv"), found, yardstick, oracle, strict=True):
         assert_within_rule(name, *triple)
 
@@ -354,10 +361,6 @@ def test_wrong_ranges():
 # Scores that are changed
 
 
-on_the_cpu = pytest.mark.skipif(
-    jax.default_backend() == "gpu" and ours.kernels.library() is not None,
-    reason="flash_cute.jax has no kernels for it yet",
-)
 # Which of batch, heads, queries and keys a mask or a bias tells apart.
 TOLD_APART = {
     "pairs": (True,) * 4,
@@ -373,7 +376,6 @@ def some_pairs(q, k, axes, seed=13):
     return np.random.default_rng(seed).random(shape, np.float32)
 
 
-@on_the_cpu
 @matrix(shape=SHAPES.keys(), mask=MASKS, axes=TOLD_APART)
 def test_masks_of_booleans(shape, mask, axes):
     q, k, v = inputs(shape)
@@ -381,7 +383,6 @@ def test_masks_of_booleans(shape, mask, axes):
     assert_attention(q, k, v, mask=seen, **mask)
 
 
-@on_the_cpu
 @matrix(
     dtype={"bf16": jnp.bfloat16, "fp32": jnp.float32},
     shape=SHAPES.keys(),
@@ -400,7 +401,6 @@ def test_biases(dtype, shape, mask, axes):
     close(found, attention(q, k, v, bias=jnp.asarray(bias, jnp.float32), **mask))
 
 
-@on_the_cpu
 @pytest.mark.parametrize("softcap", [0.7, 30])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_softcap(mask, softcap):
@@ -431,7 +431,6 @@ def factors_of(q, k, seed, p):
     return np.asarray(kept) * (4096 / keep)
 
 
-@on_the_cpu
 @matrix(shape=SHAPES.keys(), mask=MASKS, seed=SEEDS)
 def test_dropout(shape, mask, seed):
     q, k, v = inputs(shape)
@@ -439,7 +438,6 @@ def test_dropout(shape, mask, seed):
     assert_attention(q, k, v, **given, **mask)
 
 
-@on_the_cpu
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_everything_beside_lengths(is_causal):
     q, k, v = inputs((4, *SHAPES["more queries"][1:]))
@@ -456,7 +454,6 @@ def test_everything_beside_lengths(is_causal):
     assert_attention(q, k, v, is_causal=is_causal, **given, **lengths)
 
 
-@on_the_cpu
 def test_masks_and_biases_as_jax_has_them():
     """For rows that see a key; of three dimensions, too."""
     q, k, v = inputs("grouped", jnp.float32)
@@ -469,7 +466,6 @@ def test_masks_and_biases_as_jax_has_them():
     close(attention(*one, **options), attention(q[:1], k[:1], v[:1], mask=mask[:1], bias=bias)[0])
 
 
-@on_the_cpu
 def test_a_gradient_of_a_bias_is_refused():
     q, k, v = inputs("grouped", jnp.float32)
     bias = jnp.asarray(some_pairs(q, k, TOLD_APART["pairs"]))
@@ -491,7 +487,6 @@ def test_a_gradient_of_a_bias_is_refused():
     close(stopped, (expected, jnp.zeros_like(bias)))
 
 
-@on_the_cpu
 def test_transforms_of_changed_scores():
     q, k, v = inputs("grouped")
     mask, bias = (jnp.asarray(some_pairs(q, k, TOLD_APART["pairs"], seed)) for seed in (13, 17))
@@ -514,17 +509,6 @@ def test_transforms_of_changed_scores():
         lambda *x: attention(*x[:3], mask=x[3], bias=x[4]), mesh=mesh, in_specs=(spec,) * 5, out_specs=spec
     )
     close(jax.jit(sharded)(q, k, v, mask, bias), attention(q, k, v, mask=mask, bias=bias))
-
-
-def test_a_gpu_without_kernels_for_it(monkeypatch):
-    monkeypatch.setattr(dot_product_attention.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dot_product_attention.kernels, "library", lambda: object())
-    q, k, v = inputs("grouped")
-    for option in ({"softcap": 1.0}, {"mask": np.ones((1, 1, 1, 1), bool)}):
-        with pytest.raises(
-            NotImplementedError, match="softcap and dropout_p have no kernels in JAX yet; None"
-        ):
-            attention(q, k, v, **option)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "more queries", "narrower value"])
@@ -1114,13 +1098,16 @@ def test_sizes_that_the_handlers_refuse():
     assert ask(False, 10, 2**28 + 1, 4) == 0
 
 
+UNCHANGED = 0, 0, 0, False, False, 4096  # a mask, a bias, a soft cap and dropout of a workspace
+
+
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
 @pytest.mark.parametrize(("seqlen_k", "counters"), [(300, 2 + 2 * 16), (140 * 128, 2 + 2 * 16)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_workspace_holds_that_of_any_gpu(deterministic, seqlen_k, counters):
     """Asked for before the GPU is known: here for Hopper's, which count what is added to each part of dQ."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, 128, -1, -1, False, deterministic, 0)
+    bound = ask(True, False, 2, 4, 4, 100, seqlen_k, 128, 128, -1, -1, False, deterministic, 0, *UNCHANGED)
     rows = 4 * 2 * 128  # of all heads, in blocks of 64
     assert bound >= 4 * rows * 128 + 4 * counters
 
@@ -1131,11 +1118,11 @@ def test_workspace_depends_on_the_mask():
     under a causal mask groups are split that else are whole (Hopper's, with 132 multiprocessors)."""
     ask = ours.kernels.library().flash_cute_jax_workspace
     rows = 3 * 25_600
-    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 128, 1024, 0, False, False, 0) >= 4 * (
+    assert ask(True, False, 1, 3, 3, 25_600, 25_600, 128, 128, 1024, 0, False, False, 0, *UNCHANGED) >= 4 * (
         rows * 128 + 1 + 2 * rows // 64
     )
     rows, parts = 16 * 16 * 1024, 2 * 16 * 2 * 1024 * 128
-    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, 128, -1, 0, False, False, 0) >= 4 * (
+    assert ask(True, False, 16, 16, 2, 1024, 1024, 128, 128, -1, 0, False, False, 0, *UNCHANGED) >= 4 * (
         rows * 128 + parts
     )
 
@@ -1144,7 +1131,10 @@ def test_workspace_depends_on_the_mask():
 def test_workspace_holds_the_list_of_packed_heads():
     """With 132 multiprocessors and a causal mask, 8 heads share a tile of 24 queries: 6 for each sequence."""
     ask = ours.kernels.library().flash_cute_jax_workspace
-    assert ask(False, False, 400, 64, 8, 128, 128, 128, 128, -1, 0, True, False, 0) >= 16 + 32 * 6 * 400
+    assert (
+        ask(False, False, 400, 64, 8, 128, 128, 128, 128, -1, 0, True, False, 0, *UNCHANGED)
+        >= 16 + 32 * 6 * 400
+    )
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
@@ -1153,7 +1143,9 @@ def test_workspace_holds_ranges():
     ask = ours.kernels.library().flash_cute_jax_workspace
     for backward in (False, True):
         for count in (1, 4):
-            bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, 64, -1, -1, False, False, count)
+            bound = ask(
+                backward, False, 3, 4, 4, 10_000, 50_000, 64, 64, -1, -1, False, False, count, *UNCHANGED
+            )
             assert bound >= 3 * 10_000 * count * 8 + 3 * (10_000 // 192) * (50_000 // 128) // 4
 
 
@@ -1340,7 +1332,11 @@ WRONG = {
         lambda t: {"mask": jnp.ones((1, 1, 1, 1))},
         "mask is float32[1, 1, 1, 1]; bool",
     ),
-    "softcap": (ValueError, lambda t: {"softcap": -1}, "softcap is -1; a finite number >= 0 is accepted"),
+    "softcap": (
+        ValueError,
+        lambda t: {"softcap": -1},
+        "softcap is -1; 0 or a normal number > 0 of float32 is accepted",
+    ),
     "softcap of text": (TypeError, lambda t: {"softcap": "x"}, "softcap is 'x'; a number is accepted"),
     "dropout_p": (ValueError, lambda t: {"dropout_p": 1.0}, "dropout_p is 1.0; a number from 0 to 0.99"),
     "dropout_p of text": (TypeError, lambda t: {"dropout_p": "x"}, "dropout_p is 'x'; a number is accepted"),
@@ -1629,3 +1625,14 @@ def test_names_of_other_libraries(face, name, hint):
     with pytest.raises(TypeError) as caught:
         getattr(ours, face)(*[x] * (3 if face == "attention" else 1), **{name: 1})
     assert str(caught.value) == f"flash_cute.jax.{face}: there is no argument {name}{hint}"
+
+
+@pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
+def test_workspace_holds_masks_of_pairs():
+    """Their bits, in rows of a multiple of 128 keys, of each entry, head and query that they tell apart."""
+    ask = ours.kernels.library().flash_cute_jax_workspace
+    for backward in (False, True):
+        for mask, rows in (((3, 4, 10_000), 3 * 4 * 10_000), ((1, 1, 10_000), 10_000), ((3, 1, 1), 3)):
+            of_scores = *mask, False, False, 4096
+            bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, 64, -1, -1, False, False, 0, *of_scores)
+            assert bound >= rows * 50_048 // 8
