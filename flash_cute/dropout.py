@@ -11,21 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from flash_cute._cpu.draws import KEYS, MULTIPLIERS, QUERIES, ROUNDS, STEPS, WEYL, compared, keep_of
 from flash_cute.wording import shown
 
-STEPS = 4096  # a pair is kept with a probability that is a multiple of 1 / STEPS
-ROUNDS = 7
-QUERIES, KEYS = 4, 8  # of a word
 _32_BITS = 0xFFFFFFFF
-_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-# Of the words that are sums, from the lowest on: how far word i % 4 and the one after it are rotated.
-ROTATIONS = (3, 16), (26, 16), (9, 1), (31, 27), (25, 27), (31, 13), (1, 14), (8, 31)
 _WORDS = 1 << 16  # at once: what is computed on the way stays in a cache
-
-
-def keep_of(p: float) -> int:
-    """Of STEPS, how many a pair is kept with where it is dropped with probability p."""
-    return round(STEPS * (1 - p))
 
 
 def dropout_mask(seed: torch.Tensor, b: int, h: int, sq: int, sk: int, p: float) -> torch.Tensor:
@@ -90,14 +80,7 @@ def _words(seed, heads, y, x, keep: int) -> torch.Tensor:
     s, o = seed.unbind()
     key = s & _32_BITS, (s >> 32 ^ o >> 32) & _32_BITS
     drawn = philox((x, y[:, None], heads[:, None, None], o & _32_BITS), key, ROUNDS)
-    result = 0
-    for bit in range(STEPS.bit_length() - 1):
-        word = drawn[bit % 4]
-        if bit < len(ROTATIONS):
-            first, second = ROTATIONS[bit]
-            word = _rotated(word, first) ^ _rotated(drawn[(bit + 1) % 4], second)
-        result = result | word if keep >> bit & 1 else result & word
-    return result
+    return compared(drawn, keep, _rotated)
 
 
 def _rotated(word: torch.Tensor, left: int) -> torch.Tensor:
@@ -120,8 +103,8 @@ def philox(counter, key, rounds: int) -> tuple[torch.Tensor, ...]:
     k0, k1 = key
     for turn in range(rounds):
         if turn > 0:
-            k0, k1 = (k0 + _WEYL[0]) & _32_BITS, (k1 + _WEYL[1]) & _32_BITS
-        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))
+            k0, k1 = (k0 + WEYL[0]) & _32_BITS, (k1 + WEYL[1]) & _32_BITS
+        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), MULTIPLIERS, strict=True))
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
 

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-# flash_cute.dropout has these, but needs torch.
-STEPS = 4096  # a pair is kept with a probability that is a multiple of 1 / STEPS
-ROUNDS = 7
-QUERIES, KEYS = 4, 8  # of a word
-ROTATIONS = (3, 16), (26, 16), (9, 1), (31, 27), (25, 27), (31, 13), (1, 14), (8, 31)
-_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+from flash_cute._cpu.draws import KEYS, MULTIPLIERS, QUERIES, ROUNDS, STEPS, WEYL, compared, keep_of
 
-
-def keep_of(p: float) -> int:
-    """Of STEPS, how many a pair is kept with where it is dropped with probability p."""
-    return round(STEPS * (1 - p))
+__all__ = ["STEPS", "keep_of", "kept"]
 
 
 def kept(seed, batch, heads, seqlen_q, seqlen_k, keep):
@@ -34,14 +26,7 @@ def _words(seed, head, y, x, keep):
     """uint32 (heads, y, x): each bit is 1 with probability keep / STEPS."""
     s_low, s_high, o_low, o_high = seed
     drawn = _philox((x, y, head, o_low), (s_low, s_high ^ o_high))
-    result = jnp.uint32(0)
-    for bit in range(STEPS.bit_length() - 1):
-        word = drawn[bit % 4]
-        if bit < len(ROTATIONS):
-            first, second = ROTATIONS[bit]
-            word = _rotated(word, first) ^ _rotated(drawn[(bit + 1) % 4], second)
-        result = result | word if keep >> bit & 1 else result & word
-    return result
+    return compared(drawn, keep, _rotated)
 
 
 def _rotated(word, left: int):
@@ -54,8 +39,8 @@ def _philox(counter, key):
     k0, k1 = key
     for turn in range(ROUNDS):
         if turn > 0:
-            k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
-        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), _MULTIPLIERS, strict=True))
+            k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
+        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), MULTIPLIERS, strict=True))
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
 

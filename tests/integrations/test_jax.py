@@ -1337,6 +1337,16 @@ WRONG = {
         lambda t: {"softcap": -1},
         "softcap is -1; 0 or a normal number > 0 of float32 is accepted",
     ),
+    "softcap below float32": (
+        ValueError,
+        lambda t: {"softcap": 1e-46},
+        "softcap is 1e-46; 0 or a normal number",
+    ),
+    "softcap beyond float32": (
+        ValueError,
+        lambda t: {"softcap": 1e39},
+        "softcap is 1e+39; 0 or a normal number",
+    ),
     "softcap of text": (TypeError, lambda t: {"softcap": "x"}, "softcap is 'x'; a number is accepted"),
     "dropout_p": (ValueError, lambda t: {"dropout_p": 1.0}, "dropout_p is 1.0; a number from 0 to 0.99"),
     "dropout_p of text": (TypeError, lambda t: {"dropout_p": "x"}, "dropout_p is 'x'; a number is accepted"),

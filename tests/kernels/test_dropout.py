@@ -12,6 +12,7 @@ from support.lengths import int32
 
 import flash_cute
 from flash_cute import dropout
+from flash_cute._cpu.draws import ROTATIONS
 
 FULL = 0xFFFFFFFF
 OF_PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -68,7 +69,7 @@ def draws_of(place: int) -> list[list[tuple[int, int]]]:
     """Of a pair's twelve bits, from the lowest on: the words and places of those that it is the sum of."""
     sums = [
         [(step % 4, (place - first) % 32), ((step + 1) % 4, (place - second) % 32)]
-        for step, (first, second) in enumerate(dropout.ROTATIONS)
+        for step, (first, second) in enumerate(ROTATIONS)
     ]
     return sums + [[(word, place)] for word in range(4)]
 
