@@ -17,7 +17,8 @@ enum class Masking { window, table };  // by a window alone, or by a table of bl
 constexpr Masking masking_of(Variant variant) {
   return variant == Variant::general ? Masking::table : Masking::window;
 }
-enum class Scores { product, general };  // of Q and K, scaled; or what ScoreParams say, with any pairs hidden
+// Products of Q and K, scaled; the same with any pairs hidden; or what ScoreParams say, too.
+enum class Scores { product, hidden, general };
 // What kernels compute with. tf32: float32 in memory, whose products are computed in TF32 (precision="high").
 // Attention has kernels for those that instances.def lists.
 enum class ElementType { fp16, bf16, fp32, tf32 };
@@ -134,7 +135,8 @@ struct DropoutParams {
   constexpr bool drops() const { return keep < kAll; }
 };
 
-// x = softcap tanh(scale S / softcap) + bias - slope |distance|, of S = Q K^T, and dropout of the weights.
+// x = softcap tanh(scale S / softcap) + bias_scale bias - slope |distance|, of S = Q K^T, and dropout of the
+// weights.
 // Kernels compute with scores that stand for `unit` each, so that S is one.
 struct ScoreParams {
   float scale = 1;    // softmax_scale
@@ -142,6 +144,7 @@ struct ScoreParams {
   bool has_slopes = false;
   float const* slopes = nullptr;  // (batch or 1, heads_q)
   int slopes_stride = 0;          // from one sequence's to the next's
+  float bias_scale = 1;
   BiasParams bias;
   DropoutParams dropout;
   // Of the backward: rows whose LSE names how many keys have a bias of its lowest number
@@ -155,6 +158,7 @@ struct ScoreParams {
   // Of these, as derive() sets them.
   float unit = 1, inverse_unit = 1;
   float of_tanh = 0;  // scale / softcap
+  float of_bias = 1;  // bias_scale / unit
   float lowest_score = 0;
 
   ScoreParams derive() const {
@@ -162,6 +166,7 @@ struct ScoreParams {
     derived.unit = softcap > 0 ? softcap : scale;
     derived.inverse_unit = 1 / derived.unit;
     derived.of_tanh = softcap > 0 ? scale / softcap : 0;
+    derived.of_bias = bias_scale / derived.unit;
     // Lower ones, but -inf, become this one: a power of two, so that in base 2 it is exact, and what rounding
     // leaves of a higher one beside itself is a number that exp2 can take.
     derived.lowest_score = -std::exp2(std::floor(30 - std::log2(derived.unit)));
@@ -184,9 +189,13 @@ struct SinkParams {
   }
 };
 
+inline Scores scores_of(PairMaskParams const& pair_mask, ScoreParams const& scores) {
+  return scores.any() ? Scores::general : pair_mask.given ? Scores::hidden : Scores::product;
+}
 inline Masking masking_of(RangeParams const& ranges, PairMaskParams const& pair_mask,
                           ScoreParams const& scores) {
-  return ranges.count == 0 && !pair_mask.given && !scores.any() ? Masking::window : Masking::table;
+  bool const are_products = scores_of(pair_mask, scores) == Scores::product;
+  return ranges.count == 0 && are_products ? Masking::window : Masking::table;
 }
 
 struct ForwardParams {
@@ -206,7 +215,7 @@ struct ForwardParams {
   ScoreParams scores;
 
   Masking masking() const { return masking_of(ranges, pair_mask, scores); }
-  bool has_general_scores() const { return scores.any() || pair_mask.given; }
+  Scores asked_scores() const { return scores_of(pair_mask, scores); }
   // Words of dropout and tiles of a bias are those of a head, and so are the blocks that a mask of pairs
   // leaves.
   bool has_one_head_a_tile() const {

@@ -66,11 +66,13 @@ LONG = 2, 8, 8, 2048, 2048
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_kernels_of_general_calls(host, family, head_dim):
-    """Of ranges alone Hopper has kernels that look neither at scores nor at pairs."""
+    """Of ranges alone, and of masks alone, Hopper has kernels that look at nothing else."""
     for changes in RANGES + CHANGES:
         plan = plan_backward(host, head_dim, (*LONG, head_dim), family=family, **changes)
         assert plan.has_table
-        assert plan.changes_scores == (family == "sm80" or changes in CHANGES)
+        hides_pairs = changes in MASKS and family == "sm90" and head_dim < 256
+        assert plan.hides_pairs == hides_pairs
+        assert plan.changes_scores == (family == "sm80" or (changes in CHANGES and not hides_pairs))
         assert not plan.tile.has_two_roles
         assert plan.zero_fills_dq  # of blocks of queries that no tile visits
     for changes in ({}, {"keep": 4096}, {"softcap": 0.0}):

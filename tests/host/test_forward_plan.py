@@ -106,11 +106,12 @@ LONG = 8, 32, 8, 2048, 2048
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_kernels_of_general_calls(host, family, head_dim):
-    """Of ranges alone Hopper has kernels that look neither at scores nor at pairs."""
+    """Of ranges alone, and of masks alone, Hopper has kernels that look at nothing else."""
     for changes in RANGES + CHANGES:
         chosen = plan(host, family, head_dim, (*LONG, head_dim), **changes)
         assert chosen.has_table
-        assert chosen.changes_scores == (family == "sm80" or changes in CHANGES)
+        assert chosen.hides_pairs == (family == "sm90" and changes in MASKS)
+        assert chosen.changes_scores == (family == "sm80" or (changes in CHANGES and changes not in MASKS))
         assert plan(host, family, head_dim, (*LONG, head_dim), **{**changes, "slopes": True}).changes_scores
     for changes in ({}, {"keep": 4096}, {"softcap": 0.0}):
         chosen = plan(host, family, head_dim, (*LONG, head_dim), **changes)

@@ -28,9 +28,8 @@ struct ProductStep {
   CUTE_DEVICE void drop(Gradients&) const {}
 };
 
-// Dropout: of TileDropout's kind. kQueries: of the tile. kChanges: may scores change?
-template <class Element, QueryAxis axis, int kQueries, class Coords, class Dropout, BiasLoads loads,
-          bool kChanges = true>
+// Dropout: of TileDropout's kind. kQueries: of the tile.
+template <class Element, QueryAxis axis, int kQueries, class Coords, class Dropout, BiasLoads loads>
 struct GeneralStep {
   static constexpr int kValues = decltype(size(std::declval<Coords>()))::value;
   static constexpr bool kClearsRounded =
@@ -44,31 +43,29 @@ struct GeneralStep {
   Dropout dropout;
   AlibiSlopes<axis, Coords> slopes;
   // Tanh of what a cap bounds: of 16-bit operands as numbers of 11 bits.
-  std::conditional_t<std::is_same_v<Element, float>, float2, __half2> tanhs[kChanges ? kValues / 2 : 1];
+  std::conditional_t<std::is_same_v<Element, float>, float2, __half2> tanhs[kValues / 2];
 
   CUTE_DEVICE GeneralStep(ScoreParams const& params_, ScorePlace const& place_, int m_begin_, int n_begin_,
                           Coords const& cS_, Dropout const& dropout_)
       : params(params_), place(place_), m_begin(m_begin_), n_begin(n_begin_), cS(cS_), dropout(dropout_) {
-    if constexpr (kChanges) slopes.begin(params, place, OneHead{}, m_begin, cS);
+    slopes.begin(params, place, OneHead{}, m_begin, cS);
   }
 
   // Products become scores, if anything changes them.
   template <class Scores>
   CUTE_DEVICE void change(Scores& acc_s) {
-    if constexpr (kChanges) {
-      if (!params.change()) return;
-      auto keep = [&] {
-        CUTE_UNROLL
-        for (int i = 0; i < kValues; i += 2) keep_tanhs(i, acc_s(i), acc_s(i + 1));
-      };
-      GeneralScores<Element, loads>::template change<axis>(params, place, OneHead{}, m_begin, n_begin, cS,
-                                                           slopes, acc_s, keep);
-    }
+    if (!params.change()) return;
+    auto keep = [&] {
+      CUTE_UNROLL
+      for (int i = 0; i < kValues; i += 2) keep_tanhs(i, acc_s(i), acc_s(i + 1));
+    };
+    GeneralScores<Element, loads>::template change<axis>(params, place, OneHead{}, m_begin, n_begin, cS,
+                                                         slopes, acc_s, keep);
   }
   // After all of the bias has been added.
   template <class Scores>
   CUTE_DEVICE void level(Scores& acc_s) const {
-    if (!kChanges || !params.bias.given) return;
+    if (!params.bias.given) return;
     if (m_begin + kQueries > place.queries)
       GeneralScores<Element>::template clear_unused<axis>(place, m_begin, cS, acc_s);
     if (*params.lowest.exist)
@@ -95,14 +92,12 @@ struct GeneralStep {
   }
   template <class Probabilities>
   CUTE_DEVICE void differentiate(Probabilities& acc_p) const {
-    if constexpr (kChanges) {
-      if (params.softcap == 0) return;
-      CUTE_UNROLL
-      for (int i = 0; i < kValues; i += 2) {
-        float2 const t = tanhs_at(i);
-        acc_p(i) *= 1 - t.x * t.x;
-        acc_p(i + 1) *= 1 - t.y * t.y;
-      }
+    if (params.softcap == 0) return;
+    CUTE_UNROLL
+    for (int i = 0; i < kValues; i += 2) {
+      float2 const t = tanhs_at(i);
+      acc_p(i) *= 1 - t.x * t.x;
+      acc_p(i + 1) *= 1 - t.y * t.y;
     }
   }
 

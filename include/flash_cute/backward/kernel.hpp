@@ -39,13 +39,21 @@ constexpr BackwardKernel backward_kernel(Family family, BackwardTile const& tile
                                : DqSums::none};
 }
 
+// Of the kernel that serves a call: consumers in a cluster find out about pairs themselves, whatever is
+// asked.
+constexpr Scores backward_scores(Family family, HeadDims head_dims, Masking masking, Scores asked) {
+  Scores const scores = scores_of(family, masking, asked);
+  bool const has_pair_tiles = backward_tiles(family, head_dims, masking, scores).keys[0].has_pair_tiles;
+  return scores == Scores::hidden && !has_pair_tiles ? Scores::general : scores;
+}
+
 // THE list: what a row of instances.def compiles for one element type.
 constexpr auto backward_kernels(Family family, HeadDims head_dims, ElementType element, Variant variant) {
-  KernelList<BackwardKernel, 6> list;
+  KernelList<BackwardKernel, 8> list;
   Masking const masking = masking_of(variant);
-  for (bool const is_general : {false, true}) {
-    if (is_general && masking == Masking::window) continue;
-    Scores const scores = scores_of(family, masking, is_general);
+  for (Scores const asked : {Scores::product, Scores::hidden, Scores::general}) {
+    if (asked != Scores::product && masking == Masking::window) continue;
+    Scores const scores = backward_scores(family, head_dims, masking, asked);
     BackwardTiles const tiles = backward_tiles(family, head_dims, masking, scores, element_bytes(element));
     for (BackwardTile const& tile : tiles.keys) {
       for (bool const yes : {false, true}) list.add(backward_kernel(family, tile, masking, scores, yes, yes));

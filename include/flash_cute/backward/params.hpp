@@ -32,7 +32,7 @@ struct BackwardParams {
   ScoreParams scores;
 
   Masking masking() const { return masking_of(ranges, pair_mask, scores); }
-  bool has_general_scores() const { return scores.any() || pair_mask.given; }
+  Scores asked_scores() const { return scores_of(pair_mask, scores); }
   FLASH_CUTE_HOST_DEVICE int heads_of_keys() const { return shape.heads_kv / gqa_parts; }
 
   // As the kernels after varlen_prepare see it.

@@ -283,7 +283,7 @@ inline BackwardPlan plan_backward(Family family, HeadDims bucket, BackwardParams
   plan::BackwardCallFacts const facts{family, bucket, needs_dq, needs_dkv, deterministic};
   bool const one_kernel = facts.one_kernel(), varlen = params.lengths.given;
   BackwardPlan plan{};
-  Scores const scores = scores_of(family, params.masking(), params.has_general_scores());
+  Scores const scores = backward_scores(family, bucket, params.masking(), params.asked_scores());
   BackwardTiles const tiles = backward_tiles(family, bucket, params.masking(), scores, params.element_bytes);
   // On Hopper an entry's bits would else depend on the others' lengths in a deterministic call.
   plan.kernel.tile = tile_for(tiles, bucket, params, mask, one_kernel && deterministic && varlen);

@@ -281,12 +281,12 @@ constexpr BackwardTiles backward_tiles_fp32(int head_dim) {
   return {};
 }
 
-// Where scores may be others than the product of Q and K: each thread adds their LSE and delta. At head dim
-// 64 with 128 queries they spill.
-constexpr BackwardTiles backward_tiles_general(int head_dim) {
+// Where pairs are hidden; where scores may be others than the product of Q and K, too, each thread adds their
+// LSE and delta, and at head dim 64 with 128 queries they spill.
+constexpr BackwardTiles backward_tiles_of_pairs(int head_dim, Scores scores) {
   BackwardTiles tiles = backward_tiles_sm90(head_dim);
   BackwardTile& tile = tiles.keys[0];
-  tile.lse_delta_mma = false;
+  if (scores == Scores::general) tile.lse_delta_mma = false;
   tile.pays_from = 0;
   tile.has_pair_tiles = tile.cluster == 1;
   if (head_dim == 64) tile.block_m = 64;
@@ -303,7 +303,8 @@ constexpr BackwardTiles backward_tiles(Family family, HeadDims head_dims, Maskin
   }
   if (element_bytes == 4) return family == Family::sm80 ? backward_tiles_fp32(head_dim) : BackwardTiles{};
   if (family == Family::sm90) {
-    return scores == Scores::general ? backward_tiles_general(head_dim) : backward_tiles_sm90(head_dim);
+    return scores == Scores::product ? backward_tiles_sm90(head_dim)
+                                     : backward_tiles_of_pairs(head_dim, scores);
   }
   BackwardTiles const tiles = backward_tiles_sm80(head_dim);
   return masking == Masking::table ? without_split_work(tiles) : tiles;

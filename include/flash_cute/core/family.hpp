@@ -13,7 +13,7 @@ struct FamilyTraits {
   int group_rows;    // of a forward tile, those that a group of warps has by itself; 0: all
   bool one_backward_kernel;  // dQ, dK and dV come from one kernel, whatever is asked for
   bool cuts_masked_rows;     // in the backward, sequences begin after their fully masked queries
-  bool has_product_kernels;  // beside those of general scores, where the mask is a table
+  bool knows_scores;         // where the mask is a table, does it have kernels for less than general scores?
   int most_multiprocessors;  // of any GPU that it runs on
 };
 
@@ -24,7 +24,7 @@ constexpr FamilyTraits traits_of(Family family) {
             .group_rows = kWarpgroupRows,
             .one_backward_kernel = true,
             .cuts_masked_rows = true,
-            .has_product_kernels = true,
+            .knows_scores = true,
             .most_multiprocessors = 144};
   }
   return {.persistent = false,
@@ -32,14 +32,13 @@ constexpr FamilyTraits traits_of(Family family) {
           .group_rows = 0,
           .one_backward_kernel = false,
           .cuts_masked_rows = false,
-          .has_product_kernels = false,
+          .knows_scores = false,
           .most_multiprocessors = 192};
 }
 
-// Of kernels that serve a call: those of general scores serve products, too.
-constexpr Scores scores_of(Family family, Masking masking, bool are_general) {
-  bool const has_product = masking == Masking::window || traits_of(family).has_product_kernels;
-  return are_general || !has_product ? Scores::general : Scores::product;
+// Of the kernel that serves a call.
+constexpr Scores scores_of(Family family, Masking masking, Scores asked) {
+  return masking == Masking::table && !traits_of(family).knows_scores ? Scores::general : asked;
 }
 
 }  // namespace flash_cute

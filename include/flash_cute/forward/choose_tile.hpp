@@ -171,8 +171,7 @@ inline ChosenTile choose_tile(Family family, ForwardTiles const& tiles, ForwardP
     return ChosenTile{tile, whole_rows_of(family, tile, mean.shape)};
   };
   if (params.masking() == Masking::table) {
-    bool const is_general = scores_of(family, Masking::table, params.has_general_scores()) == Scores::general;
-    ForwardTile const tile = is_general ? tiles.for_general() : tiles.for_table();
+    ForwardTile const tile = tiles.for_table(scores_of(family, Masking::table, params.asked_scores()));
     return params.has_one_head_a_tile() ? ChosenTile{tile, rows_of(family, tile, 1)} : chosen(tile);
   }
   bool const differ = varlen && lengths_differ(params);

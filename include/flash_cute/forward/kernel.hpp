@@ -69,9 +69,10 @@ constexpr auto forward_kernels(Family family, HeadDims head_dims, ElementType el
     return list;
   }
   if (masking == Masking::table) {
-    if (traits_of(family).has_product_kernels)
-      list.add(whole_kernel(family, Seqlens::varlen, masking).with(tiles.for_table()));
-    list.add(whole_kernel(family, Seqlens::varlen, masking, Scores::general).with(tiles.for_general()));
+    for (Scores const asked : {Scores::product, Scores::hidden, Scores::general}) {
+      Scores const scores = scores_of(family, masking, asked);
+      list.add(whole_kernel(family, Seqlens::varlen, masking, scores).with(tiles.for_table(scores)));
+    }
   }
   list.add(split_kernel(family, masking).with(tiles.decode));
   list.add(split_kernel(family, masking).with(tiles.prefill_split));

@@ -113,7 +113,7 @@ inline ForwardPlan plan_whole(Family family, ForwardTiles const& tiles, ForwardP
   // Kernels with a table ask a sequence for its lengths.
   bool const has_table = params.masking() == Masking::table;
   Seqlens const seqlens = params.lengths.given || has_table ? Seqlens::varlen : Seqlens::uniform;
-  Scores const scores = scores_of(family, params.masking(), params.has_general_scores());
+  Scores const scores = scores_of(family, params.masking(), params.asked_scores());
   ForwardPlan result{whole_kernel(family, seqlens, params.masking(), scores).with(tile), rows};
   UniformBatch const batch{params.shape, mask, params.device, params.element_bytes};
   // Tiles that share K and V come in sections (see TileOrder, VarlenOrder): of two rounds of blocks; on sm90,

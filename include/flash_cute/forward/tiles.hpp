@@ -30,9 +30,11 @@ struct ForwardTiles {
 
   // Where the mask is a table. At head dim 128 blocks of 64 keys, beside 192 rows, lose 15% where sequences
   // are short.
-  constexpr ForwardTile for_table() const { return small.block_n > main.block_n ? small : main; }
+  constexpr ForwardTile for_table(Scores scores) const {
+    if (scores == Scores::product) return small.block_n > main.block_n ? small : main;
+    return general.warps > 0 ? general : main;
+  }
   // Where scores are not the product's.
-  constexpr ForwardTile for_general() const { return general.warps > 0 ? general : main; }
 };
 
 // Of float32, for products of either precision.

@@ -92,6 +92,7 @@ inline void bind_backward_plan(py::module_& module) {
       .def_property_readonly("has_table", [](Plan plan) { return plan.kernel.masking == Masking::table; })
       .def_property_readonly("changes_scores",
                              [](Plan plan) { return plan.kernel.scores == Scores::general; })
+      .def_property_readonly("hides_pairs", [](Plan plan) { return plan.kernel.scores == Scores::hidden; })
       .def_readonly("runs_kv", &PlannedBackward::runs_kv)
       .def_property_readonly("runs_dq_alone",
                              [](Plan plan) { return plan.dq.method == DqMethod::separate_kernel; })

@@ -40,6 +40,7 @@ inline void bind_forward_plan(py::module_& module) {
       .def_property_readonly("has_table", [](Plan plan) { return plan.kernel.masking == Masking::table; })
       .def_property_readonly("changes_scores",
                              [](Plan plan) { return plan.kernel.scores == Scores::general; })
+      .def_property_readonly("hides_pairs", [](Plan plan) { return plan.kernel.scores == Scores::hidden; })
       .def_readonly("blocks", &ForwardPlan::blocks)
       .def_readonly("prepared_by_kernel", &ForwardPlan::prepared_by_kernel)
       .def_property_readonly("dynamic",

@@ -98,7 +98,7 @@ template <int kKeys>
 class SeenKeys {
   int query_;
   KeyRange first_;  // range
-  uint32_t words_[kKeys / 32];
+  alignas(16) uint32_t words_[kKeys / 32];
 
  public:
   CUTE_DEVICE void begin(TableMask const& mask, int query) {

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kRangeThreads)
   start_early<kStartsEarly>();
   constexpr int kWarps = kRangeThreads / 32;
   PairMaskParams const& pairs = params.pair_mask;
-  int const row = blockIdx.x * kWarps + threadIdx.x / 32, b = blockIdx.y, head = blockIdx.z;
+  int const blocks = ceil_div(table.bits_rows, kWarps), b = blockIdx.x / blocks, head = blockIdx.y,
+            row = int(blockIdx.x) % blocks * kWarps + threadIdx.x / 32;
   if (row >= table.bits_rows) return;
   auto const s = SequenceOf{}(params, limits, b);
   // Keys of the table are counted from this row of the sequence's; `end` is the last one's that counts,
@@ -262,10 +263,9 @@ template <bool kStartsEarly, class SequenceOf = WholeSequence, class Params>
 void launch_mask_table(Params const& params, WindowMask const& limits, MaskTable const& table,
                        cudaStream_t stream) {
   if (table.bits) {
-    int const rows = ceil_div(table.bits_rows, kRangeThreads / 32);
+    int const blocks = ceil_div(table.bits_rows, kRangeThreads / 32) * table.bits_entries;
     launch_kernel<pack_pair_mask_kernel<kStartsEarly, SequenceOf, Params>, kStartsEarly>(
-        params.device, dim3(rows, table.bits_entries, table.heads), kRangeThreads, 0, stream, params, limits,
-        table);
+        params.device, dim3(blocks, table.heads), kRangeThreads, 0, stream, params, limits, table);
   }
   launch_kernel<prepare_ranges_kernel<kStartsEarly, SequenceOf, Params>, kStartsEarly>(
       params.device, dim3(table.m_blocks.count(), table.heads), kRangeThreads, 0, stream, params, limits,

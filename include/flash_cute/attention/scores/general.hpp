@@ -225,9 +225,8 @@ struct GeneralScores {
   template <QueryAxis axis, class Bias, class Scores>
   CUTE_DEVICE static void add_bias_tile(ScoreParams const& params, Bias const& sBias, int first_row,
                                         Scores& acc_s) {
-    visit_bias_tile<axis>(sBias, first_row, acc_s, [&](int, float& score, float bias) {
-      score = fmaf(bias, params.inverse_unit, score);
-    });
+    visit_bias_tile<axis>(sBias, first_row, acc_s,
+                          [&](int, float& score, float bias) { score = fmaf(bias, params.of_bias, score); });
   }
 
   // Rows that have seen no score above the lowest, from which their maxima start, up to this block of keys
@@ -270,7 +269,7 @@ struct GeneralScores {
 
   // The lowest numbers of bfloat16 and float32 would become infinite in other units, which hides a pair.
   CUTE_DEVICE static float plus_bias(ScoreParams const& params, float score, float bias) {
-    float const sum = fmaf(bias, params.inverse_unit, score);
+    float const sum = fmaf(bias, params.of_bias, score);
     return sum < params.lowest_score && bias != -INFINITY ? params.lowest_score : sum;
   }
 };

@@ -29,7 +29,7 @@ struct BackwardDqTraitsSm80 {
   static constexpr bool kGeneral = kMasking == Masking::table;
   static constexpr QueryTile kTile =
       backward_tiles(Instance::family, Instance::head_dims, kMasking,
-                     scores_of(Instance::family, kMasking, false), element_bytes(Instance::element))
+                     scores_of(Instance::family, kMasking, Scores::product), element_bytes(Instance::element))
           .queries;
   static constexpr bool kExact = Instance::element == ElementType::fp32;  // see ForwardTraitsSm80
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n, kStages = kTile.stages;

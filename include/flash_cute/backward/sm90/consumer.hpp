@@ -2,7 +2,6 @@
 // of each tile, and its half of the tile's part of dQ.
 #pragma once
 
-#include "flash_cute/attention/scores/asked.hpp"
 #include "flash_cute/backward/sm90/dq_accumulate.hpp"
 #include "flash_cute/backward/sm90/dq_convert.hpp"
 #include "flash_cute/backward/sm90/ds_store.hpp"
@@ -12,8 +11,7 @@
 
 namespace flash_cute {
 
-// Asked: of scores.
-template <class Traits, class Asked>
+template <class Traits>
 struct BackwardConsumerSm90 {
   using Element = typename Traits::Element;
   using TileS = typename Traits::TileS;
@@ -23,7 +21,7 @@ struct BackwardConsumerSm90 {
   BackwardConsumerWarpgroup<Traits> const& own;
   PipelineState<1> at_keys{};
   PipelineState<Traits::kStages> at{};
-  PipelineState<Traits::PairTiles::kBiasStages> at_bias{};
+  PipelineState<larger(1, Traits::PairTiles::kBiasStages)> at_bias{};
   PipelineState<Traits::PairTiles::kWordStages> at_words{};
   DqAccumulator<Traits> dq_accum = own.dq_accumulator();
   DqConverter<Traits> dq_converter{own};
@@ -101,15 +99,14 @@ struct BackwardConsumerSm90 {
       bool const is_partial = !steps.is_full(full_blocks);
       auto mask = [&] {
         if constexpr (kHasPairTiles) {
-          return own.find_pairs(at_words, is_partial, Asked::drops(own.params.scores));
+          return own.find_pairs(at_words, is_partial, kGeneral && own.params.scores.dropout.drops());
         } else {
           return own.block_mask(tile, tile.n_begin, steps.block, cS);
         }
       }();
       auto scores = [&] {
         if constexpr (kHasPairTiles) {
-          return own.template score_step<Asked>(of_tile, steps.head, tile.n_begin, steps.block, cS,
-                                                mask.dropout);
+          return own.score_step(of_tile, steps.head, tile.n_begin, steps.block, cS, mask.dropout);
         } else {
           return own.score_step(of_tile, steps.head, tile.n_begin, steps.block, cS);
         }
@@ -119,7 +116,7 @@ struct BackwardConsumerSm90 {
       }
       wait_products<kDpBesideP>(acc_s);
       scores.change(acc_s);
-      if constexpr (kHasPairTiles && Asked::kMayChange) {
+      if constexpr (kHasPairTiles && kGeneral) {
         if (own.params.scores.bias.is_tiled) own.add_bias_tile(at_bias, acc_s);
       }
       scores.level(acc_s);

@@ -104,13 +104,7 @@ __global__ void __cluster_dims__(Traits::kCluster, 1, 1) __launch_bounds__(Trait
     BackwardConsumerWarpgroup<Traits> const own{shared, params, maps, warpgroup - 1,
                                                 int(threadIdx.x) % kWarpgroupThreads};
     if constexpr (!Traits::kInCluster) {
-      if constexpr (Traits::kHasPairTiles) {
-        visit_asked<true>(params.scores, [&](auto asked) __attribute__((always_inline)) {
-          own.run(BackwardConsumerSm90<Traits, decltype(asked)>{own});
-        });
-      } else {
-        own.run(BackwardConsumerSm90<Traits, Asked<false, false>>{own});
-      }
+      own.run(BackwardConsumerSm90<Traits>{own});
     } else if (warpgroup == 1) {
       own.run(BackwardDvConsumer2Cta<Traits>{own});
     } else {

@@ -59,7 +59,7 @@ BackwardMaps maps_of(BackwardParams const& params, WindowMask const& mask) {
                                 {side_by_side * kTermBytes / int(sizeof(Element)), 1,
                                  Traits::kBlockM / side_by_side, /*swizzled=*/false});
   }
-  if constexpr (Traits::kHasPairTiles) {
+  if constexpr (Traits::kBiasStages > 0) {
     BiasParams const& bias = params.scores.bias;
     if (bias.is_tiled) {
       maps.bias = bias_map<Element>(params.device.index, bias, params.shape, {64, 1, Traits::kBlockM});

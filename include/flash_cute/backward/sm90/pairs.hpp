@@ -27,11 +27,13 @@ struct BackwardPairsSm90 {
       if (threadIdx.x % kLanes == 0) shared.ring_tiles.release(at_tiles);
       at_tiles.advance();
       if (tile.n_begin == kNoTile) return;
-      if (params.scores.dropout.drops()) {
-        find<true>(tile);
-      } else {
-        find<false>(tile);
+      if constexpr (Traits::kGeneral) {
+        if (params.scores.dropout.drops()) {
+          find<true>(tile);
+          continue;
+        }
       }
+      find<false>(tile);
     }
   }
 

@@ -116,9 +116,10 @@ struct BackwardProducerSm90 {
     };
 
     ScorePlace const place = BackwardMask<Traits::kMasking>::template of_tile<Traits>(params, tile).place;
-    int const bias_entry = Traits::kHasPairTiles ? place.sequence / params.scores.bias.sequences_of_entry : 0;
+    int const bias_entry =
+        Traits::kBiasStages > 0 ? place.sequence / params.scores.bias.sequences_of_entry : 0;
     auto load_bias = [&] {
-      if constexpr (Traits::kHasPairTiles) {
+      if constexpr (Traits::kBiasStages > 0) {
         BiasParams const& bias = params.scores.bias;
         if (!bias.is_tiled) return;
         auto& pairs = shared.pairs;

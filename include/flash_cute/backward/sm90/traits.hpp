@@ -22,14 +22,14 @@ struct DqConvertBlock {
   int head, row, plane, bound;
 };
 
-// What a step has beside Q and dO where scores are general: a tile of a bias, and which pairs are seen and
-// kept.
+// What a step has beside Q and dO where pairs are hidden or scores are general: a tile of a bias, and which
+// pairs are seen and kept.
 template <class Element, int kBlockM, int kBlockN, int kBiasStages_>
 struct BackwardPairTilesSm90 {
   static constexpr int kBiasStages = kBiasStages_, kWordStages = 2;
-  using LayoutBias =
-      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                             Shape<Int<kBlockN>, Int<kBlockM>, Int<kBiasStages>>{}, Step<_2, _1, _3>{}));
+  using LayoutBias = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                            Shape<Int<kBlockN>, Int<kBlockM>, Int<larger(1, kBiasStages)>>{},
+                                            Step<_2, _1, _3>{}));
   using Words = PairWords<kBlockN, kBlockM>;  // rows are keys
   static constexpr int kStageElements = kBlockM * kBlockN;
   alignas(1024) Element bias[kBiasStages * kStageElements];
@@ -37,11 +37,11 @@ struct BackwardPairTilesSm90 {
     Words seen, kept;
   } words[kWordStages];
   alignas(4) uint8_t bytes[kBlockN / 8][kBlockM];
-  TmaRing<kBiasStages> ring_bias;
+  TmaRing<larger(1, kBiasStages)> ring_bias;
   TmaRing<kWordStages> ring_words;
 };
 struct NoBackwardPairTiles {
-  static constexpr int kBiasStages = 1, kWordStages = 1;
+  static constexpr int kBiasStages = 0, kWordStages = 1;
 };
 
 template <class Instance_, BackwardKernel kernel>
@@ -63,8 +63,8 @@ struct BackwardTraitsSm90 {
   static constexpr int kStagesDO = kTile.stages_dout > 0 ? kTile.stages_dout : kStages;
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
 
-  // One producer warpgroup, two consumer warpgroups and where scores are general one that finds out about
-  // pairs, or a warp of the producer's where consumers have no register to spare: setmaxnreg distributes
+  // One producer warpgroup, two consumer warpgroups and where pairs may be hidden one that finds out about
+  // them, or a warp of the producer's where consumers have no register to spare: setmaxnreg distributes
   // them.
   static constexpr int kConsumers = kTile.warps() / 4;
   static_assert(kConsumers * kCluster == sum_parts(kTile) && (kBlockM == 64 || kBlockM == 128));
@@ -225,9 +225,9 @@ struct BackwardTraitsSm90 {
     alignas(128) float neg_delta[kStages * kBlockM];
   };
 
+  static constexpr int kBiasStages = !kHasPairTiles || !kGeneral ? 0 : kHeadDim <= 64 ? 2 : 1;
   using PairTiles =
-      std::conditional_t<kHasPairTiles,
-                         BackwardPairTilesSm90<Element, kBlockM, kBlockN, (kHeadDim <= 64 ? 2 : 1)>,
+      std::conditional_t<kHasPairTiles, BackwardPairTilesSm90<Element, kBlockM, kBlockN, kBiasStages>,
                          NoBackwardPairTiles>;
 
   struct SharedStorage {

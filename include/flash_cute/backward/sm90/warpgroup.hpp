@@ -112,14 +112,13 @@ struct BackwardConsumerWarpgroup {
     return flash_cute::score_step<Traits, QueryAxis::columns>(params, place_of(of_tile, head),
                                                               block * kBlockM, n_begin, cS);
   }
-  // The same of what is asked, where other warps have drawn dropout.
-  template <class Asked, class Coords, class Dropout>
+  // The same where other warps have drawn dropout.
+  template <class Coords, class Dropout>
   CUTE_DEVICE auto score_step(typename Mask::OfTile const& of_tile, int head, int n_begin, int block,
                               Coords const& cS, Dropout const& dropout) const {
-    if constexpr (Asked::kMayChange || Asked::kMayDrop) {
-      return GeneralStep<Element, QueryAxis::columns, kBlockM, Coords, Dropout, BiasLoads::tiles,
-                         Asked::kMayChange>(params.scores, place_of(of_tile, head), block * kBlockM, n_begin,
-                                            cS, dropout);
+    if constexpr (kGeneral) {
+      return GeneralStep<Element, QueryAxis::columns, kBlockM, Coords, Dropout, BiasLoads::tiles>(
+          params.scores, place_of(of_tile, head), block * kBlockM, n_begin, cS, dropout);
     } else {
       return ProductStep{};
     }

@@ -3,7 +3,6 @@
 
 #include "flash_cute/attention/mask/apply.hpp"
 #include "flash_cute/attention/online_softmax.hpp"
-#include "flash_cute/attention/scores/asked.hpp"
 #include "flash_cute/attention/scores/general.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/sm90/warpgroup.hpp"
@@ -25,32 +24,21 @@ struct ForwardConsumerSm90 {
   ForwardMaps const& maps;
   int warpgroup;  // among the consumers
   int thread;     // of the warpgroup
-  static constexpr bool kRunsAhead = Traits::kRunsAhead, kGeneral = Traits::kKernel.scores == Scores::general,
+  static constexpr bool kRunsAhead = Traits::kRunsAhead, kGeneral = Traits::kGeneral,
                         kHasTable = Traits::kKernel.masking == Masking::table,
-                        kHasPairTiles = Traits::kHasPairTiles, kLoadsBits = kGeneral && !kHasPairTiles;
+                        kHasPairTiles = Traits::kHasPairTiles, kLoadsBits = kGeneral && !kHasPairTiles,
+                        kMayDrop = kGeneral && !kSplitKeys;
   PipelineState<Traits::kStagesQ> at_q{};
   PipelineState<Traits::kStages> at_k{}, at_v{};
   PipelineState<larger(1, Traits::PairTiles::kBiasStages)> at_bias{};
   PipelineState<Traits::PairTiles::kWordStages> at_words{};
 
-  template <class Tiles>
-  CUTE_DEVICE void run(Tiles tiles) {
-    if constexpr (kHasPairTiles) {
-      visit_asked<false>(params.scores,
-                         [&](auto asked) __attribute__((always_inline)) { run(asked, tiles); });
-    } else {
-      run(Asked<kGeneral, false>{}, tiles);
-    }
-  }
-
- private:
   // Blocks of keys go from the last to the first. S(n - 1) = Q K^T and O += P(n) V are in flight together,
   // and the softmax of S(n - 1) starts when its scores have arrived. Where the next tile's Q has arrived
   // already, its first scores follow this tile's last product, and are computed while O leaves. The warp
   // scheduler barrier keeps one warpgroup in its products while another one is in its softmax.
-  template <class Asked, class Tiles>
-  CUTE_DEVICE void run(Asked asked, Tiles tiles) {
-    constexpr bool kChanges = Asked::kMayChange;
+  template <class Tiles>
+  CUTE_DEVICE void run(Tiles tiles) {
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
     Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});    // (N, D, STAGE)
     Tensor sVt = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutVt{});  // (D, N, STAGE)
@@ -96,8 +84,7 @@ struct ForwardConsumerSm90 {
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     bool const is_early = finalizes_early<Traits>(params);
-    // Lambdas are inlined by force: where there are two loops nvcc calls some, and ptxas serialises products.
-    auto store_tile = [&](auto tile) __attribute__((always_inline)) {
+    auto store_tile = [&](auto tile) {
       if (!is_early) softmax.finalize();
       tile.m_begin = first_query(tile);
       auto const& mask = source.mask(tile);
@@ -136,11 +123,11 @@ struct ForwardConsumerSm90 {
       auto load_visible = [&](int block) {
         if constexpr (kLoadsBits) visible.load(mask, rows, first_query(tile), block * Traits::kBlockN, cS);
       };
-      auto find_visible = [&] __attribute__((always_inline)) {
+      auto find_visible = [&] {
         if constexpr (kHasTable) {
           is_partial = !blocks.is_full(full_blocks);
           if constexpr (kHasPairTiles) {
-            find_words(is_partial, asked.drops(params.scores), visible, kept);
+            find_words(is_partial, drops(), visible, kept);
           } else {
             if (is_partial) visible.find(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS);
             if constexpr (kLoadsBits) {
@@ -154,10 +141,10 @@ struct ForwardConsumerSm90 {
         load_visible(blocks.block);
       }
       AlibiSlopes<QueryAxis::rows, decltype(cS)> slopes;
-      if constexpr (kChanges) slopes.begin(params.scores, source.place(tile), rows, first_query(tile), cS);
-      auto probabilities = [&](auto& acc_s) __attribute__((always_inline)) {
+      if constexpr (kGeneral) slopes.begin(params.scores, source.place(tile), rows, first_query(tile), cS);
+      auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
-        if constexpr (kChanges)
+        if constexpr (kGeneral)
           change_scores(source, tile, first_query(tile), blocks.block, cS, slopes, acc_s);
         auto apply_table = [&](auto& acc) {
           if (is_partial) hide(visible, acc);
@@ -168,17 +155,17 @@ struct ForwardConsumerSm90 {
           apply_mask<KeyBits>(mask, rows, first_query(tile), blocks.block * Traits::kBlockN, cS, acc_s);
         }
         auto const correction = softmax.update(acc_s);
-        if constexpr (kChanges) finish_bias_tile(softmax, apply_table, acc_s);
+        if constexpr (kGeneral) finish_bias_tile(softmax, apply_table, acc_s);
         return correction;
       };
-      auto round = [&](auto const& acc_p) __attribute__((always_inline)) {
+      auto round = [&](auto const& acc_p) {
         convert_into<Element>(acc_p, rP);
-        if constexpr (Asked::kMayDrop) {
-          if (asked.drops(params.scores)) kept.clear_others(rP);
+        if constexpr (kMayDrop) {
+          if (drops()) kept.clear_others(rP);
         }
       };
 
-      reset<kChanges>(softmax);
+      reset(softmax);
       clear(acc_o);
       find_visible();
       probabilities(acc_first);
@@ -227,9 +214,11 @@ struct ForwardConsumerSm90 {
     }
   }
 
-  template <bool kChanges, class Softmax>
+ private:
+  CUTE_DEVICE bool drops() const { return kMayDrop && params.scores.dropout.drops(); }
+  template <class Softmax>
   CUTE_DEVICE void reset(Softmax& softmax) const {
-    if constexpr (kChanges && Traits::PairTiles::kBiasStages > 0) {
+    if constexpr (Traits::PairTiles::kBiasStages > 0) {
       if (params.scores.bias.is_tiled) {
         softmax.reset(params.scores.lowest_score * softmax.scale_log2);
         return;

@@ -19,11 +19,13 @@ struct ForwardPairsSm90 {
 
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
-    if (params.scores.dropout.drops()) {
-      run<true>(tiles);
-    } else {
-      run<false>(tiles);
+    if constexpr (Traits::kGeneral) {
+      if (params.scores.dropout.drops()) {
+        run<true>(tiles);
+        return;
+      }
     }
+    run<false>(tiles);
   }
 
  private:

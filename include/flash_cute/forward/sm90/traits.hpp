@@ -22,8 +22,8 @@ struct ForwardMaps {
   CUtensorMap q, k, v, out, bias;
 };
 
-// What a block of keys has beside K and V where scores are general: tiles of a bias, one for each consumer,
-// and which pairs are seen and kept.
+// What a block of keys has beside K and V where pairs are hidden or scores are general: tiles of a bias, one
+// for each consumer, and which pairs are seen and kept.
 template <class Element, int kConsumers, int kBlockN, int kBiasStages_>
 struct PairTilesSm90 {
   static constexpr int kBiasStages = kBiasStages_, kWordStages = 3;
@@ -50,8 +50,8 @@ struct NoPairTiles {
   static constexpr int kBiasStages = 0, kWordStages = 1;
 };
 
-// Of shared memory's 227 KB; a list of sequences takes the others, and where scores are general words of
-// pairs.
+// Of shared memory's 227 KB; a list of sequences takes the others, and where pairs may be hidden words of
+// them.
 constexpr int kMostOperandBytes = 224 << 10, kBytesOfPairs = 12 << 10;  // but for tiles of a bias
 
 template <class Instance_, ForwardKernel kernel>
@@ -71,13 +71,13 @@ struct ForwardTraitsSm90 {
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
   static constexpr int kRescaleThreshold = 8;  // see OnlineSoftmax
 
-  // One producer warpgroup, consumers that own 64 rows each, and where scores are general one that finds out
-  // about pairs, or two warps of the producer's: of four warpgroups a thread has 128 registers at first,
+  // One producer warpgroup, consumers that own 64 rows each, and where pairs may be hidden one that finds out
+  // about them, or two warps of the producer's: of four warpgroups a thread has 128 registers at first,
   // which products of 256 columns do not compile for. setmaxnreg gives the consumers registers of the others.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr bool kGeneral = kernel.scores == Scores::general,
-                        kHasPairTiles = kGeneral && kernel.keys == Keys::whole;
+                        kHasPairTiles = kernel.scores != Scores::product && kernel.keys == Keys::whole;
   static constexpr bool kHasPairWarpgroup = kHasPairTiles && kHeadDimV < 256;
   static constexpr int kPairWarps = kHasPairWarpgroup ? 4 : 2;
   static constexpr int kWarpgroups = 1 + kConsumers + kHasPairWarpgroup,
@@ -128,13 +128,16 @@ struct ForwardTraitsSm90 {
   static constexpr int kStageElementsQ = kBlockM * kHeadDim, kStageElementsK = kBlockN * kHeadDim,
                        kStageElementsV = kBlockN * kHeadDimV;
 
+  static constexpr bool kTakesBiasTiles = kernel.takes_bias_tiles(Family::sm90, Instance::head_dims);
+  static constexpr int kBiasStages = !kTakesBiasTiles ? 0 : kHeadDim <= 64 ? 2 : 1;
+
   // O leaves through shared memory: at once where there is room for it, else panel by panel, two of them
   // where that is possible.
   static constexpr int kColumnsO = kRunsAhead ? kHeadDimV : kPanel;
   static constexpr int kElements = kStagesQ * kStageElementsQ + kStages * (kStageElementsK + kStageElementsV);
-  static constexpr bool kTwoPanelsFit =
-      int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <=
-      kMostOperandBytes - (kHasPairTiles ? kBytesOfPairs + (kHeadDim <= 128 ? 2 * kBlockM * kBlockN : 0) : 0);
+  static constexpr bool kTwoPanelsFit = int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <=
+                                        kMostOperandBytes - kHasPairTiles * kBytesOfPairs -
+                                            kBiasStages * kBlockM * kBlockN * int(sizeof(Element));
   static constexpr int kStagesO = kRunsAhead || !kTwoPanelsFit ? 1 : 2;
   static constexpr int kPartsO = kHeadDimV / kColumnsO;
   using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
@@ -144,8 +147,6 @@ struct ForwardTraitsSm90 {
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
 
-  static constexpr bool kTakesBiasTiles = kernel.takes_bias_tiles(Family::sm90, Instance::head_dims);
-  static constexpr int kBiasStages = !kTakesBiasTiles ? 0 : kHeadDim <= 64 ? 2 : 1;
   using PairTiles = std::conditional_t<kHasPairTiles,
                                        PairTilesSm90<Element, kConsumers, kBlockN, kBiasStages>, NoPairTiles>;
 
