@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools" / "build"))  # pip does not run this with the checkout on the path
 
-from instances import OTHER_INSTANCES, TOLERATED, built_for, selected_instances, source_of, units_of  # noqa: E402
+from instances import TOLERATED, built_for, other_instances, selected_instances, source_of, units_of  # noqa: E402
 from ninja_file import BUILD, JAX_LIBRARY, KERNELS, LIBRARY, ninja_file, run_ninja, write  # noqa: E402
 from toolchain import cuda_toolkit, missing_for_cuda  # noqa: E402
 
@@ -37,7 +37,8 @@ class BuildNative(cpp_extension.BuildExtension):
     def build_extension(self, extension: Extension) -> None:
         missing = missing_for_cuda()
         toolkit = None if missing else cuda_toolkit()
-        instances = [] if missing else [*selected_instances(), *OTHER_INSTANCES]
+        selected = [] if missing else selected_instances()
+        instances = [] if missing else [*selected, *other_instances(selected)]
         if missing:
             print(f"flash_cute: the CPU package, without kernels for NVIDIA GPUs: {missing}", flush=True)
         else:

@@ -33,11 +33,46 @@ struct Gradient : Target {
   TensorView view(int first) const { return memory.numel() > 0 ? Target::view(first) : TensorView{}; }
 };
 
+// Operands where kernels can read them.
+class BackwardTensors {
+ public:
+  // Says where they lie; they must outlive the launch. unreachable: first keys that are not needed.
+  BackwardTensors(BackwardArguments const& arguments, bool varlen, int unreachable, bool takes_bias_tiles,
+                  BackwardParams& params)
+      : q_(readable("a copy of q", arguments.attention.q, varlen)),
+        k_(readable("a copy of k", arguments.attention.k, varlen, unreachable)),
+        v_(readable("a copy of v", arguments.attention.v, varlen, unreachable)),
+        out_(readable("a copy of out", arguments.out, varlen)),
+        lse_(as_contiguous("a copy of lse", arguments.lse)),
+        scores_(arguments.attention, takes_bias_tiles, params.pair_mask, params.scores) {
+    if (arguments.dout)
+      params.dout = dout_.emplace(readable("a copy of dout", *arguments.dout, varlen)).view();
+    params.q = q_.view();
+    params.k = k_.view();
+    params.v = v_.view();
+    params.out = out_.view();
+    params.lse = static_cast<float const*>(lse_.const_data_ptr());
+    if (arguments.dlse) {
+      dlse_ = as_contiguous("a copy of dlse", *arguments.dlse);
+      params.dlse = static_cast<float const*>(dlse_->const_data_ptr());
+    }
+    if (arguments.attention.ranges) params.ranges = range_params(arguments.attention.ranges);
+  }
+
+ private:
+  Readable q_, k_, v_, out_;
+  Tensor lse_;
+  ScoreTensors scores_;
+  std::optional<Readable> dout_;
+  std::optional<Tensor> dlse_;
+};
+
 }  // namespace
 
 BackwardResult backward_cuda(BackwardArguments const& arguments) {
-  auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, no_out, given_sinks, mask, bias,
-               alibi_slopes, dropout_seed] = arguments.attention;
+  Tensor const &q_whole = arguments.attention.q, &k_whole = arguments.attention.k,
+               &v_whole = arguments.attention.v;
+  auto const& given_sinks = arguments.attention.sinks;
   BackwardCall call = plan_call(validate(arguments), arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -62,27 +97,12 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     torch::stable::zero_(dsinks);
   }
   if (call.launches) {
-    Readable const q = readable("a copy of q", q_whole, varlen);
-    Readable const k = readable("a copy of k", k_whole, varlen, unreachable);
-    Readable const v = readable("a copy of v", v_whole, varlen, unreachable);
-    Readable const out = readable("a copy of out", arguments.out, varlen);
-    std::optional<Readable> dout;
-    if (arguments.dout)
-      params.dout = dout.emplace(readable("a copy of dout", *arguments.dout, varlen)).view();
-    params.q = q.view();
-    params.k = k.view();
-    params.v = v.view();
-    params.out = out.view();
+    bool const takes_tiles =
+        has_bias_tiles(call.problem, arguments.attention.lengths) && call.launch.kernel.tile.has_pair_tiles;
+    BackwardTensors const tensors(arguments, varlen, unreachable, takes_tiles, params);
     params.dq = dq.view(0);
     params.dk = dk.view(unreachable);
     params.dv = dv.view(unreachable);
-    Tensor const lse = as_contiguous("a copy of lse", arguments.lse);
-    params.lse = static_cast<float const*>(lse.const_data_ptr());
-    std::optional<Tensor> dlse;
-    if (arguments.dlse) {
-      dlse = as_contiguous("a copy of dlse", *arguments.dlse);
-      params.dlse = static_cast<float const*>(dlse->const_data_ptr());
-    }
     std::optional<Tensor> sinks, shares;
     if (given_sinks) {
       sinks = as_contiguous("a copy of sinks", *given_sinks);
@@ -93,13 +113,33 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
     }
     Tensor workspace =
         allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
-    if (ranges) params.ranges = range_params(ranges);
-    bool const takes_tiles = has_bias_tiles(call.problem, lengths) && call.launch.kernel.tile.has_pair_tiles;
-    ScoreTensors const score_tensors(arguments.attention, takes_tiles, params.pair_mask, params.scores);
     call.run(workspace.mutable_data_ptr(), current_stream(device_index));
   }
   for (Gradient* written : {&dq, &dk, &dv}) written->finish();
   return {dq.result, dk.result, dv.result, dsinks};
+}
+
+Tensor bias_gradient_cuda(BackwardArguments const& arguments) {
+  AttentionProblem const problem = validate(arguments);
+  AttentionArguments const& attention = arguments.attention;
+  require(attention.bias.has_value(), "bias is None; a tensor is accepted");
+  Tensor const& bias = *attention.bias;
+  int const device_index = attention.q.get_device_index();
+  torch::stable::accelerator::DeviceGuard const guard(device_index);
+  PairShape const shape{int(bias.size(0)), int(bias.size(1)), int(bias.size(2)), int(bias.size(3))};
+  PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index), shape,
+                                 /*are_weights=*/false);
+  Tensor const gradient = allocate("dbias", bias, bias.sizes(), bias.scalar_type());
+  if (!call.launches) {
+    if (gradient.numel() > 0) torch::stable::zero_(gradient);
+    return gradient;
+  }
+  BackwardTensors const tensors(arguments, /*varlen=*/false, 0, /*takes_bias_tiles=*/false, call.params.call);
+  call.params.values = gradient.mutable_data_ptr();
+  Tensor workspace =
+      allocate("the workspace", bias, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
+  call.run(workspace.mutable_data_ptr(), current_stream(device_index));
+  return gradient;
 }
 
 // The regions of the workspace and their bytes.
@@ -154,6 +194,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
 namespace flash_cute {
 
 BackwardResult backward_cuda(BackwardArguments const&) { refuse_gpu("q"); }
+Tensor bias_gradient_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 std::string backward_plan_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 
 }  // namespace flash_cute

@@ -9,6 +9,7 @@
 #include "flash_cute/append/launch.hpp"
 #include "flash_cute/backward/launch.hpp"
 #include "flash_cute/forward/launch.hpp"
+#include "flash_cute/pairs/launch.hpp"
 #include "flash_cute/softmax/launch.hpp"
 
 #define FLASH_CUTE_API __attribute__((visibility("default")))
@@ -49,6 +50,14 @@ struct SoftmaxKernels {
 FLASH_CUTE_API SoftmaxKernels softmax_kernels(ElementType element);
 
 FLASH_CUTE_API decltype(&AppendLaunch<ElementType::fp32>::run) append_kv_launch(ElementType element);
+
+// Of values of pairs; `run` is null where there is none.
+struct PairEntry {
+  Family family;
+  decltype(&PairLaunch<Family::sm80, ElementType::fp32>::plan) plan;
+  decltype(&PairLaunch<Family::sm80, ElementType::fp32>::run) run;
+};
+FLASH_CUTE_API PairEntry pair_kernel(Family family, ElementType element);
 
 // Every instance of this build. A forward is listed once for each tile that its launch chooses from, a
 // backward once and without a tile.

@@ -44,6 +44,20 @@ struct BackwardCall {
   }
 };
 
+// Of a value for each pair.
+struct PairCall {
+  PairEntry kernel;
+  PairParams params;
+  WindowMask mask;
+  bool launches;  // else all values are 0
+  PairPlan launch;
+
+  // With operands. workspace: of launch.workspace.bytes.
+  void run(void* workspace, cudaStream_t stream) const {
+    kernel.run(params, mask, launch, workspace, stream);
+  }
+};
+
 // lengths: pointers to those that were given; read if the problem is varlen. block_table, table_stride: of a
 // cache in pages.
 FLASH_CUTE_API ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams const& lengths,
@@ -52,6 +66,10 @@ FLASH_CUTE_API ForwardCall plan_forward_call(AttentionProblem const& problem, Le
 FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams const& lengths,
                                                Gpu const& gpu, bool needs_dq, bool needs_dkv,
                                                bool deterministic);
+
+// shape: of the values, which are weights or the gradient of a bias.
+FLASH_CUTE_API PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& lengths,
+                                       Gpu const& gpu, PairShape const& shape, bool are_weights);
 
 // Bytes that hold the workspace of a call on any GPU, for a face that allocates before it knows the GPU; n
 // times as many hold that of n times the batch.

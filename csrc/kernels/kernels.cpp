@@ -55,6 +55,15 @@ SoftmaxKernels softmax_kernels(ElementType element) {
   }
 }
 
+PairEntry pair_kernel(Family family, ElementType element) {
+  PairEntry kernel{};
+  visit_pair_instances([&]<Family of, ElementType type>(PairInstance<of, type>) {
+    if (of == family && type == element)
+      kernel = {family, PairLaunch<of, type>::plan, PairLaunch<of, type>::run};
+  });
+  return kernel;
+}
+
 decltype(&AppendLaunch<ElementType::fp32>::run) append_kv_launch(ElementType element) {
   switch (element) {
     case ElementType::fp16: return AppendLaunch<ElementType::fp16>::run;

@@ -194,6 +194,31 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   return call;
 }
 
+// The kernel asks a sequence for its lengths, whatever the call is.
+PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
+                        PairShape const& shape, bool are_weights) {
+  auto find = [](Family family, ElementType element, HeadDims) { return pair_kernel(family, element); };
+  Family const family = family_for(problem, gpu, find);
+  PairCall call{pair_kernel(family, problem.element), {}, problem.mask(), false, {}};
+  require(call.kernel.run, "this build has no ", name_of(family), " kernel for values of pairs with ",
+          name_of(problem.element), kBuildAll);
+  call.params = {.call = make_params<BackwardParams>(problem, lengths, gpu.info),
+                 .shape = shape,
+                 .values = nullptr,
+                 .are_weights = are_weights};
+  BackwardParams& params = call.params.call;
+  params.shape.seqlen_k = problem.shape.seqlen_k;
+  params.lengths = lengths;
+  params.lengths.given = true;
+  params.softmax_scale = problem.softmax_scale;
+  call.launches = !is_empty(params.shape) && shape.count() > 0;
+  if (!call.launches) return call;
+  call.launch = call.kernel.plan(call.params);
+  require(call.launch.tiles(shape) <= PairPlan::kMaxTiles, "values of pairs make ", call.launch.tiles(shape),
+          " tiles; at most ", PairPlan::kMaxTiles, " are accepted");
+  return call;
+}
+
 // By any tile and packing that there is: which one is taken depends on the GPU and the mask.
 int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(

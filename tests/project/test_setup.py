@@ -193,10 +193,13 @@ def test_instances_that_take_longest_come_first(build, monkeypatch):
 def test_instances_share_translation_units(build, monkeypatch):
     """One for each pass, family and head dim; the Ampere family's largest are cut for their memory."""
     monkeypatch.delenv("FLASH_CUTE_HEAD_DIMS", raising=False)
-    instances = [*build["selected_instances"](), *build["OTHER_INSTANCES"]]
+    selected = build["selected_instances"]()
+    instances = [*selected, *build["other_instances"](selected)]
     units = build["units_of"](instances)
     assert sum(map(len, units.values())) == len(instances)
     assert {"forward_sm90_64", "backward_sm80_256_bf16", "softmax_kernels", "append_kernels"} <= set(units)
+    assert [x.element for x in units["pairs_sm80"]] == ["fp16", "bf16", "fp32", "tf32"]
+    assert [x.element for x in units["pairs_sm90"]] == ["fp16", "bf16"]
     for unit in units.values():
         assert len({instance.register_flags for instance in unit}) == 1
         source = build["source_of"](unit)

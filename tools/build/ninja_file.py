@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from instances import ROOT, Instance, OtherInstance, flags_of, is_set
+from instances import ROOT, Compiled, flags_of, is_set
 from toolchain import cpp_compiler, cutlass_headers, jax_headers, jobs, nvcc_version, version_of
 
 BUILD = ROOT / "build" / "native"
@@ -157,9 +157,7 @@ def rules(toolkit: Path | None) -> tuple[Rule, Rule, Rule | None, Rule | None]:
     )
 
 
-def ninja_file(
-    sources: list[str], units: dict[str, list[Instance | OtherInstance]], toolkit: Path | None
-) -> str:
+def ninja_file(sources: list[str], units: dict[str, list[Compiled]], toolkit: Path | None) -> str:
     """The text of build.ninja for the C++ sources and the translation units of kernels."""
     link("interpreter", Path(sys.executable))
     of_torch, plain, of_jax, of_kernels = rules(toolkit)

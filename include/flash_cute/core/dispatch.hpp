@@ -15,11 +15,31 @@ bool visit_instances(Visitor&& visitor) {
     using Compiled = Instance<Family::family, ElementType::element, head_dim, Variant::variant, head_dim_v>; \
     if (visitor(Compiled{})) return true;                                                                    \
   }
+#define FLASH_CUTE_COMPILED_PAIRS(family, element)
 #ifdef FLASH_CUTE_WITH_CUDA
 #include "flash_cute/compiled.def"
 #endif
 #undef FLASH_CUTE_COMPILED
+#undef FLASH_CUTE_COMPILED_PAIRS
   return false;
+}
+
+// A compiled instance of what stores a value of each pair.
+template <Family family_, ElementType element_>
+struct PairInstance {
+  static constexpr Family family = family_;
+  static constexpr ElementType element = element_;
+};
+template <class Visitor>
+void visit_pair_instances(Visitor&& visitor) {
+#define FLASH_CUTE_COMPILED(pass, family, element, head_dim, variant, head_dim_v)
+#define FLASH_CUTE_COMPILED_PAIRS(family, element) \
+  visitor(PairInstance<Family::family, ElementType::element>{});
+#ifdef FLASH_CUTE_WITH_CUDA
+#include "flash_cute/compiled.def"
+#endif
+#undef FLASH_CUTE_COMPILED
+#undef FLASH_CUTE_COMPILED_PAIRS
 }
 
 // Calls visitor(Instance<...>{}) for the instance that has the smallest compiled head dims, by their sum,
