@@ -256,7 +256,8 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
             given = given | _scores(q, others, passed.get("dropout_p", 0), op is ops.forward)
             if sinks is not None and k is not keys:  # a row for sinks, where there were none to see
                 given.pop("mask", None)
-                given.pop("bias", None)
+                if "bias" in given:  # whose gradient is 0
+                    given["bias"] = given["bias"][..., :0].sum(-1, keepdim=True)
         if out is not None:
             return ops.forward_into(q, k, v, given, passed, out)
         results = op(q, k, v, given, passed)
