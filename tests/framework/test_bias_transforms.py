@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import Shape, make_gradients, make_inputs
+from support.graphs import compiled_graphs
 from support.tolerance import assert_within_rule
-from test_backward_transforms import compiled_graphs
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
