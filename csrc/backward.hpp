@@ -20,11 +20,17 @@ using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 BackwardResult backward_cuda(BackwardArguments const& arguments);
 
+// The gradient of the bias, contiguous, in its shape and type: of each number the sum over all pairs that it
+// is added to. What is needed, and deterministic, is not asked.
+Tensor bias_gradient_cuda(BackwardArguments const& arguments);
+
 // JSON: what backward would run with these arguments. Nothing is launched.
 std::string backward_plan_cuda(BackwardArguments const& arguments);
 std::string backward_plan_cpu(BackwardArguments const& arguments);
 
 // As validate of the forward's arguments, and then of the others.
 AttentionProblem validate(BackwardArguments const& arguments);
+// Throws without a bias, too.
+AttentionProblem validate_bias_gradient(BackwardArguments const& arguments);
 
 }  // namespace flash_cute

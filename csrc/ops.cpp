@@ -43,8 +43,9 @@ struct TracedCall {
 };
 
 // Kinds of operators, and the offsets that each takes: none, those of q at least, or what is given.
-enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kPlan, kTraced };
+enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kBiasGradient, kPlan, kTraced };
 enum Offsets { kPadded, kPacked, kEither };
+constexpr bool has_results(Kind kind) { return kind == kBackward || kind == kBiasGradient; }
 
 template <Kind kind>
 using CallOf = std::conditional_t<kind == kTraced, TracedCall, Call>;
@@ -55,9 +56,9 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   auto& of = call.attention;
   auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table] = of.lengths;
   AttentionOptions& options = of.options;
-  if constexpr (kind == kBackward) next("Tensor? dout, Tensor? dlse, ", call.dout, call.dlse);
+  if constexpr (has_results(kind)) next("Tensor? dout, Tensor? dlse, ", call.dout, call.dlse);
   next("Tensor q, Tensor k, Tensor v, ", of.q, of.k, of.v);
-  if constexpr (kind == kBackward) next("Tensor out, Tensor lse, ", call.out, call.lse);
+  if constexpr (has_results(kind)) next("Tensor out, Tensor lse, ", call.out, call.lse);
   if constexpr (kind == kForwardInto) next("Tensor(a!) out, ", of.out.emplace(kUnread));
   if constexpr (kind == kCheckInto) next("Tensor out, ", of.out.emplace(kUnread));
   if constexpr (kind == kTraced) {
@@ -75,12 +76,13 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   next("Tensor? leftpad_k=None, Tensor? sinks=None, ", leftpad_k, of.sinks);
   if constexpr (kind == kBackward) {
     next("bool needs_dq=True, bool needs_dkv=True, ", call.needs_dq, call.needs_dkv);
-  } else {
+  } else if constexpr (kind != kBiasGradient) {
     next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
   }
   next("Tensor? ranges=None, Tensor? mask=None, Tensor? bias=None, ", of.ranges, of.mask, of.bias);
   next("Tensor? alibi_slopes=None, Tensor? dropout_seed=None, ", of.alibi_slopes, of.dropout_seed);
-  next("float softcap=0.0, float dropout_p=0.0, ", options.softcap, options.dropout_p);
+  next("float softcap=0.0, float bias_scale=1.0, ", options.softcap, options.bias_scale);
+  next("float dropout_p=0.0, ", options.dropout_p);
   if constexpr (kind == kPlan) next("bool backward=False, ", call.backward);
   if constexpr (kind == kPublicForward || kind == kBackward || kind == kPlan) {
     next("bool deterministic=False, ", call.deterministic);
@@ -143,6 +145,7 @@ Tensor lse_of_forward(AttentionArguments const& arguments) { return std::get<1>(
 // What C++ does for the CPU's kernels beside forward_cpu.
 void check_forward(AttentionArguments const& arguments) { validate(arguments); }
 void check_backward(BackwardArguments const& arguments) { validate(arguments); }
+void check_bias_gradient(BackwardArguments const& arguments) { validate_bias_gradient(arguments); }
 
 // The checks of a call, of the backward if it has an lse.
 void check_traced(TracedCall const& call) {
@@ -194,6 +197,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   define<kForward, kPadded>(library, "_forward", results);
   define<kForwardInto, kEither>(library, "_forward_out", "Tensor");
   define<kBackward, kPadded>(library, "_backward", gradients);
+  define<kBiasGradient, kPadded>(library, "_bias_gradient", "(Tensor dbias)");
   define<kPublicForward, kPacked>(library, "forward_varlen", results);
   define<kForward, kPacked>(library, "_forward_varlen", results);
   define<kBackward, kPacked>(library, "_backward_varlen", gradients);
@@ -204,6 +208,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   define<kForward, kPacked>(library, "_forward_varlen_cpu", "()");
   define<kCheckInto, kEither>(library, "_forward_out_cpu", "()");
   define<kBackward, kPadded>(library, "_backward_cpu", "()");
+  define<kBiasGradient, kPadded>(library, "_bias_gradient_cpu", "()");
   define<kBackward, kPacked>(library, "_backward_varlen_cpu", "()");
 }
 
@@ -212,6 +217,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
   library.impl("_forward_varlen", boxed<kForward, kPacked, forward_cuda>);
   library.impl("_forward_out", boxed<kForwardInto, kEither, lse_of_forward>);
   library.impl("_backward", boxed<kBackward, kPadded, backward_cuda>);
+  library.impl("_bias_gradient", boxed<kBiasGradient, kPadded, bias_gradient_cuda>);
   library.impl("_backward_varlen", boxed<kBackward, kPacked, backward_cuda>);
   library.impl("plan", boxed<kPlan, kEither, plan<plan_cuda, backward_plan_cuda>>);
 }
@@ -223,6 +229,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
   library.impl("_forward_varlen_cpu", boxed<kForward, kPacked, check_forward>);
   library.impl("_forward_out_cpu", boxed<kCheckInto, kEither, check_forward>);
   library.impl("_backward_cpu", boxed<kBackward, kPadded, check_backward>);
+  library.impl("_bias_gradient_cpu", boxed<kBiasGradient, kPadded, check_bias_gradient>);
   library.impl("_backward_varlen_cpu", boxed<kBackward, kPacked, check_backward>);
   library.impl("plan", boxed<kPlan, kEither, plan<plan_cpu, backward_plan_cpu>>);
 }

@@ -334,6 +334,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
 
   double const scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
   require_scale("softmax_scale", scale);
+  require_scale("bias_scale", options.bias_scale);
   require_limit("window's left limit", options.window_left);
   require_limit("window's right limit", options.window_right);
   std::optional<Family> const family = family_named(options.family);
@@ -365,6 +366,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .scores = {.scale = float(scale),
                  .softcap = softcap_of(options),
                  .has_slopes = alibi_slopes.has_value(),
+                 .bias_scale = float(options.bias_scale),
                  .bias = {.given = bias.has_value()},
                  .dropout = {.keep = dropout_keep_of(q, lengths, cached, options, dropout_seed)}},
   };
@@ -409,6 +411,11 @@ AttentionProblem validate(BackwardArguments const& arguments) {
   if (arguments.dout) require_stored(*operands[2], *arguments.dout);
   if (arguments.dlse) require_stored(*operands[3], *arguments.dlse);
   return problem;
+}
+
+AttentionProblem validate_bias_gradient(BackwardArguments const& arguments) {
+  require(arguments.attention.bias.has_value(), "bias is None; a tensor is accepted");
+  return validate(arguments);
 }
 
 void validate_keys_of_backward(AttentionProblem const& problem) {

@@ -18,6 +18,7 @@ struct AttentionOptions {
   bool batch_invariant = false;
   bool tf32 = false;  // for float32: products of TF32, not exact ones
   double softcap = 0, dropout_p = 0;
+  double bias_scale = 1;  // multiplies the bias
 };
 
 // Where each sequence lies and how much of it counts, in int32 on q's device; what is not given holds for

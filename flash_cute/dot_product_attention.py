@@ -73,7 +73,7 @@ def forward(
             rounded in a copy and autocast casts it: added to the scaled and capped scores. g divides the
             batch, and sequence n reads entry n // (batch / g). -inf hides a key as mask does; finite numbers
             stay finite, so that a query with nothing but the least of bfloat16's or float32's has the mean
-            of v. No gradient yet. Not with block_table or batch_invariant.
+            of v. Differentiable. Not with block_table or batch_invariant.
         alibi_slopes: float32 (heads_q,) or (batch, heads_q), on q's device: the score of query i and key j
             loses slope * abs(i + seqlen_k - seqlen_q - j), by each sequence's own lengths. No gradient yet.
         softcap: c > 0 makes a scaled score x into c * tanh(x / c), before bias and ALiBi; 0 leaves it. Sinks
@@ -95,10 +95,10 @@ def forward(
         lse: float32 (batch, heads_q, seqlen_q), natural logarithm of the sum of exp(scaled scores). -inf for
             a query that sees no key, which with sinks is that of its sink, or doesn't count.
 
-        Both are differentiable, once. Gradients are as torch.empty_like of q, k and v; 0 for queries that see
-        no key or don't count, and keys that no query sees, whatever the gradients of out and lse hold there;
-        but with ranges, mask or bias on a GPU, NaN in a query that sees no key, or in its gradient, may
-        spread.
+        Both are differentiable, once. Gradients are as torch.empty_like of q, k and v, that of a bias is
+        dense; 0 for queries that see no key or don't count, keys that no query sees, and what a bias has for
+        hidden pairs alone, whatever the gradients of out and lse hold there; but with ranges, mask or bias on
+        a GPU, NaN in a query that sees no key, or in its gradient, may spread.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted. What
@@ -256,7 +256,8 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
             given = given | _scores(q, others, passed.get("dropout_p", 0), op is ops.forward)
             if sinks is not None and k is not keys:  # a row for sinks, where there were none to see
                 given.pop("mask", None)
-                given.pop("bias", None)
+                if "bias" in given:  # whose gradient is 0
+                    given["bias"] = given["bias"][..., :0].sum(-1, keepdim=True)
         if out is not None:
             return ops.forward_into(q, k, v, given, passed, out)
         results = op(q, k, v, given, passed)

@@ -348,9 +348,9 @@ def explain(
 ) -> Explanation:
     """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
 
-    With backward=True it is what the backward of that call would run, for all three gradients; internals=True
-    adds the kernel's tile and launch. Launches nothing, but reads the lengths from the device to count the
-    work; print() shows it.
+    With backward=True it is what the backward of that call would run, for the gradients of q, k and v, but
+    not for that of a bias; internals=True adds the kernel's tile and launch. Launches nothing, but reads the
+    lengths from the device to count the work; print() shows it.
     """
     require_bool("flash_cute.explain", "backward", backward)
     require_bool("flash_cute.explain", "internals", internals)

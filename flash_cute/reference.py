@@ -193,6 +193,19 @@ def backward(
     changes: mask, bias, alibi_slopes, dropout_seed, softcap and dropout_p, as in forward. What queries hold
     that see no key, and keys that no query sees, does not matter: their gradients are 0.
     """
+    return _gradients(q, k, v, dout, dlse, causal, softmax_scale, window, dtype, ranges, **changes)[:3]
+
+
+def bias_gradient(q, k, v, dout, dlse, *arguments, **changes) -> torch.Tensor:
+    """Likewise the gradient of the bias among the changes, of its shape, in dtype."""
+    return _gradients(q, k, v, dout, dlse, *arguments, **changes)[3]
+
+
+def _gradients(
+    q, k, v, dout, dlse, causal=False, softmax_scale=None, window=None, dtype=torch.float64, ranges=None,
+    **changes,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Of q, k, v and a bias that there is."""
     hiding = (changes.get(name) for name in ("mask", "bias"))
     seen = visible_pairs(q, k, causal, window, ranges, *hiding)
     sees_nothing, unreachable = _hidden_rows(seen, q.shape[1], k.shape[1])
@@ -201,6 +214,10 @@ def backward(
             x.detach().to(dtype).masked_fill(hidden.unsqueeze(-1), 0).requires_grad_()
             for x, hidden in ((q, sees_nothing), (k, unreachable), (v, unreachable))
         )
+        leaves = [q, k, v]
+        if changes.get("bias") is not None:
+            leaves.append(changes["bias"].detach().to(dtype).requires_grad_())
+            changes["bias"] = leaves[3]
         out, lse = forward(q, k, v, causal, softmax_scale, window, dtype, ranges, **changes)
     gradients = [
         torch.zeros_like(result) if gradient is None else gradient.to(result.dtype).masked_fill(hidden, 0)
@@ -209,7 +226,7 @@ def backward(
             (lse, dlse, sees_nothing),
         )
     ]
-    return torch.autograd.grad((out, lse), (q, k, v), gradients)
+    return torch.autograd.grad((out, lse), leaves, gradients)
 
 
 def error(result: torch.Tensor, oracle: torch.Tensor) -> tuple[float, float]:

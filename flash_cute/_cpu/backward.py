@@ -27,14 +27,20 @@ def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=No
     return _backward(*tensors, *args, **offsets_of(cu_seqlens_q, cu_seqlens_k), **options)
 
 
+def bias_gradient(*args, **options):
+    """flash_cute::_bias_gradient: dbias, dense, of the shape and type of bias."""
+    _ops._bias_gradient_cpu.default(*args, **options)
+    return _bias_gradient(*args, **options)
+
+
 def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
               seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None, needs_dq=True, needs_dkv=True,
               ranges=None, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0,
-              dropout_p=0.0, deterministic=False,
+              bias_scale=1.0, dropout_p=0.0, deterministic=False,
               **options) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Likewise the backward; gradients that are not needed are empty."""
     window = scale_and_window(q, causal, **options)
-    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, dropout_p)
+    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, bias_scale, dropout_p)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
     gradients = tuple(torch.zeros_like(x) for x in (q, k, v))
     dout = torch.zeros_like(out) if dout is None else dout
@@ -62,6 +68,26 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
     needed = zip(gradients, (needs_dq, needs_dkv, needs_dkv), strict=True)
     asked = (gradient if is_needed else gradient.new_empty(0) for gradient, is_needed in needed)
     return *asked, q.new_empty(0) if sinks is None else dsinks.to(sinks.dtype)
+
+
+def _bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, seqused_q=None, seqused_k=None,
+                   leftpad_k=None, sinks=None, ranges=None, mask=None, bias=None, alibi_slopes=None,
+                   dropout_seed=None, softcap=0.0, bias_scale=1.0, dropout_p=0.0,
+                   **options) -> torch.Tensor:  # fmt: skip
+    """Likewise the gradient of the bias."""
+    window = scale_and_window(q, causal, **options)
+    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, bias_scale, dropout_p)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    dbias = torch.zeros(bias.shape, **FLOAT)
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
+    for number, (queries, keys, first) in enumerate(places(q, k, **lengths)):
+        tensors = *(x[queries] for x in (dout, dlse, q, out, lse)), k[keys], v[keys]
+        seen = key_ranges.of_sequence(ranges, queries, first)
+        own = changed.of_sequence(number, len(q), first, tensors[-1].shape[2], k.shape[2])
+        of_entry = dbias[number // (len(q) // len(bias))]
+        scores.add_bias_gradient(of_entry, *tensors, *window, seen, own)
+    return dbias.to(bias.dtype)
 
 
 def _gradients(

@@ -50,13 +50,13 @@ def forward_out(q, k, v, out, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=N
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
              leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, ranges=None, mask=None,
-             bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, dropout_p=0.0,
+             bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, bias_scale=1.0, dropout_p=0.0,
              **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
     if block_table is not None:
         k, v = _gathered(k, block_table), _gathered(v, block_table)
     window = scale_and_window(q, causal, **options)
-    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, dropout_p)
+    changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, bias_scale, dropout_p)
     packed = cu_seqlens_q is not None
     dense = not packed and seqused_q is None and seqused_k is None and leftpad_k is None
     if dense and changed is None:

@@ -34,16 +34,20 @@ class Scores:
     slopes: torch.Tensor | None = None
     seed: torch.Tensor | None = None
     softcap: float = 0.0
+    bias_scale: float = 1.0
     keep: int = dropout.STEPS
     number: int = 0
     first: int = 0
     covered: int = 0
 
     @classmethod
-    def of(cls, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, dropout_p=0.0):
+    def of(
+        cls, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, bias_scale=1.0,
+        dropout_p=0.0,
+    ):  # fmt: skip
         """Of the operator's arguments, or None where they change nothing."""
         keep = dropout.keep_of(dropout_p) if dropout_p > 0 else dropout.STEPS
-        found = cls(mask, bias, alibi_slopes, dropout_seed, float(softcap), keep)
+        found = cls(mask, bias, alibi_slopes, dropout_seed, float(softcap), float(bias_scale), keep)
         tensors = mask, bias, alibi_slopes
         changed = any(x is not None for x in tensors) or softcap > 0 or keep < dropout.STEPS
         return found if changed else None
@@ -77,9 +81,10 @@ class Scores:
             tanh = scores.div_(self.softcap).tanh_()
             scores = tanh * self.softcap
         if self.bias is not None:
-            bias = self._cut_bias(rows, keys).float()
-            finite = scores.isfinite() & bias.isfinite() if (bias.abs() > _HUGE).any() else None
-            scores = scores.add_(bias)
+            bias = self.cut_bias(rows, keys).float()
+            huge = (bias.abs() > _HUGE / max(1.0, self.bias_scale)).any()
+            finite = scores.isfinite() & bias.isfinite() if huge else None
+            scores = scores.add_(bias, alpha=self.bias_scale)
             if finite is not None:  # sums of what is finite stay so
                 scores = scores.clamp(-_LARGEST, _LARGEST).where(finite, scores)
         if self.slopes is not None:
@@ -92,7 +97,7 @@ class Scores:
         """bool (heads or 1, rows or 1, keys or 1): which pairs a mask and a bias leave, None for all."""
         seen = None if self.mask is None else self._seen_by_mask(rows, keys)
         if self.bias is not None:
-            there_are = ~self._cut_bias(rows, keys).isneginf()
+            there_are = ~self.cut_bias(rows, keys).isneginf()
             seen = there_are if seen is None else seen & there_are
         return seen
 
@@ -108,7 +113,8 @@ class Scores:
         before = keys.stop - keys.start - (stop - start)  # keys that it does not cover
         return torch.nn.functional.pad(mask, (before, 0), value=True) if before else mask
 
-    def _cut_bias(self, rows: slice, keys: slice) -> torch.Tensor:
+    def cut_bias(self, rows: slice, keys: slice) -> torch.Tensor:
+        """The part of a sequence's bias for some queries and keys."""
         bias = self.bias if self.bias.shape[1] == 1 else self.bias[:, rows]
         return bias if bias.shape[2] == 1 else bias[..., self._from_first(keys)]
 
@@ -150,32 +156,50 @@ def forward(q, k, v, softmax_scale, window_left, window_right, ranges, scores: S
 
 def backward(dout, dlse, q, out, lse, k, v, softmax_scale, window_left, window_right, ranges, scores: Scores):
     """float32 dq, dk and dv of one sequence, and who sees no key, bool (1, heads, rows)."""
-    dout, dlse, q, out, lse, k, v = (x[0].float() for x in (dout, dlse, q, out, lse, k, v))
+    tensors = dout, dlse, q, out, lse, k, v = [x[0].float() for x in (dout, dlse, q, out, lse, k, v)]
     window = Window.of(q.shape[1], k.shape[1], window_left, window_right)
     dq, dk, dv = (torch.zeros(x.shape, **FLOAT) for x in (q, k, v))
     sees_nothing = torch.ones(q.shape[:2], dtype=torch.bool, device="cpu")
-    lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
-    for block in _blocks(q, k, softmax_scale, window, ranges, scores):
-        rows, keys, blind = block.rows, block.keys, block.blind.unsqueeze(-1)
+    for block, of_out, left, of_scores in _gradients(*tensors, softmax_scale, window, ranges, scores):
+        rows, keys = block.rows, block.keys
         sees_nothing[:, rows] = block.blind
-        of_out = dout[:, rows].masked_fill(blind, 0)
-        delta = (of_out * out[:, rows]).sum(-1) - dlse[:, rows]
-        weights = _weights(block.scores, lse[:, rows]).masked_fill_(block.hidden, 0)
-        of_out = _grouped(of_out, len(v))
-        of_weights = _ungrouped(of_out @ v[:, keys].masked_fill(block.unseen.unsqueeze(-1), 0).mT, len(q))
-        left = weights
-        if block.kept is not None:
-            factors = block.kept * (dropout.STEPS / scores.keep)
-            left, of_weights = weights * factors, of_weights.mul_(factors)
         dv[:, keys] += _grouped(left, len(v)).mT @ of_out
-        of_scores = of_weights.sub_(delta.unsqueeze(-1)).mul_(weights)
         if block.tanh is not None:
-            of_scores.addcmul_(of_scores * block.tanh, block.tanh, value=-1)
-        of_scores = _grouped(of_scores.masked_fill_(block.hidden, 0).mul_(softmax_scale), len(k))
+            of_scores.addcmul_(of_scores * block.tanh, block.tanh, value=-1).masked_fill_(block.hidden, 0)
+        of_scores = _grouped(of_scores.mul_(softmax_scale), len(k))
         seen_keys = k[:, keys].masked_fill(block.unseen.unsqueeze(-1), 0)
         dq[:, rows] = _ungrouped(of_scores @ seen_keys, len(q))
         dk[:, keys] += of_scores.mT @ block.q
     return *(x.unsqueeze(0) for x in (dq, dk, dv)), sees_nothing.unsqueeze(0)
+
+
+def add_bias_gradient(
+    dbias, dout, dlse, q, out, lse, k, v, softmax_scale, window_left, window_right, ranges, scores: Scores
+) -> None:
+    """Adds that of one sequence to dbias, float32 and of the shape of its bias."""
+    tensors = [x[0].float() for x in (dout, dlse, q, out, lse, k, v)]
+    window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
+    of_bias = replace(scores, bias=dbias)
+    for block, _, _, of_scores in _gradients(*tensors, softmax_scale, window, ranges, scores):
+        part = of_bias.cut_bias(block.rows, block.keys)
+        part.add_(of_scores.sum_to_size(part.shape), alpha=scores.bias_scale)
+
+
+def _gradients(dout, dlse, q, out, lse, k, v, softmax_scale: float, window: Window, ranges, scores: Scores):
+    """Of each block: dout, as its q, the weights that dropout leaves, and the gradient of its scores."""
+    lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN
+    for block in _blocks(q, k, softmax_scale, window, ranges, scores):
+        rows, keys = block.rows, block.keys
+        of_out = dout[:, rows].masked_fill(block.blind.unsqueeze(-1), 0)
+        delta = (of_out * out[:, rows]).sum(-1) - dlse[:, rows]
+        left = weights = _weights(block.scores, lse[:, rows]).masked_fill_(block.hidden, 0)
+        of_out = _grouped(of_out, len(v))
+        of_weights = _ungrouped(of_out @ v[:, keys].masked_fill(block.unseen.unsqueeze(-1), 0).mT, len(q))
+        if block.kept is not None:
+            factors = block.kept * (dropout.STEPS / scores.keep)
+            left, of_weights = weights * factors, of_weights.mul_(factors)
+        of_scores = of_weights.sub_(delta.unsqueeze(-1)).mul_(weights).masked_fill_(block.hidden, 0)
+        yield block, of_out, left, of_scores
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

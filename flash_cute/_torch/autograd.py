@@ -72,13 +72,6 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
     )
 
 
-def visibly_needs_gradient(tensor: torch.Tensor) -> bool:
-    """needs_gradient, but what dynamo sees of it, which cannot look below the wrappers of a transform."""
-    if private.transforms_are_active() and torch.compiler.is_dynamo_compiling():
-        return torch.is_grad_enabled() and tensor.requires_grad
-    return needs_gradient(tensor)
-
-
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor and, one after the other, those that transforms of torch.func have wrapped."""
     yield tensor

@@ -10,6 +10,7 @@ from flash_cute._cpu.outs import empty_out
 from flash_cute._torch import library, private
 from flash_cute._torch.private import hint
 from flash_cute.options import LENGTHS, OPERANDS
+from flash_cute.wording import OURS
 
 RESULTS = "out", "lse", "dout", "dlse"
 
@@ -78,6 +79,13 @@ def backward(
     check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, sinks=sinks, **options)
     needed = (q, needs_dq), (k, needs_dkv), (v, needs_dkv), (q if sinks is None else sinks, sinks is not None)
     return tuple(torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
+
+
+def bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, bias=None, **options):
+    if bias is None:  # as csrc/validate.cpp, which is not told that it is this gradient
+        raise RuntimeError(f"{OURS}bias is None; a tensor is accepted")
+    check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, bias=bias, **options)
+    return bias.new_empty(bias.shape)
 
 
 def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options):

@@ -39,6 +39,7 @@ _forward_varlen = torch.ops.flash_cute._forward_varlen.default
 _forward_out = torch.ops.flash_cute._forward_out.default
 _backward = torch.ops.flash_cute._backward.default
 _backward_varlen = torch.ops.flash_cute._backward_varlen.default
+_bias_gradient = torch.ops.flash_cute._bias_gradient.default
 compiled = torch.ops.flash_cute.compiled.default
 
 
@@ -61,8 +62,9 @@ def forward_into(q, k, v, lengths, options, out):
     require_stored("forward", out=out)
     require_memory_of_its_own(out=out)
     q, k, v, lengths = cast(q, k, v, lengths)
-    refuse_gradients("with out", q=q, k=k, v=v, out=out, sinks=lengths.get("sinks"))
-    _refuse_gradients_of_scores(lengths)
+    differentiable = {name: lengths.get(name) for name in ("sinks", "bias")}
+    refuse_gradients("with out", q=q, k=k, v=v, out=out, **differentiable)
+    _refuse_gradients_of_slopes(lengths)
     return out, _forward_out(q, k, v, out, **lengths, **options)
 
 
@@ -97,10 +99,9 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: dict[s
     )
 
 
-def _refuse_gradients_of_scores(lengths: dict[str, torch.Tensor]) -> None:
-    for name in ("bias", "alibi_slopes"):
-        if name in lengths:
-            refuse_gradients(f"of {name}", **{name: lengths[name]})
+def _refuse_gradients_of_slopes(lengths: dict[str, torch.Tensor]) -> None:
+    if "alibi_slopes" in lengths:
+        refuse_gradients("of alibi_slopes", alibi_slopes=lengths["alibi_slopes"])
 
 
 def _is_general(lengths, options) -> bool:
@@ -117,15 +118,15 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     """
     packed, cached = "cu_seqlens_q" in lengths, is_cache(k, lengths)
     q, k, v, lengths = cast(q, k, v, lengths)
-    sinks = lengths.get("sinks", q)
+    sinks, bias = lengths.get("sinks", q), lengths.get("bias", q)
     transformed = private.transforms_are_active()
     # dynamo cannot look below the wrappers of a transform.
     hidden = transformed and torch.compiler.is_dynamo_compiling()
     if cached:
         refuse_gradients("through a cache", q=q, k=k, v=v, sinks=lengths.get("sinks"))
     if not hidden:
-        _refuse_gradients_of_scores(lengths)
-    if cached or not (hidden or needs_gradient(q, k, v, sinks)):
+        _refuse_gradients_of_slopes(lengths)
+    if cached or not (hidden or needs_gradient(q, k, v, sinks, bias)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator
         op = torch.ops.flash_cute.forward_varlen if packed else torch.ops.flash_cute.forward
@@ -171,6 +172,14 @@ class _Call:
         """The keywords for an inner operator."""
         return self.options | dict(zip(self.names, lengths, strict=True)) if lengths else self.options
 
+    def named_in_backward(self, lengths: tuple[torch.Tensor, ...], needs_dsinks: bool) -> dict[str, Any]:
+        """Likewise for one of the backward; lse has what sinks are for the other gradients."""
+        options = dict(self.named(lengths))
+        options.pop("batch_invariant", None)  # which is of out and lse
+        if not needs_dsinks:
+            options.pop("sinks", None)
+        return options
+
 
 class _Attention(Function):
     """out and lse. Keeps q, k, v and these for the backward, which computes the weights again."""
@@ -191,20 +200,24 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        _, *needed = ctx.needs_input_grad
+        needed = dict(zip(("q", "k", "v", *ctx.call.names), ctx.needs_input_grad[1:], strict=True))
         if dout is None and dlse is None:
             return (None,) * (1 + len(needed))
         out, lse, q, k, v, *lengths = ctx.saved_tensors
-        # Kernels make one of these at least, also where dsinks alone is asked for.
-        needs_dkv = needed[1] or needed[2] or not needed[0]
-        needs_dsinks = "sinks" in ctx.call.names and needed[3 + ctx.call.names.index("sinks")]
         tensors = dout, dlse, q, k, v, out, lse, *lengths
-        arguments = ctx.call, needed[0], needs_dkv, needs_dsinks, *tensors
         # Only then may the gradients be differentiated.
         observed = torch.is_grad_enabled() or private.dual_levels_are_active()
-        *gradients, dsinks = (_Gradients.apply if observed else _Gradients.forward)(*arguments)
-        asked = [x if is_needed else None for x, is_needed in zip(gradients, needed[:3], strict=True)]
-        return None, *asked, *(dsinks if needs_dsinks and n == "sinks" else None for n in ctx.call.names)
+        needs_dq, needs_dsinks, found = needed["q"], needed.get("sinks", False), {}
+        if needs_dq or needed["k"] or needed["v"] or needs_dsinks:
+            # Kernels make one of these at least, also where dsinks alone is asked for.
+            needs_dkv = needed["k"] or needed["v"] or not needs_dq
+            run = _Gradients.apply if observed else _Gradients.forward
+            gradients = run(ctx.call, needs_dq, needs_dkv, needs_dsinks, *tensors)
+            found = dict(zip(("q", "k", "v", "sinks"), gradients, strict=True))
+        if needed.get("bias", False):
+            run = _BiasGradient.apply if observed else _BiasGradient.forward
+            found["bias"] = run(ctx.call, *tensors)
+        return None, *(found.get(name) if is_needed else None for name, is_needed in needed.items())
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):
@@ -227,16 +240,27 @@ class _Gradients(differentiated_once("flash_cute.backward")):
     @staticmethod
     def forward(call, needs_dq, needs_dkv, needs_dsinks, dout, dlse, q, k, v, out, lse, *lengths):
         op = _backward_varlen if call.packed else _backward
-        options = dict(call.named(lengths))
-        options.pop("batch_invariant", None)  # which is of out and lse
-        if not needs_dsinks:
-            options.pop("sinks", None)
+        options = call.named_in_backward(lengths, needs_dsinks)
         if not (needs_dq and needs_dkv):
             options = options | {"needs_dq": needs_dq, "needs_dkv": needs_dkv}
         if call.deterministic or torch.are_deterministic_algorithms_enabled():
             options = options | {"deterministic": True}
         try:
             return op(dout, dlse, q, k, v, out, lse, **options)
+        except RuntimeError as error:
+            raise wording.named(error, "flash_cute.backward") from None
+
+
+class _BiasGradient(differentiated_once("flash_cute.backward")):
+    """dbias, which is always deterministic."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call, dout, dlse, q, k, v, out, lse, *lengths):
+        try:
+            options = call.named_in_backward(lengths, needs_dsinks=False)
+            return _bias_gradient(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
             raise wording.named(error, "flash_cute.backward") from None
 
@@ -249,6 +273,7 @@ for _op, _kernel, _rule in (
     (_forward_out, cpu_forward.forward_out, vmap.refuse_out),
     (_backward, cpu_backward.backward, vmap.into_batch),
     (_backward_varlen, cpu_backward.backward_varlen, vmap.refuse_packed),
+    (_bias_gradient, cpu_backward.bias_gradient, vmap.bias_gradient),
 ):
     library.impl(_op.name(), without_autocast(_kernel), "CPU")
     fakes.register(_op, getattr(fakes, _kernel.__name__))

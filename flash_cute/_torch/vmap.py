@@ -37,22 +37,25 @@ def mapped(tensor: torch.Tensor | None, dim: int | None, info) -> torch.Tensor |
     return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def into_batch(op, info, in_dims, tensors, options):
+def into_batch(op, info, in_dims, tensors, options, entries_of="q"):
     """The mapped dimension becomes a part of the batch; with what all of a batch share, a loop.
 
     Those are sinks and a dropout_seed, by which sequences of a number drop the same in each entry's call.
+    entries_of: of which tensor op's results have the entries.
     """
     if tensors.get("sinks") is not None or tensors.get("dropout_seed") is not None:
         return _one_by_one(op, info, in_dims, tensors, options)
     if tensors.get("block_table") is not None:
         raise NotImplementedError(f"{OURS}vmap can't map a cache in pages; give block_table more sequences")
 
-    q, dim = tensors["q"], in_dims[0]["q"]
-    batch = (q.shape if dim is None else q.movedim(dim, 0).shape[1:])[:1]  # of q, which may have no dimension
+    def entries(name: str) -> torch.Size:
+        """Of one call; of a q that has no dimension none."""
+        tensor, dim = tensors[name], in_dims[0][name]
+        return (tensor.shape if dim is None else tensor.movedim(dim, 0).shape[1:])[:1]
 
     def folded(name: str, dim: int | None) -> torch.Tensor | None:
         if name in _FOLDS and tensors[name] is not None:
-            return _FOLDS[name](name, tensors[name], dim, info, *batch)
+            return _FOLDS[name](name, tensors[name], dim, info, *entries("q"))
         tensor = mapped(tensors[name], dim, info)
         if tensor is None:
             return None
@@ -67,11 +70,21 @@ def into_batch(op, info, in_dims, tensors, options):
     is_empty = [result.dim() == 1 for result in results]  # a gradient that is not needed
     return (
         tuple(
-            result if empty else result.unflatten(0, (info.batch_size, *batch))
+            result if empty else result.unflatten(0, (info.batch_size, *entries(entries_of)))
             for result, empty in zip(results, is_empty, strict=True)
         ),
         tuple(None if empty else 0 for empty in is_empty),
     )
+
+
+def bias_gradient(op, info, in_dims, tensors, options):
+    """into_batch of _bias_gradient; a bias that calls share has a gradient in each."""
+    bias, dims = tensors.get("bias"), in_dims[0]
+    if bias is not None and dims["bias"] is None:
+        tensors = tensors | {"bias": mapped(bias, None, info)}
+        dims = dims | {"bias": 0}
+    (dbias,), (dim,) = into_batch(lambda **given: (op(**given),), info, (dims,), tensors, options, "bias")
+    return dbias, dim
 
 
 def _folded_by_entry(name: str, tensor: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ import flash_cute
 from flash_cute import dropout
 from flash_cute._torch import private
 from flash_cute._torch.autocast import autocast_dtype
-from flash_cute._torch.autograd import visibly_needs_gradient
 from flash_cute.wording import named
 
 _pytorchs = functional.scaled_dot_product_attention
@@ -184,8 +183,6 @@ def _of_mask(query, key, mask) -> str | None:
     sizes = (*query.shape[:-1], key.shape[-2])[query.dim() - mask.dim() :]
     if any(size not in (1, whole) for size, whole in zip(mask.shape, sizes, strict=True)):
         return "attn_mask does not broadcast to the shape of the scores"
-    if mask.is_floating_point() and visibly_needs_gradient(mask):
-        return "attn_mask requires grad"
     return None
 
 

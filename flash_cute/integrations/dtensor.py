@@ -34,7 +34,9 @@ from flash_cute.wording import OURS
 
 OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = private.parts_of_dtensor()
 
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dsinks")}
+RESULTS = dict.fromkeys((ops._forward, ops._forward_varlen), ("out", "lse"))
+RESULTS |= dict.fromkeys((ops._backward, ops._backward_varlen), ("dq", "dk", "dv", "dsinks"))
+RESULTS[ops._bias_gradient] = ("dbias",)
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 Placements = dict[str, Placement]  # of each tensor of a call, by its name
 
@@ -44,7 +46,7 @@ def rule(schema) -> OpStrategy:
     names = private.argument_names(schema.op)
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = {name: value for name, value in given.items() if isinstance(value, OpStrategy)}
-    results = RESULTS["backward" if "out" in tensors else "forward"]
+    results = RESULTS[schema.op]
     asked = {"dq": given.get("needs_dq", True), "dsinks": "sinks" in tensors}
     skipped = [name for name in results if not asked.get(name, given.get("needs_dkv", True))]
     packed = len(tensors["q"].shape) == 3
@@ -113,6 +115,8 @@ def _ways(
         shared = [name for name, shape in shapes.items() if shape[0] == 1 or len(shape) == 1]
         ways.append(way | dict.fromkeys(shared, Replicate()))
     ways = [way | {gradient: way[name] for gradient, name in GRADIENTS.items()} for way in ways]
+    for way in ways:  # each process has the part of its own pairs of what all of them read
+        way["dbias"] = Partial() if way["bias"] == Replicate() != way["q"] else way["bias"]
     if heads_kv == 1 < heads_q:
         ways.append(ways[1] | {"k": Replicate(), "v": Replicate(), "dk": Partial(), "dv": Partial()})
     return ways
@@ -121,7 +125,7 @@ def _ways(
 def _register() -> None:
     # What decides about the result beside the shapes and placements of positional tensors.
     info = RuntimeSchemaInfo(static_kwargkey=[*OPERANDS, "dropout_p", "needs_dq", "needs_dkv"])
-    for op in (ops._forward, ops._forward_varlen, ops._backward, ops._backward_varlen):
+    for op in RESULTS:
         register_op_strategy(op, rule, info)
 
 

@@ -21,7 +21,6 @@ import transformers
 
 import flash_cute
 from flash_cute import lengths
-from flash_cute._torch.autograd import visibly_needs_gradient
 from flash_cute._torch.checks import require_stored
 from flash_cute.integrations._transformers_masks import (
     NAME,
@@ -74,8 +73,8 @@ def cute_attention(
         an out of 0, or in bidirectional attention of no meaning.
 
     Raises:
-        NotImplementedError: a bias that requires grad, sinks or a bias by another name, head_mask,
-            output_attentions, indices of a sparse attention, a paged cache or another mask is given.
+        NotImplementedError: sinks or a bias by another name, head_mask, output_attentions, indices of a
+            sparse attention, a paged cache or another mask is given.
         ValueError, TypeError: as flash_cute.forward.
     """
     _check_options(options)
@@ -169,24 +168,22 @@ def _scores(
         found["softcap"] = softcap
     if dropout:
         found["dropout_p"] = dropout
-    biases = {"position_bias": position_bias}
+    biases = [position_bias]
     if isinstance(attention_mask, CuteMask):
-        biases["attention_mask"] = attention_mask.bias
+        biases.append(attention_mask.bias)
     elif attention_mask is not None:
         name, shape = type(attention_mask).__name__, tuple(getattr(attention_mask, "shape", ()))
         is_tensor = isinstance(attention_mask, torch.Tensor)
         if is_tensor and len(shape) == 4 and attention_mask.dtype == torch.bool:
             found["mask"] = attention_mask
         elif is_tensor and len(shape) == 4 and attention_mask.is_floating_point():
-            biases["attention_mask"] = attention_mask
+            biases.append(attention_mask)
         else:
             of_type = f" and {attention_mask.dtype}" if is_tensor else ""
             accepted = "padding of two dimensions, or four, of booleans or what is added to scores,"
             raise error(f"attention_mask is a {name} of shape {shape}{of_type}", accepted)
-    for name, bias in biases.items():
+    for bias in biases:
         if bias is not None:
-            if visibly_needs_gradient(bias):
-                raise error(f"{name} requires grad", "one that does not, as under torch.no_grad(),")
             found["bias"] = found["bias"] + bias if "bias" in found else bias
     return found
 

@@ -8,7 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.wrong_calls import WRONG_PACKED, WRONG_VALUES, assert_one_sentence, inputs, packed
+from support.wrong_calls import (
+    WRONG_BIAS_GRADIENTS,
+    WRONG_PACKED,
+    WRONG_VALUES,
+    assert_one_sentence,
+    inputs,
+    packed,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
@@ -193,18 +200,19 @@ def test_hints_while_tracing(function):
         compiled(torch.ones(2, 3, 4, 8))
 
 
-@pytest.mark.parametrize("name", ["q", "sinks"])
-@pytest.mark.parametrize("paged", [True, False], ids=["pages", "out"])
+@pytest.mark.parametrize(
+    ("name", "paged"), [("q", True), ("q", False), ("sinks", True), ("sinks", False), ("bias", False)]
+)
 def test_what_to_detach_is_named(name, paged):
     q = torch.ones(2, 4, 3, 8)
-    tensors = {"q": q, "sinks": torch.zeros(4)}
+    tensors = {"q": q, "sinks": torch.zeros(4)} | ({} if paged else {"bias": torch.zeros(1, 1, 1, 1)})
     tensors[name].requires_grad_()
     options = (
         {"block_table": torch.zeros(2, 1, dtype=torch.int32)} if paged else {"out": torch.empty(q.shape)}
     )
     where = "through a cache" if paged else "with out"
     with pytest.raises(NotImplementedError) as caught:
-        flash_cute.forward(tensors["q"], q.detach(), q.detach(), sinks=tensors["sinks"], **options)
+        flash_cute.forward(tensors.pop("q"), q.detach(), q.detach(), **tensors, **options)
     assert str(caught.value) == f"flash_cute.forward: there are no gradients {where}; detach {name}"
 
 
@@ -442,17 +450,31 @@ WRONG_GRADIENTS = {
 }
 
 
+OPERATORS = "_backward", "_backward_varlen", "_bias_gradient"
+
+
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize(("change", "words"), WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS)
-def test_wrong_gradients(device, change, words, is_packed, traced):
-    """autograd sees to the gradients of its own calls: these are of the operator."""
-    op = torch.ops.flash_cute._backward_varlen if is_packed else torch.ops.flash_cute._backward
-    good = backward_inputs(device, is_packed)
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        pytest.param(name, *wrong, id=f"{name}-{mistake}")
+        for name in OPERATORS
+        for mistake, wrong in (
+            WRONG_GRADIENTS | (WRONG_BIAS_GRADIENTS if name == OPERATORS[-1] else {})
+        ).items()
+    ],
+)
+def test_wrong_gradients(device, name, change, words, traced):
+    """autograd sees to the gradients of its own calls: these are of the operators."""
+    op = getattr(torch.ops.flash_cute, name)
+    good = backward_inputs(device, name == "_backward_varlen")
+    if name == "_bias_gradient":
+        good["bias"] = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=device)
     bad = good | change(good)
     with FakeTensorMode() if traced else nullcontext() as mode:
         if traced:
-            bad = {name: None if x is None else mode.from_tensor(x) for name, x in bad.items()}
+            tensors = {name: x for name, x in bad.items() if isinstance(x, torch.Tensor)}
+            bad |= {name: mode.from_tensor(x) for name, x in tensors.items()}
         with pytest.raises(RuntimeError) as caught:
             op(**bad)
     assert_one_sentence(str(caught.value), words, function="")

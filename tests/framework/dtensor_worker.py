@@ -150,16 +150,21 @@ def changed(name: str, mesh) -> None:
         differ = x.shape[dim] > 1 and (placement == HEADS or x.dim() > 1)
         in_parts = placement != ALL and differ
         parts[argument] = distribute_tensor(x, mesh, [Shard(dim) if in_parts else ALL])
-    out, lse = flash_cute.forward(*given, causal=True, softcap=5.0, **parts)
+    given.append(parts["bias"].requires_grad_())
+    out, lse = flash_cute.forward(*given[:3], causal=True, softcap=5.0, **parts)
     assert (out.placements, lse.placements) == ((placement,), (placement,)), (name, out.placements)
     results = [distribute_tensor(x, mesh, [placement]) for x in (dout, dlse)]
-    gradients = torch.autograd.grad((out, lse), given, results)
+    *gradients, dbias = torch.autograd.grad((out, lse), given, results)
     assert all(x.placements == (placement,) for x in gradients)
-    plain = [x.detach().requires_grad_() for x in inputs]
-    expected = flash_cute.forward(*plain, causal=True, softcap=5.0, **changes)
+    of_bias = given[3].placements[0]
+    assert dbias.placements == (SUM if of_bias == ALL != placement else of_bias,)
+    plain = [x.detach().requires_grad_() for x in (*inputs, changes["bias"])]
+    expected = flash_cute.forward(*plain[:3], causal=True, softcap=5.0, **changes | {"bias": plain[3]})
     torch.testing.assert_close((out.full_tensor(), lse.full_tensor()), expected)
-    expected = torch.autograd.grad(expected, plain, (dout, dlse))
-    torch.testing.assert_close(whole(gradients, inputs), list(expected))
+    *expected, expected_dbias = torch.autograd.grad(expected, plain, (dout, dlse))
+    torch.testing.assert_close(whole(gradients, inputs), expected)
+    # Of parts, which are rounded before they are added.
+    torch.testing.assert_close(dbias.full_tensor(), expected_dbias, atol=2e-2, rtol=2e-2)
 
 
 def dropped(placement, mesh) -> None:

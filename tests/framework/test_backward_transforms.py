@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.cases import BATCHES, MASKS, Sequence, Shape, make_gradients, make_inputs, make_ragged
+from support.graphs import compiled_graphs
 from support.tolerance import assert_gradients
 from torch.autograd import forward_ad
 from torch.export.experimental import _export_forward_backward
@@ -451,20 +452,6 @@ def test_compiled_by_inductor_alone(problem):
     options = {"causal": True, "family": problem.kernel.family}
     results = torch.compile(flash_cute.forward, fullgraph=True)(*leaves, **options)
     problem.check(torch.autograd.grad(results, leaves, problem.gradients))
-
-
-def compiled_graphs() -> tuple[list, object]:
-    """Graphs of forward and backward as AOTAutograd makes them, and a backend that collects these."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def collect(graph, _):
-        graphs.append({str(node.target) for node in graph.graph.nodes if "flash_cute" in str(node.target)})
-        return make_boxed_func(graph)
-
-    return graphs, aot_autograd(fw_compiler=collect, bw_compiler=collect)
 
 
 def test_compiled_graphs_hold_inner_operators_alone(problem):

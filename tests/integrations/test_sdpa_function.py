@@ -105,6 +105,24 @@ def test_masks_that_are_added(device, shape, dtype):
     check(make_inputs(SHAPE, DTYPE, device), Changed(changes={"bias": added}), 0.2, attn_mask=bias.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_masks_that_train(device, shape, dtype):
+    inputs = make_inputs(SHAPE, DTYPE, device)
+    mask = torch.randn(shape, device=device).to(DTYPE)
+    leaf = mask.to(dtype).requires_grad_()
+    out = sdpa.scaled_dot_product_attention(*inputs, leaf, enable_gqa=True)
+    dout, _ = make_gradients(out.detach())
+    (found,) = torch.autograd.grad(out, leaf, dout)
+    assert found.dtype == dtype
+    bias = mask[(None,) * (4 - mask.dim())]
+    yardstick, oracle = (
+        reference.bias_gradient(*inputs, dout, None, dtype=t, bias=bias).view(shape)
+        for t in (DTYPE, torch.float64)
+    )
+    assert_within_rule("the mask's gradient", found, yardstick, oracle)
+
+
 def test_masks_in_float32(device):
     shape = Shape(2, 4, 4, 30, 40, 64)
     bias = torch.randn(2, 1, 30, 40, device=device)
@@ -215,14 +233,12 @@ def reasons(device) -> dict:
     q, k, v = make_inputs(Shape(2, 4, 4, 9, 9, 16), torch.float32, device)
     nested = torch.nested.nested_tensor([x[0].transpose(0, 1) for x in (q, q)], layout=torch.jagged)
     nested = nested.transpose(1, 2)
-    trained = torch.zeros(9, 9, device=device, requires_grad=True)
     wide = torch.randn(2, 4, 9, 264, device=device)
     return {
         "a tensor is nested or not dense": ((nested,) * 3, {}),
         "dtypes are torch.float64": ((q.double(), k.double(), v.double()), {}),
         "a head_dim is not in 1 to 256": ((wide, wide, wide), {}),
         "the shapes of query, key and value broadcast or do not fit": ((q, k[:1], v[:1]), {}),
-        "attn_mask requires grad": ((q, k, v, trained), {}),
         "scale is not a finite number > 0": ((q, k, v), {"scale": -0.5}),
     }
 
@@ -239,15 +255,6 @@ def test_what_is_left_to_pytorch(device, reason):
         sdpa.scaled_dot_product_attention(*args, **options)  # a second time it is not said
     if not args[0].is_nested:
         torch.testing.assert_close(out, pytorchs(*args, **options))
-
-
-def test_a_mask_that_trains_has_pytorchs_gradient(device):
-    args, _ = reasons(device)["attn_mask requires grad"]
-    with pytest.warns(UserWarning, match="attn_mask requires grad"):
-        out = sdpa.scaled_dot_product_attention(*args)
-    assert torch.autograd.grad(out.square().sum(), args[3])[0].abs().max() > 0
-    with torch.no_grad():
-        assert sdpa.left_to_pytorch(*args) is None
 
 
 def test_a_lower_causal_bias_that_is_left_to_pytorch(device):

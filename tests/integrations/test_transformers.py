@@ -501,14 +501,6 @@ def qkv(device, **changes) -> dict:
     ("sentence", "changes"),
     [
         ("alibi is Tensor; none is accepted", {"alibi": torch.zeros(4)}),
-        (
-            "position_bias requires grad; one that does not, as under torch.no_grad(), is accepted",
-            {"position_bias": torch.zeros(1, 4, 10, 10, requires_grad=True)},
-        ),
-        (
-            "attention_mask requires grad; one that does not, as under torch.no_grad(), is accepted",
-            {"attention_mask": torch.zeros(1, 4, 10, 10, requires_grad=True)},
-        ),
         ("head_mask is Tensor; none is accepted", {"head_mask": torch.zeros(4)}),
         ("block_indices is Tensor; none is accepted", {"block_indices": torch.zeros(4)}),
         ("indices is Tensor; none is accepted", {"indices": torch.zeros(4)}),
@@ -1015,24 +1007,54 @@ def test_t5_generates(device, cache):
     assert_generated(Trio("T5", device), cache, **inputs)
 
 
-def test_a_bias_that_trains(device):
-    model, ids = Trio("T5", device).ours, tokens(device)
-    sentence = r"^flash_cute\.transformers: position_bias requires grad; one that does not, as under"
-    with pytest.raises(NotImplementedError, match=sentence):
-        model(input_ids=ids, decoder_input_ids=ids)
+def are_biases(name: str) -> bool:
+    return "position_bias_table" in name or "relative_attention_bias" in name
 
 
-def test_gradients_beside_a_frozen_bias(device):
-    trio, ids = Trio("T5", device), tokens(device)
-    gradients = []
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", BIASED)
+def test_gradients_beside_biases(device, name, frozen):
+    """And those of the biases, if they train."""
+    trio, gradients = Trio(name, device), {False: [], True: []}
+    ids, pixels = tokens(device), images(device).to(DTYPE)
+    of_t5 = {"input_ids": ids, "labels": ids, "attention_mask": padding("right", device)}
     for model in trio.all:
-        for name, parameter in model.named_parameters():
-            if "relative_attention_bias" in name:
-                parameter.requires_grad_(False)
-        model(input_ids=ids, labels=ids, attention_mask=padding("right", device)).loss.backward()
-        named = (p.grad for p in model.parameters() if p.grad is not None)
-        gradients.append(torch.cat([grad.flatten().double() for grad in named]))
-    assert_within_rule("gradients", *gradients)
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and are_biases(parameter_name)))
+        loss = model(**of_t5).loss if name == "T5" else model(pixels.to(model.dtype)).logits.square().sum()
+        loss.backward()
+        named = [(are_biases(n), p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        for kind in (False, True) if not frozen else (False,):
+            of_kind = [grad.flatten().double() for is_bias, grad in named if is_bias == kind]
+            gradients[kind].append(torch.cat(of_kind))
+    assert_within_rule("gradients", *gradients[False])
+    assert frozen or gradients[True][0].any()
+    if not frozen:
+        assert_within_rule("gradients of biases", *gradients[True])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_t5_trains(device, checkpointing):
+    """Step by step with the losses of eager attention, by the table of its biases, too."""
+    ids, losses = tokens(device), []
+    for implementation in ("eager", "cute_attention"):
+        model = build("T5", device).train()
+        model.set_attn_implementation(implementation)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        biases = [p for n, p in model.named_parameters() if are_biases(n)]
+        before = [x.detach().clone() for x in biases]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(6):
+            loss = model(input_ids=ids, labels=ids, attention_mask=padding("right", device)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        assert not any(torch.equal(x, y) for x, y in zip(before, biases, strict=True))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_a_mask_with_a_bias(device):

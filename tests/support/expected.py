@@ -117,15 +117,19 @@ class Sequence:
         return out * share.unsqueeze(-1), whole
 
     def gradients(self, dout: torch.Tensor, dlse: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """By autograd, of q, k, v and sinks. What comes back to fully masked rows does not count."""
+        """By autograd, of q, k, v, sinks and what is added, if there are these.
+
+        What comes back to fully masked rows does not count.
+        """
+        added = [] if self.added is None else [self.added.detach().requires_grad_()]
         with torch.enable_grad():
             leaves = self.leaves(dtype)
-            out, lse = self.attention(*leaves)
+            out, lse = replace(self, added=added[0] if added else None).attention(*leaves)
         no_key = ~self.sees.any(-1)
         dout = dout.to(dtype).masked_fill(no_key.unsqueeze(-1), 0)
         return torch.autograd.grad(
             (out, lse),
-            leaves,
+            leaves + added,
             (dout, dlse.to(lse.dtype).masked_fill(self.fully_masked, 0)),
             materialize_grads=True,
         )
@@ -151,19 +155,28 @@ class Sequence:
         delta = dlse - (dout * self.rounded_forward()[0]).sum(-1)
         of_weights = self.dropped(self.product(dout, v.mT)) + delta.unsqueeze(-1)
         slope = 1 - (products / self.softcap).tanh().square() if self.softcap else 1
-        of_scores = self.rounded(weights * of_weights * slope) * self.scale
+        of_changed = weights * of_weights
+        of_scores = self.rounded(of_changed * slope) * self.scale
         products = (of_scores, k), (of_scores.mT, q), (self.rounded(self.dropped(weights)).mT, dout)
         found = [self.product(*pair) for pair in products]
         found[1:] = (x.unflatten(0, (-1, group)).sum(1) for x in found[1:])
         found = [x.to(dtype) for x in found]
-        return found + [((s.unsqueeze(-1) - lse).exp() * delta).sum(-1) for s in sinks]
+        found += [((s.unsqueeze(-1) - lse).exp() * delta).sum(-1) for s in sinks]
+        return found if self.added is None else [*found, of_changed.sum_to_size(self.added.shape)]
 
-    def chance_of_sinks(self, dout: torch.Tensor) -> torch.Tensor:
-        """(heads_q,): the variance of what rounding out adds to a sink's gradient, a sum over all rows."""
+    def chances(self, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(heads_q,), (heads_q, rows, 1): the variances of what rounding out adds to sums.
+
+        Of all rows, to a sink's gradient, and of each row's keys, to that of a number that is added to all.
+        """
         out, lse = self.forward(torch.float64)
-        shares = (self.sinks.double().unsqueeze(-1) - lse).exp().masked_fill(~self.sees.any(-1), 0)
-        steps = dout.double().where(self.sees.any(-1, keepdim=True), 0) * out * self.epsilon
-        return (shares.unsqueeze(-1) * steps).square().sum((1, 2)) / 3
+        sees = self.sees.any(-1)
+        steps = dout.double().where(sees.unsqueeze(-1), 0) * out * self.epsilon
+        of_rows = steps.square().sum(-1) / 3
+        if self.sinks is None:
+            return out.new_zeros(len(out)), of_rows.unsqueeze(-1)
+        shares = (self.sinks.double().unsqueeze(-1) - lse).exp().masked_fill(~sees, 0)
+        return (shares.square() * of_rows).sum(-1), ((1 - shares).square() * of_rows).unsqueeze(-1)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.q.dtype).float()

@@ -36,6 +36,8 @@ BIASES = {
     "keys": (True, False, False, True),
     "queries": (True, True, True, False),
     "heads": (False, True, False, False),
+    "pairs, all alike": (False, False, True, True),
+    "one number": (False, False, False, False),
     "some -inf": _ALL,
     "lowest": _ALL,
     "lowest, keys": (True, False, False, True),
@@ -165,6 +167,12 @@ class Given:
             rows = rows if of_entry.shape[1] > 1 else slice(0, pairs.shape[1])
             of_entry[:, rows, : pairs.shape[2]] |= pairs
         self.bias[~read] = torch.nan
+
+    def add_to_bias(self, whole: torch.Tensor, number: int, rows: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds the gradient of what is added to one sequence's scores to that of a bias."""
+        of_entry = whole[number // (self.size[0] // len(whole))]
+        part = part.sum_to_size([1 if n == 1 else m for n, m in zip(of_entry.shape, part.shape, strict=True)])
+        of_entry[:, rows if of_entry.shape[1] > 1 else slice(None), : part.shape[2]] += part
 
     def mask_of(self, number: int, rows: torch.Tensor) -> torch.Tensor:
         """(heads or 1, rows or 1, keys of the sequence)."""

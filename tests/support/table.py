@@ -336,6 +336,7 @@ class Call:
     arguments: dict
     places: list[Place]
     sequences: list[Sequence]
+    scores: Given
     offsets: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
 
     @property
@@ -500,7 +501,7 @@ def make_call(case: Case, device: torch.device) -> Call:
             given.changed(sequence, number, place.queries[1])
             for number, (sequence, place) in enumerate(zip(sequences, places, strict=True))
         ]
-    return Call(case, *tensors, arguments, places, sequences, offsets)
+    return Call(case, *tensors, arguments, places, sequences, given, offsets)
 
 
 def _layouts(case: Case) -> dict[str, Layout]:
@@ -602,15 +603,15 @@ def check_forward(kernel, case: Case) -> None:
 
 
 def check_gradients(kernel, case: Case) -> None:
-    """dq, dk, dv and dsinks of a case, or the sentence that refuses it."""
+    """dq, dk, dv, dsinks and dbias of a case, or the sentence that refuses it."""
     call = make_call(case, kernel.device)
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     leaves = [x.detach().requires_grad_() for x in call.inputs()]
     options = {"deterministic": True} if case.deterministic == "yes" else {}
-    if case.sinks != "none":
-        tensors["sinks"] = call.arguments["sinks"]
-        options["sinks"] = call.arguments["sinks"].detach().requires_grad_()
-    wanted = [*leaves, options["sinks"]] if "sinks" in options else leaves
+    others = [name for name in ("sinks", "bias") if getattr(case, name) != "none"]
+    tensors |= {name: call.arguments[name] for name in others}
+    options |= {name: call.arguments[name].detach().requires_grad_() for name in others}
+    wanted = leaves + [options[name] for name in others]
     if sentences := refusals(asdict(case), kernel.family):
         _assert_refused(sentences, lambda: call.results(leaves, kernel.family, **options))
         return
@@ -629,32 +630,39 @@ def check_gradients(kernel, case: Case) -> None:
         found = torch.autograd.grad(results[asked], wanted, incoming[asked])
     dout = torch.zeros_like(dout) if case.given == "dlse" else dout
     dlse = torch.zeros_like(dlse) if case.given == "dout" else dlse
-    for gradient, leaf in zip(found, wanted, strict=True):
-        _assert_alike(gradient, leaf, case)
+    for name, gradient, leaf in zip(tensors, found, wanted, strict=True):
+        _assert_alike(gradient, leaf, case, has_its_strides=name != "bias")
     oracle, yardstick, rounded = (
         {name: torch.zeros(x.shape, dtype=torch.float64, device=x.device) for name, x in tensors.items()}
         for _ in range(3)
     )
-    variance = 0
-    for place, sequence in zip(call.places, call.sequences, strict=True):
+    variances = {name: torch.zeros_like(oracle[name]) for name in others}
+    for number, (place, sequence) in enumerate(zip(call.places, call.sequences, strict=True)):
         given = place.taken(dout, "q"), place.taken(dlse, "q")
         computed = (
             sequence.gradients(*given, torch.float64),
             sequence.gradients(*given, call.q.dtype),
             sequence.gradients_of_rounded_out(*given),
         )
-        variance += sequence.chance_of_sinks(given[0]) if "sinks" in tensors else 0
+        of_sinks, of_bias = sequence.chances(given[0]) if others else (None, None)
+        if "sinks" in others:
+            variances["sinks"] += of_sinks
+        if "bias" in others and tensors["bias"].shape[3] == 1:  # else its gradient has many numbers
+            call.scores.add_to_bias(variances["bias"], number, place.queries[1], of_bias)
         for whole, parts in zip((oracle, yardstick, rounded), computed, strict=True):
-            for name, part in zip(whole, parts, strict=True):
+            for name, part in zip(whole, parts, strict=False):  # slopes alone have no gradient
                 if name == "sinks":
                     whole[name] += part
+                elif name == "bias":
+                    call.scores.add_to_bias(whole[name], number, place.queries[1], part)
                 else:
                     place.put(whole[name], name, part)
     for name, gradient in zip(oracle, found, strict=True):
-        ours, right = gradient if name == "sinks" else call.entries(gradient), oracle[name]
-        yard = _with_rounding(right, ours.dtype, yardstick[name], rounded[name])
-        if name == "sinks":  # one sum for each head, of which the error is chance
-            yard += 2 * variance.sqrt()
+        ours, right = gradient if name in others else call.entries(gradient), oracle[name]
+        dtype = call.q.dtype if name == "bias" else ours.dtype  # to which a bias of float32 is rounded
+        yard = _with_rounding(right, dtype, yardstick[name].to(dtype), rounded[name].to(dtype))
+        if name in others:  # a few sums, of which the error is chance
+            yard += 2 * variances[name].sqrt()
         assert_within_rule(f"d{name}", ours, yard, right, call.norms)
 
 
@@ -672,9 +680,9 @@ def _like_out(q: torch.Tensor, width: int) -> torch.Tensor:
     return torch.empty_permuted((*q.shape[:-1], width), (*order, q.dim() - 1), dtype=q.dtype, device=q.device)
 
 
-def _assert_alike(result: torch.Tensor, given: torch.Tensor, case: Case) -> None:
+def _assert_alike(result: torch.Tensor, given: torch.Tensor, case: Case, has_its_strides=True) -> None:
     assert (result.shape, result.dtype, result.device) == (given.shape, given.dtype, given.device)
-    if case.nested == "no":
+    if case.nested == "no" and has_its_strides:
         assert result.stride() == torch.empty_like(given).stride()
 
 

@@ -60,7 +60,7 @@ NARROW = {
     "MiMo V2 Flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", GROUPED | ROUTED | NARROW_SINKS),
 }
 ORACLES = {"sinks": "eager", "MiMo V2 Flash": "eager", "softcap": "reference"}  # else SDPA, which has neither
-# Whose biases of positions train, so that there are no gradients yet.
+# With biases of positions, which train.
 T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "dropout_rate": 0.0}
 BEIT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

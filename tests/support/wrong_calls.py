@@ -247,6 +247,15 @@ WRONG_PACKED = {
         "dropout_seed (2,), got (1, 2)",
     ),
 }
+# Of flash_cute::_bias_gradient, beside those of other operators of the backward.
+WRONG_BIAS_GRADIENTS = {
+    "no bias": (lambda t: {"bias": None}, "bias is None; a tensor is accepted"),
+    "a bias of float32": (lambda t: {"bias": t["bias"].float()}, "bias dtype of q, torch.bfloat16 float32"),
+    "a bias for heads of k": (lambda t: {"bias": t["bias"].expand(1, 2, 1, 1)}, "bias (1, 2, 1, 1)"),
+    "bias_scale is zero": (lambda t: {"bias_scale": 0.0}, "bias_scale is 0; a finite number > 0"),
+    "bias_scale is NaN": (lambda t: {"bias_scale": math.nan}, "bias_scale is nan; a finite number > 0"),
+    "bias_scale overflows float32": (lambda t: {"bias_scale": 1e300}, "bias_scale is 1e+300; finite"),
+}
 
 
 def assert_one_sentence(message: str, words: str, function: str = "forward") -> None:
