@@ -120,16 +120,15 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
 }
 
 Tensor bias_gradient_cuda(BackwardArguments const& arguments) {
-  AttentionProblem const problem = validate(arguments);
+  AttentionProblem const problem = validate_bias_gradient(arguments);
   AttentionArguments const& attention = arguments.attention;
-  require(attention.bias.has_value(), "bias is None; a tensor is accepted");
   Tensor const& bias = *attention.bias;
   int const device_index = attention.q.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   PairShape const shape{int(bias.size(0)), int(bias.size(1)), int(bias.size(2)), int(bias.size(3))};
   PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index), shape,
                                  /*are_weights=*/false);
-  Tensor const gradient = allocate("dbias", bias, bias.sizes(), bias.scalar_type());
+  Tensor gradient = allocate("dbias", bias, bias.sizes(), bias.scalar_type());
   if (!call.launches) {
     if (gradient.numel() > 0) torch::stable::zero_(gradient);
     return gradient;
