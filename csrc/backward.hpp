@@ -21,7 +21,7 @@ using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 BackwardResult backward_cuda(BackwardArguments const& arguments);
 
 // The gradient of the bias, contiguous, in its shape and type: of each number the sum over all pairs that it
-// is added to. What is needed, and deterministic, is not asked.
+// is added to. needs_dq, needs_dkv and deterministic say nothing of it.
 Tensor bias_gradient_cuda(BackwardArguments const& arguments);
 
 // JSON: what backward would run with these arguments. Nothing is launched.

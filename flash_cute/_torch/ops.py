@@ -200,24 +200,29 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        needed = dict(zip(("q", "k", "v", *ctx.call.names), ctx.needs_input_grad[1:], strict=True))
+        _, needs_dq, needs_dk, needs_dv, *others = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * (1 + len(needed))
+            return (None,) * (4 + len(others))
         out, lse, q, k, v, *lengths = ctx.saved_tensors
+        others = dict(zip(ctx.call.names, others, strict=True))
         tensors = dout, dlse, q, k, v, out, lse, *lengths
         # Only then may the gradients be differentiated.
         observed = torch.is_grad_enabled() or private.dual_levels_are_active()
-        needs_dq, needs_dsinks, found = needed["q"], needed.get("sinks", False), {}
-        if needs_dq or needed["k"] or needed["v"] or needs_dsinks:
+        dq = dk = dv = dsinks = dbias = None
+        if needs_dq or needs_dk or needs_dv or others.get("sinks"):
             # Kernels make one of these at least, also where dsinks alone is asked for.
-            needs_dkv = needed["k"] or needed["v"] or not needs_dq
+            needs = needs_dq, needs_dk or needs_dv or not needs_dq, others.get("sinks", False)
             run = _Gradients.apply if observed else _Gradients.forward
-            gradients = run(ctx.call, needs_dq, needs_dkv, needs_dsinks, *tensors)
-            found = dict(zip(("q", "k", "v", "sinks"), gradients, strict=True))
-        if needed.get("bias", False):
-            run = _BiasGradient.apply if observed else _BiasGradient.forward
-            found["bias"] = run(ctx.call, *tensors)
-        return None, *(found.get(name) if is_needed else None for name, is_needed in needed.items())
+            dq, dk, dv, dsinks = run(ctx.call, *needs, *tensors)
+        if others.get("bias"):
+            dbias = (_BiasGradient.apply if observed else _BiasGradient.forward)(ctx.call, *tensors)
+        asked = (dq, needs_dq), (dk, needs_dk), (dv, needs_dv)
+        found = {"sinks": dsinks, "bias": dbias}
+        return (
+            None,
+            *(gradient if is_needed else None for gradient, is_needed in asked),
+            *(found.get(name) if is_needed else None for name, is_needed in others.items()),
+        )
 
     @staticmethod
     def vmap(info, in_dims, call, *tensors):

@@ -409,7 +409,11 @@ def test_opcheck(kernel):
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph(problem):
     leaf = problem.bias.clone().requires_grad_()
-    problem.of_bias(leaf).backward()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        problem.of_bias(leaf).backward()
+    torch.cuda.current_stream().wait_stream(stream)
     leaf.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
