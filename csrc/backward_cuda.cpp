@@ -120,9 +120,8 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
 }
 
 Tensor bias_gradient_cuda(BackwardArguments const& arguments) {
-  AttentionProblem const problem = validate(arguments);
+  AttentionProblem const problem = validate_bias_gradient(arguments);
   AttentionArguments const& attention = arguments.attention;
-  require(attention.bias.has_value(), "bias is None; a tensor is accepted");
   Tensor const& bias = *attention.bias;
   int const device_index = attention.q.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
