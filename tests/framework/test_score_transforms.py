@@ -35,9 +35,19 @@ def all_of_them(device) -> dict[str, torch.Tensor | float]:
     return given | {"softcap": 5.0, "dropout_p": 0.3, "dropout_seed": torch.tensor(SEED, device=device)}
 
 
-def assert_close(results, expected) -> None:
+def assert_close(results, expected, **tolerance) -> None:
     for result, same in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, same)
+        torch.testing.assert_close(result, same, **tolerance)
+
+
+def is_deterministic(family: str | None) -> bool:
+    """May gradients of such calls be so? sm90 adds them up in any order, and refuses the option."""
+    return family != "sm90"
+
+
+def assert_close_gradients(family: str | None, results, expected) -> None:
+    tolerance = {} if is_deterministic(family) else {"rtol": 2e-2, "atol": 1e-2}
+    assert_close(results, expected, **tolerance)
 
 
 def gradients(function, inputs, *others) -> tuple[torch.Tensor, ...]:
@@ -203,8 +213,8 @@ def test_checkpoint_drops_the_same_again(kernel, use_reentrant, compiled):
     inputs = make_inputs(SHAPE, torch.bfloat16, kernel.device)
 
     def attend(q, k, v):
-        options = {"dropout_p": 0.5, "deterministic": True, "family": kernel.family}
-        return flash_cute.forward(q * 2, k, v, **options)
+        options = {"deterministic": is_deterministic(kernel.family), "family": kernel.family}
+        return flash_cute.forward(q * 2, k, v, dropout_p=0.5, **options)
 
     def again(*inputs):
         return checkpoint(attend, *inputs, use_reentrant=use_reentrant)
@@ -216,7 +226,7 @@ def test_checkpoint_drops_the_same_again(kernel, use_reentrant, compiled):
     for function in functions:
         torch.manual_seed(2)
         found.append(gradients(function, inputs))
-    assert_close(*found)
+    assert_close_gradients(kernel.family, *found)
 
 
 @pytest.mark.gpu
@@ -314,18 +324,22 @@ def test_what_is_finite_stays_so(kernel, dtype, number):
 
 def block(q, k, v, changes, family):
     """Attention between other operators, as in a model."""
-    out, lse = flash_cute.forward(q * 1.5, k, v, causal=True, deterministic=True, family=family, **changes)
+    options = {"causal": True, "deterministic": is_deterministic(family), "family": family}
+    out, lse = flash_cute.forward(q * 1.5, k, v, **options, **changes)
     return out * 2, lse + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_without_a_graph_break(kernel, backend, dtype):
+    if dtype == torch.float32 and kernel.family == "sm90":
+        pytest.skip("float32 has kernels of the family sm80 alone")
     inputs = make_inputs(SHAPE, dtype, kernel.device)
     others = all_of_them(kernel.device), kernel.family
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert_close(compiled(*inputs, *others), block(*inputs, *others))
-    assert_close(gradients(compiled, inputs, *others), gradients(block, inputs, *others))
+    found, expected = (gradients(function, inputs, *others) for function in (compiled, block))
+    assert_close_gradients(kernel.family, found, expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -391,7 +405,8 @@ def test_is_exported(kernel, strict):
     program = torch.export.export(Model(), inputs(4, 30, 50), strict=strict, dynamic_shapes=shapes)
     late = inputs(3, 41, 37)
     assert_close(program.module()(*late), Model()(*late))
-    assert_close(gradients(program.module(), late[:3], *late[3:]), gradients(Model(), late[:3], *late[3:]))
+    found, expected = (gradients(x, late[:3], *late[3:]) for x in (program.module(), Model()))
+    assert_close_gradients(kernel.family, found, expected)
 
 
 def test_an_exported_program_draws(kernel):
@@ -415,11 +430,12 @@ def test_opcheck(kernel):
     options["family"] = kernel.family
     ops = torch.ops.flash_cute
     leaves = [x.detach().requires_grad_() for x in inputs]
-    torch.library.opcheck(ops.forward.default, (*leaves, True), options | {"deterministic": True})
+    deterministic = {"deterministic": is_deterministic(kernel.family)}
+    torch.library.opcheck(ops.forward.default, (*leaves, True), options | deterministic)
     torch.library.opcheck(ops._forward.default, (*inputs, True), options)
     out, lse = ops._forward(*inputs, True, **options)
     arguments = out, lse, *inputs, out, lse, True
-    torch.library.opcheck(ops._backward.default, arguments, options | {"deterministic": True})
+    torch.library.opcheck(ops._backward.default, arguments, options | deterministic)
 
 
 # Nested tensors
