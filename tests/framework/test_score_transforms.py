@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import BATCHES, Shape, make_inputs, make_ragged
+from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +36,19 @@ def all_of_them(device) -> dict[str, torch.Tensor | float]:
     return given | {"softcap": 5.0, "dropout_p": 0.3, "dropout_seed": torch.tensor(SEED, device=device)}
 
 
-def assert_close(results, expected) -> None:
+def assert_close(results, expected, **tolerance) -> None:
     for result, same in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, same)
+        torch.testing.assert_close(result, same, **tolerance)
+
+
+def is_deterministic(family: str | None) -> bool:
+    """May gradients of such calls be so? sm90 adds them up in any order, and refuses the option."""
+    return family != "sm90"
+
+
+def assert_close_gradients(family: str | None, results, expected) -> None:
+    tolerance = {} if is_deterministic(family) else {"rtol": 2e-2, "atol": 1e-2}
+    assert_close(results, expected, **tolerance)
 
 
 def gradients(function, inputs, *others) -> tuple[torch.Tensor, ...]:
@@ -200,11 +211,16 @@ def test_seeds_are_drawn_from_torchs_generator(kernel):
     ids=["", "reentrant", "compiled"],
 )
 def test_checkpoint_drops_the_same_again(kernel, use_reentrant, compiled):
+    """And the same as without one.
+
+    Compiled by AOTAutograd on a GPU it would draw from generators that its graph keeps, which manual_seed
+    does not reach, unless PyTorch is asked for the numbers of eager calls.
+    """
     inputs = make_inputs(SHAPE, torch.bfloat16, kernel.device)
 
     def attend(q, k, v):
-        options = {"dropout_p": 0.5, "deterministic": True, "family": kernel.family}
-        return flash_cute.forward(q * 2, k, v, **options)
+        options = {"deterministic": is_deterministic(kernel.family), "family": kernel.family}
+        return flash_cute.forward(q * 2, k, v, dropout_p=0.5, **options)
 
     def again(*inputs):
         return checkpoint(attend, *inputs, use_reentrant=use_reentrant)
@@ -213,10 +229,35 @@ def test_checkpoint_drops_the_same_again(kernel, use_reentrant, compiled):
     if compiled:
         functions = [torch.compile(x, backend="aot_eager", fullgraph=True) for x in functions]
     found = []
-    for function in functions:
-        torch.manual_seed(2)
-        found.append(gradients(function, inputs))
-    assert_close(*found)
+    with inductor_config.patch(fallback_random=compiled):
+        for function in functions:
+            torch.manual_seed(2)
+            found.append(gradients(function, inputs))
+    assert_close_gradients(kernel.family, *found)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_checkpoints_drop_the_same_again(kernel, backend):
+    """In each call's backward what its forward dropped, by whatever generator, also after other calls."""
+    shape = Shape(2, 2, 2, 64, 64, 64)
+    q, k, _ = (x.requires_grad_() for x in make_inputs(shape, torch.bfloat16, kernel.device))
+    # out is what is left of the weights then, and dv, where dout is so, too, their transpose.
+    identity = torch.eye(64, dtype=q.dtype, device=q.device).repeat(2, 2, 1, 1)
+    v = identity.clone().requires_grad_()
+
+    def attend(q, k, v):
+        return flash_cute.attention(q * 2, k, v, dropout_p=0.5, family=kernel.family)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def again(*inputs):
+        return checkpoint(attend, *inputs, use_reentrant=False)
+
+    weights = [again(q, k, v) for _ in range(3)]
+    assert not torch.equal(weights[0], weights[1])
+    for out in (weights[1], weights[0], weights[2]):
+        assert 0.4 < (out == 0).double().mean() < 0.6
+        (dv,) = torch.autograd.grad(out, v, identity)
+        torch.testing.assert_close(dv, out.mT)
 
 
 @pytest.mark.gpu
@@ -314,18 +355,22 @@ def test_what_is_finite_stays_so(kernel, dtype, number):
 
 def block(q, k, v, changes, family):
     """Attention between other operators, as in a model."""
-    out, lse = flash_cute.forward(q * 1.5, k, v, causal=True, deterministic=True, family=family, **changes)
+    options = {"causal": True, "deterministic": is_deterministic(family), "family": family}
+    out, lse = flash_cute.forward(q * 1.5, k, v, **options, **changes)
     return out * 2, lse + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiles_without_a_graph_break(kernel, backend, dtype):
+    if dtype == torch.float32 and kernel.family == "sm90":
+        pytest.skip("float32 has kernels of the family sm80 alone")
     inputs = make_inputs(SHAPE, dtype, kernel.device)
     others = all_of_them(kernel.device), kernel.family
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     assert_close(compiled(*inputs, *others), block(*inputs, *others))
-    assert_close(gradients(compiled, inputs, *others), gradients(block, inputs, *others))
+    found, expected = (gradients(function, inputs, *others) for function in (compiled, block))
+    assert_close_gradients(kernel.family, found, expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -391,7 +436,8 @@ def test_is_exported(kernel, strict):
     program = torch.export.export(Model(), inputs(4, 30, 50), strict=strict, dynamic_shapes=shapes)
     late = inputs(3, 41, 37)
     assert_close(program.module()(*late), Model()(*late))
-    assert_close(gradients(program.module(), late[:3], *late[3:]), gradients(Model(), late[:3], *late[3:]))
+    found, expected = (gradients(x, late[:3], *late[3:]) for x in (program.module(), Model()))
+    assert_close_gradients(kernel.family, found, expected)
 
 
 def test_an_exported_program_draws(kernel):
@@ -415,11 +461,12 @@ def test_opcheck(kernel):
     options["family"] = kernel.family
     ops = torch.ops.flash_cute
     leaves = [x.detach().requires_grad_() for x in inputs]
-    torch.library.opcheck(ops.forward.default, (*leaves, True), options | {"deterministic": True})
+    deterministic = {"deterministic": is_deterministic(kernel.family)}
+    torch.library.opcheck(ops.forward.default, (*leaves, True), options | deterministic)
     torch.library.opcheck(ops._forward.default, (*inputs, True), options)
     out, lse = ops._forward(*inputs, True, **options)
     arguments = out, lse, *inputs, out, lse, True
-    torch.library.opcheck(ops._backward.default, arguments, options | {"deterministic": True})
+    torch.library.opcheck(ops._backward.default, arguments, options | deterministic)
 
 
 # Nested tensors
