@@ -20,6 +20,7 @@ BLOCK = 128  # rows and columns of a mask's blocks
 class Case:
     make: Callable[[Problem, torch.Generator], dict]  # our arguments; tensors on the generator's device
     head_dims: tuple[int, ...] = (64, 128)  # that benchmarks.scores measures
+    trains: bool = False  # has the bias a gradient, too?
 
 
 def _bias(problem: Problem, generator: torch.Generator) -> dict:
@@ -80,6 +81,7 @@ def _padding(problem: Problem, generator: torch.Generator) -> dict:
 CASES = {
     PLAIN: Case(lambda problem, generator: {}),
     "bias": Case(_bias),
+    "trained bias": Case(_bias, trains=True),
     "dropout": Case(_dropout),
     "softcap": Case(lambda problem, generator: {"softcap": SOFTCAP}, (64, 128, 256)),
     "alibi": Case(_alibi),

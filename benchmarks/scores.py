@@ -4,9 +4,9 @@
     python -m benchmarks.scores --no-flex --cases bias,dropout --lengths 4096 --by-length
 
 Times of the forward and of the gradients, in bursts. In each cell "plain" is our call that asks for nothing,
-and "ours" the case's. Peers are called by SDPA with one of its kernels, and FlexAttention, compiled, with its
-block mask made before; each where it takes the case. Rates count visible pairs. FlexAttention compiles for a
-minute or so in each cell.
+or of a bias that trains, the call with that bias as a constant, and "ours" the case's. Peers are called by
+SDPA with one of its kernels, and FlexAttention, compiled, with its block mask made before; each where it
+takes the case. Rates count visible pairs. FlexAttention compiles for a minute or so in each cell.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def forwards_of(problem: Problem, inputs, options: dict, family, peers: list[str
     ours = partial(flash_cute.attention, *inputs, problem.causal, family=family)
     # As users call it, each time with another seed, which ours draws.
     asked = {name: value for name, value in options.items() if name != "dropout_seed"}
-    makers = {PLAIN: lambda: ours} if options else {}
+    trained = (
+        {"bias": bias.detach()} if (bias := asked.get("bias")) is not None and bias.requires_grad else {}
+    )
+    makers = {PLAIN: lambda: partial(ours, **trained)} if options else {}
     makers[OURS] = lambda: partial(ours, **asked)
     attn_mask = changes.attn_mask_of(options, problem)
     for peer in peers:
@@ -95,7 +98,7 @@ def agrees(found: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
 
 
 def ways_of(forward: Callable, inputs, dout) -> Iterator[tuple[str, Callable, list[torch.Tensor]]]:
-    """Each way of a contender: its name, what is timed, and what that gives."""
+    """Each way of a contender: its name, what is timed, and what that gives. inputs: that have gradients."""
     out = attempt(forward)
     yield "forward", torch.no_grad()(forward), [out.detach()]
 
@@ -105,13 +108,19 @@ def ways_of(forward: Callable, inputs, dout) -> Iterator[tuple[str, Callable, li
     yield "backward", backward, list(attempt(backward))
 
 
-def prepare(makers: dict, inputs, dout, comparable: bool) -> tuple[dict[str, Callable], dict[str, str]]:
-    """({"name, way": what is timed}, {"name" or "name, way": why it is left out})."""
+def prepare(
+    makers: dict, inputs, trained, dout, comparable: bool
+) -> tuple[dict[str, Callable], dict[str, str]]:
+    """({"name, way": what is timed}, {"name" or "name, way": why it is left out}).
+
+    trained: what has a gradient beside inputs, but in the plain call.
+    """
     calls, first = {}, {}
     forwards, excluded = sifted(makers)
     for name, forward in forwards.items():
         try:
-            for way, call, found in ways_of(forward, inputs, dout):
+            with_gradient = inputs if name == PLAIN else [*inputs, *trained]
+            for way, call, found in ways_of(forward, with_gradient, dout):
                 if name == OURS:
                     first[way] = found
                 elif comparable and way in first and not agrees(found, first[way]):
@@ -129,8 +138,9 @@ def measure(case: str, problem: Problem, device, seconds: float, **contenders) -
     *inputs, dout = problem.inputs(device)
     inputs = [x.requires_grad_() for x in inputs]
     options = changes.drawn(case, problem, device)
+    trained = [options["bias"].requires_grad_()] if CASES[case].trains else []
     makers = forwards_of(problem, inputs, options, **contenders)
-    calls, excluded = prepare(makers, inputs, dout, comparable="dropout_p" not in options)
+    calls, excluded = prepare(makers, inputs, trained, dout, comparable="dropout_p" not in options)
     samples = timing.burst(calls, device, seconds)
     visible = changes.visible_share(options, problem)
 
