@@ -23,8 +23,9 @@ CUTE_DEVICE void hide_pairs(TableMask const& mask, int m_begin, int n_begin, Coo
     int const query = m_begin + get<0>(coords(row, 0)), first = n_begin + get<1>(coords(row, 0));
     auto key_of_column = [&](int col) { return first + get<1>(coords(0, col)) - get<1>(coords(0, 0)); };
     uint32_t seen = 0;
+    int const ranges = query < mask.seqlen_q ? mask.count : 0;
 #pragma unroll 1
-    for (int i = 0; i < mask.count; ++i) {
+    for (int i = 0; i < ranges; ++i) {
       KeyRange const range = mask.range(query, i);
       CUTE_UNROLL
       for (int col = 0; col < kColumns; ++col) {
@@ -270,22 +271,30 @@ struct PairBlock {
 };
 
 // Adds up a tile of sums, which lies in shared memory in rows of `stride`, over the dimensions that have one
-// number for all, and stores it, by kThreads threads.
-template <class Element, int kThreads, class Steps>
-CUTE_DEVICE void store_sums(Steps const& steps, float const* tile, int stride, int thread) {
+// number for all, and stores it. By kThreads threads, which sync() synchronises.
+template <class Element, int kThreads, class Steps, class Sync>
+CUTE_DEVICE void store_sums(Steps const& steps, float* tile, int stride, int thread, Sync const& sync) {
   PairParams const& params = steps.params;
   PairShape const& shape = params.shape;
+  if (shape.columns == 1) {
+    for (int row = thread / 32; row < Steps::kBlockM; row += kThreads / 32) {
+      float sum = 0;
+      for (int column = thread % 32; column < Steps::kTileN; column += 32) sum += tile[row * stride + column];
+      CUTE_UNROLL
+      for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      __syncwarp();
+      tile[row * stride] = sum;
+    }
+    sync();
+  }
   int const rows = smaller(Steps::kBlockM, shape.rows - steps.m_block * Steps::kBlockM),
             columns = smaller(Steps::kTileN, shape.columns - steps.n_block * Steps::kTileN);
   float const scale = params.are_weights ? 1.f : params.call.scores.bias_scale;
   int64_t const first = steps.first_value();
   for (int i = thread; i < rows * columns; i += kThreads) {
     int const row = i / columns, column = i - row * columns;
-    float sum = 0;
-    for (int m = row; m < (shape.rows == 1 ? Steps::kBlockM : row + 1); ++m) {
-      for (int n = column; n < (shape.columns == 1 ? Steps::kTileN : column + 1); ++n)
-        sum += tile[m * stride + n];
-    }
+    float sum = tile[row * stride + column];
+    for (int m = 1; shape.rows == 1 && m < Steps::kBlockM; ++m) sum += tile[m * stride + column];
     int64_t const at = first + int64_t(row) * shape.columns + column;
     if (params.parts) {
       params.parts[at] = sum;

@@ -15,8 +15,17 @@ struct alignas(16) PairStep {
   int m_begin, n_begin;
   int queries, keys;  // that count, of the sequence
   int key_begin;      // the row of key 0
-  bool is_full;       // every pair of the block counts and is seen
+  int is_full;        // does every pair of the block count, and is it seen?
 
+  // A copy that is in registers: the compiler might read its original again, which is written anew meanwhile.
+  CUTE_DEVICE PairStep kept() const {
+    PairStep step = *this;
+    for (int* const part : {&step.b, &step.head, &step.m_begin, &step.n_begin, &step.queries, &step.keys,
+                            &step.key_begin, &step.is_full}) {
+      asm volatile("" : "+r"(*part));
+    }
+    return step;
+  }
   // Sequences are not packed: their first query is row 0.
   CUTE_DEVICE ScorePlace place() const {
     return {.sequence = b,

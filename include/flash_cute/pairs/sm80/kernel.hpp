@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   for (int i = 0; i < size(values); ++i)
     sums[get<0>(cS(i)) * kStride + first_column + get<1>(cS(i))] = values(i);
   __syncthreads();
-  store_sums<Element, Traits::kThreads>(steps, sums, kStride, threadIdx.x);
+  store_sums<Element, Traits::kThreads>(steps, sums, kStride, threadIdx.x, [] { __syncthreads(); });
 }
 
 }  // namespace flash_cute

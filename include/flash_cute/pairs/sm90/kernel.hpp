@@ -150,7 +150,7 @@ struct PairConsumerSm90 {
     };
     while (true) {
       shared.ring.wait(at);
-      PairStep const step = shared.step_of_stage[at.stage];
+      PairStep const step = shared.step_of_stage[at.stage].kept();
       if (step.b == kNoSequence) {
         release(at);
         at.advance();
@@ -198,7 +198,7 @@ struct PairConsumerSm90 {
     CUTE_UNROLL
     for (int i = 0; i < size(values); ++i) shared.sums[get<0>(cS(i)) * kStride + get<1>(cS(i))] = values(i);
     sync();
-    store_sums<Element, kThreads>(steps, shared.sums, kStride, thread);
+    store_sums<Element, kThreads>(steps, shared.sums, kStride, thread, [] { sync(); });
     sync();
   }
 
