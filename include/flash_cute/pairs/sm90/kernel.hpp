@@ -133,13 +133,15 @@ struct PairConsumerSm90 {
       __syncwarp();  // the bias has arrived
       block.weigh(shared.tile, acc_s);
     };
-    // acc = A B^T over slices, the first of which has arrived; all but the last product are done then.
-    auto multiply = [&](int columns, auto& acc) {
+    // acc = A B^T over slices; all but the last product are done then. begun(): called when the first one has
+    // been issued.
+    auto multiply = [&](int columns, auto& acc, auto const& begun) {
       auto issue = [&](GMMA::ScaleOut scale) {
         shared.ring.wait(at);
         issue_product(scale, mma, tSrA(_, _, _, at.stage), tSrB(_, _, _, at.stage), acc);
       };
       issue(GMMA::ScaleOut::Zero);
+      begun();
       for (int column = Traits::kColumns; column < columns; column += Traits::kColumns) {
         auto const before = at;
         at.advance();
@@ -160,7 +162,7 @@ struct PairConsumerSm90 {
                                                                                     cS);
       // (1) S = Q K^T
       Tensor acc_s = partition_fragment_C(mma, TileS{});
-      multiply(params.call.shape.head_dim, acc_s);
+      multiply(params.call.shape.head_dim, acc_s, [] {});
       auto const last_of_s = at;
       at.advance();
       if (!params.has_dp()) {
@@ -178,9 +180,10 @@ struct PairConsumerSm90 {
       }
       // (2) dP = dO V^T
       Tensor acc_dp = partition_fragment_C(mma, TileS{});
-      multiply(params.call.shape.head_dim_v, acc_dp);
-      wait_products<1>(acc_s);
-      release(last_of_s);
+      multiply(params.call.shape.head_dim_v, acc_dp, [&] {
+        wait_products<1>(acc_s);
+        release(last_of_s);
+      });
       // (3) P = exp2(S c - LSE)
       weigh(block, acc_s);
       wait_products<0>(acc_dp);
@@ -189,6 +192,7 @@ struct PairConsumerSm90 {
       // (5) dS = P (dP - delta)
       block.add_gradients(acc_s, acc_dp, values);
     }
+    cp_async_wait<0>();  // for the bias of a tile without a step, too
     if (steps.stores_values()) {
       shared.tile.template store<Traits::kTileN>(steps, first_row, 0, cS, values);
       return;
