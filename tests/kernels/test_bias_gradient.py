@@ -94,6 +94,7 @@ def test_what_is_hidden_has_a_gradient_of_0(kernel, kind, garbage):
     """
     device = kernel.device
     of_keys = garbage if kernel.family is None or kind == "lengths" else 300
+    of_queries = 300 if kernel.family and kind == "bias" else garbage  # whose scores it is added to
     tensors, given = problem(device)
     seen = torch.ones(4, 4, 130, 200, dtype=torch.bool, device=device)
     seen[:, :, 30:50] = False
@@ -116,8 +117,9 @@ def test_what_is_hidden_has_a_gradient_of_0(kernel, kind, garbage):
         options |= {"seqused_q": used_q, "seqused_k": used_k, "leftpad_k": int32([5] * 4, device)}
     blind, unseen = ~seen.any(-1), ~seen.any(2).unflatten(1, (2, 2)).any(2)
     results = []
-    for hidden, hidden_key in ((0, 0), (garbage, of_keys)):
-        for x in (tensors[0], *given):
+    for hidden, hidden_query, hidden_key in ((0, 0, 0), (garbage, of_queries, of_keys)):
+        tensors[0][blind] = hidden_query
+        for x in given:
             x[blind] = hidden
         for x in tensors[1:]:
             x[unseen] = hidden_key
