@@ -161,11 +161,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     block.add_gradients(acc_s, acc_dp, values);
   }
 
+  cp_async_wait<0>();  // also for the bias, where there was no step
   if (steps.stores_values()) {
     shared.tile.template store<kGroupKeys>(steps, first_row, first_column, cS, values);
     return;
   }
-  cp_async_wait<0>();
   __syncthreads();
   constexpr int kStride = Traits::kSumsStride;
   auto* const sums = reinterpret_cast<float*>(shared.slices);

@@ -189,6 +189,7 @@ struct PairConsumerSm90 {
       // (5) dS = P (dP - delta)
       block.add_gradients(acc_s, acc_dp, values);
     }
+    cp_async_wait<0>();  // also for the bias, where there was no step
     if (steps.stores_values()) {
       shared.tile.template store<Traits::kTileN>(steps, first_row, 0, cS, values);
       return;
