@@ -24,6 +24,10 @@ BackwardResult backward_cuda(BackwardArguments const& arguments);
 // is added to. needs_dq, needs_dkv and deterministic say nothing of it.
 Tensor bias_gradient_cuda(BackwardArguments const& arguments);
 
+// softmax(scores) of all pairs, before dropout, (batch, heads_q, seqlen_q, seqlen_k), of q's type and
+// contiguous; 0 where a pair is hidden. Of the arguments it reads q, k, lse and what says which scores.
+Tensor weights_cuda(BackwardArguments const& arguments);
+
 // JSON: what backward would run with these arguments. Nothing is launched.
 std::string backward_plan_cuda(BackwardArguments const& arguments);
 std::string backward_plan_cpu(BackwardArguments const& arguments);
@@ -32,5 +36,7 @@ std::string backward_plan_cpu(BackwardArguments const& arguments);
 AttentionProblem validate(BackwardArguments const& arguments);
 // Throws without a bias, too.
 AttentionProblem validate_bias_gradient(BackwardArguments const& arguments);
+// Of lse alone beside the forward's.
+AttentionProblem validate_weights(BackwardArguments const& arguments);
 
 }  // namespace flash_cute

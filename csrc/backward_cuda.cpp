@@ -141,6 +141,37 @@ Tensor bias_gradient_cuda(BackwardArguments const& arguments) {
   return gradient;
 }
 
+Tensor weights_cuda(BackwardArguments const& arguments) {
+  AttentionProblem const problem = validate_weights(arguments);
+  AttentionArguments const& attention = arguments.attention;
+  Tensor const& q_whole = attention.q;
+  int const device_index = q_whole.get_device_index();
+  torch::stable::accelerator::DeviceGuard const guard(device_index);
+  ProblemShape const& of = problem.shape;
+  PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index),
+                                 {of.batch, of.heads_q, of.seqlen_q, of.seqlen_k}, /*are_weights=*/true);
+  std::array<int64_t, 4> const sizes{of.batch, of.heads_q, of.seqlen_q, of.seqlen_k};
+  Tensor weights = allocate("the weights", q_whole, {sizes.data(), sizes.size()}, q_whole.scalar_type());
+  if (!call.launches) {
+    if (weights.numel() > 0) torch::stable::zero_(weights);
+    return weights;
+  }
+  BackwardParams& params = call.params.call;
+  Readable const q = readable("a copy of q", q_whole, /*varlen=*/false),
+                 k = readable("a copy of k", attention.k, /*varlen=*/false);
+  Tensor const lse = as_contiguous("a copy of lse", arguments.lse);
+  ScoreTensors const scores(attention, /*takes_bias_tiles=*/false, params.pair_mask, params.scores);
+  params.q = q.view();
+  params.k = k.view();
+  params.lse = static_cast<float const*>(lse.const_data_ptr());
+  if (attention.ranges) params.ranges = range_params(attention.ranges);
+  call.params.values = weights.mutable_data_ptr();
+  Tensor workspace =
+      allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
+  call.run(workspace.mutable_data_ptr(), current_stream(device_index));
+  return weights;
+}
+
 // The regions of the workspace and their bytes.
 std::string regions_of(BackwardCall const& call) {
   JsonObject regions;
@@ -194,6 +225,7 @@ namespace flash_cute {
 
 BackwardResult backward_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 Tensor bias_gradient_cuda(BackwardArguments const&) { refuse_gpu("q"); }
+Tensor weights_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 std::string backward_plan_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 
 }  // namespace flash_cute

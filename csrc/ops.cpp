@@ -43,10 +43,11 @@ struct TracedCall {
 };
 
 // Kinds of operators, and the offsets that each takes: none, those of q at least, or what is given.
-enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kBiasGradient, kPlan, kTraced };
+enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kBiasGradient, kWeights, kPlan, kTraced };
 enum Offsets { kPadded, kPacked, kEither };
 // Is a forward's result, and its gradient, among the arguments?
 constexpr bool has_results(Kind kind) { return kind == kBackward || kind == kBiasGradient; }
+constexpr bool is_of_pairs(Kind kind) { return kind == kBiasGradient || kind == kWeights; }
 
 template <Kind kind>
 using CallOf = std::conditional_t<kind == kTraced, TracedCall, Call>;
@@ -60,6 +61,7 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   if constexpr (has_results(kind)) next("Tensor? dout, Tensor? dlse, ", call.dout, call.dlse);
   next("Tensor q, Tensor k, Tensor v, ", of.q, of.k, of.v);
   if constexpr (has_results(kind)) next("Tensor out, Tensor lse, ", call.out, call.lse);
+  if constexpr (kind == kWeights) next("Tensor lse, ", call.lse);
   if constexpr (kind == kForwardInto) next("Tensor(a!) out, ", of.out.emplace(kUnread));
   if constexpr (kind == kCheckInto) next("Tensor out, ", of.out.emplace(kUnread));
   if constexpr (kind == kTraced) {
@@ -77,7 +79,7 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   next("Tensor? leftpad_k=None, Tensor? sinks=None, ", leftpad_k, of.sinks);
   if constexpr (kind == kBackward) {
     next("bool needs_dq=True, bool needs_dkv=True, ", call.needs_dq, call.needs_dkv);
-  } else if constexpr (kind != kBiasGradient) {
+  } else if constexpr (!is_of_pairs(kind)) {
     next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
   }
   next("Tensor? ranges=None, Tensor? mask=None, Tensor? bias=None, ", of.ranges, of.mask, of.bias);
@@ -147,8 +149,9 @@ Tensor lse_of_forward(AttentionArguments const& arguments) { return std::get<1>(
 void check_forward(AttentionArguments const& arguments) { validate(arguments); }
 void check_backward(BackwardArguments const& arguments) { validate(arguments); }
 void check_bias_gradient(BackwardArguments const& arguments) { validate_bias_gradient(arguments); }
+void check_weights(BackwardArguments const& arguments) { validate_weights(arguments); }
 
-// The checks of a call, of the backward if it has an lse.
+// The checks of a call, of the backward if it has out and lse, of weights if it has an lse alone.
 void check_traced(TracedCall const& call) {
   auto const& [q_sizes, k_sizes, v_sizes, options, lengths_sizes, ranges_sizes, sinks_sizes, mask, bias,
                alibi_slopes, dropout_seed] = call.attention;
@@ -181,9 +184,10 @@ void check_traced(TracedCall const& call) {
     if (call.results[i]) results[i].emplace(operand(kBackwardNames[i], *call.results[i]));
   }
   auto const& [out, lse, dout, dlse] = results;
-  if (!out) return;
+  if (!out && !lse) return;
   if (!lse) return validate_out(q, v, *out);
   validate_keys_of_backward(problem);
+  if (!out) return validate_results(q, v, problem.packed, results);
   validate_backward(q, v, problem.packed, results);
 }
 
@@ -199,6 +203,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   define<kForwardInto, kEither>(library, "_forward_out", "Tensor");
   define<kBackward, kPadded>(library, "_backward", gradients);
   define<kBiasGradient, kPadded>(library, "_bias_gradient", "(Tensor dbias)");
+  define<kWeights, kPadded>(library, "_weights", "Tensor");
   define<kPublicForward, kPacked>(library, "forward_varlen", results);
   define<kForward, kPacked>(library, "_forward_varlen", results);
   define<kBackward, kPacked>(library, "_backward_varlen", gradients);
@@ -210,6 +215,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   define<kCheckInto, kEither>(library, "_forward_out_cpu", "()");
   define<kBackward, kPadded>(library, "_backward_cpu", "()");
   define<kBiasGradient, kPadded>(library, "_bias_gradient_cpu", "()");
+  define<kWeights, kPadded>(library, "_weights_cpu", "()");
   define<kBackward, kPacked>(library, "_backward_varlen_cpu", "()");
 }
 
@@ -219,6 +225,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {
   library.impl("_forward_out", boxed<kForwardInto, kEither, lse_of_forward>);
   library.impl("_backward", boxed<kBackward, kPadded, backward_cuda>);
   library.impl("_bias_gradient", boxed<kBiasGradient, kPadded, bias_gradient_cuda>);
+  library.impl("_weights", boxed<kWeights, kPadded, weights_cuda>);
   library.impl("_backward_varlen", boxed<kBackward, kPacked, backward_cuda>);
   library.impl("plan", boxed<kPlan, kEither, plan<plan_cuda, backward_plan_cuda>>);
 }
@@ -231,6 +238,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CPU, library) {
   library.impl("_forward_out_cpu", boxed<kCheckInto, kEither, check_forward>);
   library.impl("_backward_cpu", boxed<kBackward, kPadded, check_backward>);
   library.impl("_bias_gradient_cpu", boxed<kBiasGradient, kPadded, check_bias_gradient>);
+  library.impl("_weights_cpu", boxed<kWeights, kPadded, check_weights>);
   library.impl("_backward_varlen_cpu", boxed<kBackward, kPacked, check_backward>);
   library.impl("plan", boxed<kPlan, kEither, plan<plan_cpu, backward_plan_cpu>>);
 }

@@ -418,6 +418,16 @@ AttentionProblem validate_bias_gradient(BackwardArguments const& arguments) {
   return validate(arguments);
 }
 
+AttentionProblem validate_weights(BackwardArguments const& arguments) {
+  AttentionProblem const problem = validate(arguments.attention);
+  validate_keys_of_backward(problem);
+  Operand const lse = operand("lse", arguments.lse);
+  validate_results(operand("q", arguments.attention.q), operand("v", arguments.attention.v), problem.packed,
+                   {std::nullopt, lse});
+  require_stored(lse, arguments.lse);
+  return problem;
+}
+
 void validate_keys_of_backward(AttentionProblem const& problem) {
   ProblemShape const& shape = problem.shape;
   require_rows("k", problem.packed ? 1 : shape.batch, shape.heads_q, shape.seqlen_k);
@@ -425,6 +435,10 @@ void validate_keys_of_backward(AttentionProblem const& problem) {
 
 void validate_backward(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands) {
   require(operands[2] || operands[3], "neither dout nor dlse is given; at least one of them is needed");
+  validate_results(q, v, packed, operands);
+}
+
+void validate_results(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands) {
   auto const& sizes = q.sizes;
   std::array<int64_t, 3> rows{sizes[0], sizes[1], sizes[2]};
   if (packed) rows = {sizes[1], sizes[0]};

@@ -96,6 +96,8 @@ void validate_sinks(Operand const& q, Operand const& sinks);
 void validate_keys_of_backward(AttentionProblem const& problem);
 
 // Throws if these do not belong to q and v, packed or not.
+void validate_results(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands);
+// Likewise, and if there is neither dout nor dlse.
 void validate_backward(Operand const& q, Operand const& v, bool packed, BackwardOperands const& operands);
 
 }  // namespace flash_cute

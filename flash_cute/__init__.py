@@ -3,9 +3,10 @@
     out, lse = flash_cute.forward(q, k, v, causal=True)
 
 forward and attention compute, forward_varlen and attention_varlen the same of packed sequences, append_kv
-writes new keys and values into a cache, merge makes one result of those for parts of the keys, softmax the
-probabilities alone, dropout_mask tells which weights dropout keeps, supported and explain with what a call
-runs, flash_cute.masks says which keys queries see, flash_cute.reference checks. These are for PyTorch,
+writes new keys and values into a cache, merge makes one result of those for parts of the keys,
+attention_weights computes the probabilities of a call, softmax those of scores that there are, softmax_matmul
+these times v, dropout_mask tells which weights dropout keeps, supported and explain with what a call runs,
+flash_cute.masks says which keys queries see, flash_cute.reference checks. These are for PyTorch,
 flash_cute.jax is for JAX. flash_cute.integrations and flash_cute.compat, to be imported by themselves, are
 faces under other names.
 
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
     from flash_cute.explanation import explain, supported
     from flash_cute.kv_cache import append_kv
     from flash_cute.merging import merge
+    from flash_cute.softmax_matmul_op import softmax_matmul
     from flash_cute.softmax_op import softmax
+    from flash_cute.weights import attention_weights
 
 __version__ = "0.1.0"
 __all__ = [
     "append_kv",
     "attention",
     "attention_varlen",
+    "attention_weights",
     "dropout_mask",
     "explain",
     "forward",
@@ -44,6 +48,7 @@ __all__ = [
     "merge",
     "reference",
     "softmax",
+    "softmax_matmul",
     "supported",
 ]
 
@@ -53,6 +58,7 @@ def _load_torch_face() -> None:
     # A module with the name of a function would take its place when it is imported.
     modules = {"append_kv": "kv_cache", "merge": "merging", "softmax": "softmax_op"}
     modules |= {"dropout_mask": "dropout", "explain": "explanation", "supported": "explanation"}
+    modules |= {"attention_weights": "weights", "softmax_matmul": "softmax_matmul_op"}
     modules |= {"masks": None, "reference": None}
     for name in __all__:
         module = modules.get(name, "dot_product_attention")

@@ -57,6 +57,38 @@ class OptionsAndOut(Options, total=False):
     out: torch.Tensor | None
 
 
+class WeightsOptions(TypedDict, total=False):
+    """Those of attention_weights."""
+
+    window: Window
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    leftpad_k: torch.Tensor | None
+    ranges: torch.Tensor | None
+    family: str | None
+    sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    softcap: float
+    precision: str | None
+
+
+class MatmulOptions(TypedDict, total=False):
+    """Those of softmax_matmul."""
+
+    window: Window
+    mask: torch.Tensor | None
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    leftpad_k: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+    deterministic: bool
+    family: str | None
+    precision: str | None
+
+
 DEFAULTS = {"bool": False, "float": 0.0}  # by annotation
 
 
@@ -102,6 +134,11 @@ def _read_number(name: str, option: str, value: object, passed: dict[str, Any]) 
         passed[option] = value
 
 
+def _read_scale(name: str, option: str, value: object, passed: dict[str, Any]) -> None:
+    require_number(f"flash_cute.{name}", option, value, "a number")
+    passed["bias_scale"] = float(value)
+
+
 def _read_window(name: str, option: str, value: Window, passed: dict[str, Any]) -> None:
     limits = value if isinstance(value, (tuple, list)) else (value, value)
     if len(limits) != 2 or not all(limit is None or _is_integer(limit) for limit in limits):
@@ -143,4 +180,5 @@ READERS = {
     "softcap": _read_number,
     "dropout_p": _read_number,
     "precision": _read_precision,
+    "scale": _read_scale,
 }

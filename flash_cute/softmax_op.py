@@ -55,7 +55,7 @@ def softmax(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"flash_cute.softmax: x is {type(x).__name__}; a tensor is accepted")
-    _check_dense("x", x)
+    checks.require_dense("flash_cute.softmax", x=x)
     require_bool("flash_cute.softmax", "causal", causal)
     require_number("flash_cute.softmax", "scale", scale, "a number")
     if not 0 < scale <= torch.finfo(torch.float32).max:
@@ -66,7 +66,7 @@ def softmax(
                 f"flash_cute.softmax: {name} is {type(length).__name__}; a tensor or None is accepted"
             )
         if length is not None:
-            _check_dense(name, length)
+            checks.require_dense("flash_cute.softmax", **{name: length})
     if torch.compiler.is_compiling():  # dynamo can't look below the wrappers of a transform
         run = torch.ops.flash_cute.softmax.default
     else:
@@ -78,12 +78,6 @@ def softmax(
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         accepted = checks.accepted_beside_lengths("torch.float32, torch.float16 and torch.bfloat16 are")
         raise checks.named(error, "flash_cute.softmax", tensors, accepted) from None
-
-
-def _check_dense(name: str, x: torch.Tensor) -> None:
-    if x.is_nested or x.layout != torch.strided or x.is_quantized:
-        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
-        raise ValueError(f"flash_cute.softmax: {name} is {kind}; dense tensors are accepted")
 
 
 def _composite(x, scale=1.0, causal=False, seqused_k=None, leftpad_k=None):

@@ -33,6 +33,12 @@ def bias_gradient(*args, **options):
     return _bias_gradient(*args, **options)
 
 
+def weights(*args, **options):
+    """flash_cute::_weights: softmax of the scores, of q's type, (batch, heads, queries, keys)."""
+    _ops._weights_cpu.default(*args, **options)
+    return _weights(*args, **options)
+
+
 def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None,
               seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None, needs_dq=True, needs_dkv=True,
               ranges=None, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0,
@@ -88,6 +94,21 @@ def _bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, seqused_q=Non
         of_entry = dbias[number // (len(q) // len(bias))]
         scores.add_bias_gradient(of_entry, *tensors, *window, seen, own)
     return dbias.to(bias.dtype)
+
+
+def _weights(q, k, v, lse, causal=False, *, seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None,
+             ranges=None, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0,
+             bias_scale=1.0, dropout_p=0.0, **options) -> torch.Tensor:  # fmt: skip
+    window = scale_and_window(q, causal, **options)
+    changed = Scores.of(mask, bias, alibi_slopes, None, softcap, bias_scale) or Scores()
+    result = q.new_zeros(*q.shape[:3], k.shape[2])
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
+    for number, (queries, keys, first) in enumerate(places(q, k, **lengths)):
+        seen = key_ranges.of_sequence(ranges, queries, first)
+        own = changed.of_sequence(number, len(q), first, k[keys].shape[2], k.shape[2])
+        found = result[(*queries, keys[2])]
+        scores.write_weights(found, q[queries], lse[queries], k[keys], *window, seen, own)
+    return result
 
 
 def _gradients(

@@ -185,6 +185,15 @@ def add_bias_gradient(
         part.add_(of_scores.sum_to_size(part.shape), alpha=scores.bias_scale)
 
 
+def write_weights(weights, q, lse, k, softmax_scale, window_left, window_right, ranges, scores: Scores):
+    """Of one sequence, where these are not 0."""
+    window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
+    lse = lse[0].where(lse[0].isfinite(), torch.nan)
+    for block in _blocks(q[0], k[0].float(), softmax_scale, window, ranges, scores):
+        of_block = _weights(block.scores, lse[:, block.rows]).masked_fill_(block.hidden, 0)
+        weights[0][:, block.rows, block.keys] = of_block
+
+
 def _gradients(dout, dlse, q, out, lse, k, v, softmax_scale: float, window: Window, ranges, scores: Scores):
     """Of each block: dout, as its q, the weights that dropout leaves, and the gradient of its scores."""
     lse = lse.where(lse.isfinite(), torch.nan)  # softmax of an infinite score is NaN

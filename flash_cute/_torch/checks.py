@@ -39,6 +39,14 @@ def require_stored(function: str, **tensors: object) -> None:
             )
 
 
+def require_dense(face: str, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that has no strides to be read by."""
+    for name, x in tensors.items():
+        if x.is_nested or x.layout != torch.strided or x.is_quantized:
+            kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
+            raise ValueError(f"{face}: {name} is {kind}; dense tensors are accepted")
+
+
 def named(
     error: Exception, face: str, tensors: dict[str, torch.Tensor], accepted: Callable[[str], str]
 ) -> Exception:

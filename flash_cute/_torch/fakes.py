@@ -25,7 +25,7 @@ def register(op: torch._ops.OpOverload, fake: Callable) -> None:
 def check(q, k, v, causal=False, *, window_left=None, window_right=None, **options):
     """The checks of a call, by what is known while it is traced; options may have tensors of OPERANDS.
 
-    With out it is a call that writes into it, with lse, too, one of the backward.
+    With out it is a call that writes into it, with lse, too, one of the backward, with that alone of weights.
     """
     given = {name: options.pop(name, None) for name in (*OPERANDS, *RESULTS)}
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -86,6 +86,11 @@ def bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, bias=None, **o
         raise RuntimeError(f"{OURS}bias is None; a tensor is accepted")
     check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, bias=bias, **options)
     return bias.new_empty(bias.shape)
+
+
+def weights(q, k, v, lse, causal=False, **options):
+    check(q, k, v, causal, lse=lse, **options)
+    return q.new_empty((*q.shape[:3], k.shape[2]))
 
 
 def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, causal=False, **options):

@@ -40,6 +40,7 @@ _forward_out = torch.ops.flash_cute._forward_out.default
 _backward = torch.ops.flash_cute._backward.default
 _backward_varlen = torch.ops.flash_cute._backward_varlen.default
 _bias_gradient = torch.ops.flash_cute._bias_gradient.default
+_weights = torch.ops.flash_cute._weights.default
 compiled = torch.ops.flash_cute.compiled.default
 
 
@@ -66,6 +67,15 @@ def forward_into(q, k, v, lengths, options, out):
     refuse_gradients("with out", q=q, k=k, v=v, out=out, **differentiable)
     _refuse_gradients_of_slopes(lengths)
     return out, _forward_out(q, k, v, out, **lengths, **options)
+
+
+def weights(q, k, v, lengths, options):
+    """softmax of the scores, without gradients: of a forward by its LSE. v has any columns."""
+    q, k, v, lengths = cast(q, k, v, lengths)
+    differentiable = {name: lengths.get(name) for name in ("sinks", "bias", "alibi_slopes")}
+    refuse_gradients("of weights", q=q, k=k, **differentiable)
+    _, lse = _forward(q, k, v, **lengths, **options)
+    return _weights(q, k, v, lse, **lengths, **options)
 
 
 def plan(q, k, v, lengths, options, backward=False) -> str:
@@ -279,6 +289,7 @@ for _op, _kernel, _rule in (
     (_backward, cpu_backward.backward, vmap.into_batch),
     (_backward_varlen, cpu_backward.backward_varlen, vmap.refuse_packed),
     (_bias_gradient, cpu_backward.bias_gradient, vmap.bias_gradient),
+    (_weights, cpu_backward.weights, vmap.weights),
 ):
     library.impl(_op.name(), without_autocast(_kernel), "CPU")
     fakes.register(_op, getattr(fakes, _kernel.__name__))

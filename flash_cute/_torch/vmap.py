@@ -87,6 +87,12 @@ def bias_gradient(op, info, in_dims, tensors, options):
     return dbias, dim
 
 
+def weights(op, info, in_dims, tensors, options):
+    """into_batch of _weights."""
+    (found,), (dim,) = into_batch(lambda **given: (op(**given),), info, in_dims, tensors, options)
+    return found, dim
+
+
 def _folded_by_entry(name: str, tensor: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
     """Ranges, masks and biases of all calls: an entry for each sequence, or one for those that share it.
 

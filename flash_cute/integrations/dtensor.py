@@ -37,6 +37,7 @@ OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = priva
 RESULTS = dict.fromkeys((ops._forward, ops._forward_varlen), ("out", "lse"))
 RESULTS |= dict.fromkeys((ops._backward, ops._backward_varlen), ("dq", "dk", "dv", "dsinks"))
 RESULTS[ops._bias_gradient] = ("dbias",)
+RESULTS[ops._weights] = ("weights",)
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 Placements = dict[str, Placement]  # of each tensor of a call, by its name
 
