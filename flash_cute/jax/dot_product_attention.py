@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from flash_cute._cpu.sinks import with_sinks
@@ -249,35 +248,29 @@ class Options(NamedTuple):
 
 def attend(query, key, value, given, options):
     """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q)."""
-    return _attend_alike(*shards.alike((query, key, value, given)), options)
+    # Outside jit, which leaves out what is not used, no other array has a gradient.
+    of_bias = isinstance(given.bias, jax.core.Tracer)
+    return _attend_alike(*shards.alike((query, key, value, given)), options, of_bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_alike(query, key, value, given, options):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend_alike(query, key, value, given, options, of_bias):
     return _forward(query, key, value, given, options)
 
 
-def _attend_forward(query, key, value, given, options):
-    has_bias_gradient = given.bias is not None and given.bias.perturbed
-    query, key, value, given = jax.tree.map(lambda x: x.value, (query, key, value, given))
-    out, lse = _attend_alike(query, key, value, given, options)
-    return (out, lse), (query, key, value, given, out, lse, () if has_bias_gradient else None)
+def _attend_forward(query, key, value, given, options, of_bias):
+    out, lse = _attend_alike(query, key, value, given, options, of_bias)
+    return (out, lse), (query, key, value, given, out, lse)
 
 
-def _attend_backward(options, kept, gradients):
-    *kept, has_bias_gradient = kept
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in gradients)
-    dout = jnp.zeros_like(kept[-2]) if dout is None else dout
+def _attend_backward(options, of_bias, kept, gradients):
+    dout, dlse = gradients
     operands = dout, dlse if options.gives_lse else None, *kept
-    of_given = None
-    if has_bias_gradient is not None:
-        (dbias,) = _bias_gradient(operands, options)
-        of_given = Given(bias=dbias)
+    of_given = Given(bias=_bias_gradient(operands, options)[0]) if of_bias else None
     return *_gradients(operands, options), of_given
 
 
-# symbolic_zeros: whether a gradient of the bias is asked for. Only then is there one.
-_attend_alike.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend_alike.defvjp(_attend_forward, _attend_backward)
 
 
 def in_shards(compute, query, key, value, given):
