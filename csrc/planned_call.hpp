@@ -75,5 +75,7 @@ FLASH_CUTE_API PairCall plan_pair_call(AttentionProblem const& problem, LengthPa
 // times as many hold that of n times the batch.
 FLASH_CUTE_API int64_t forward_workspace(AttentionProblem const& problem);
 FLASH_CUTE_API int64_t backward_workspace(AttentionProblem const& problem, bool deterministic);
+FLASH_CUTE_API int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape,
+                                      bool are_weights);
 
 }  // namespace flash_cute

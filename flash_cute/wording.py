@@ -130,7 +130,7 @@ def misnamed(face: str, name: str, arguments: tuple[str, ...]) -> str:
             return f"{sentence}; did you mean {meant}?"
     if name in _ABSENT:
         return f"{sentence}, as there is no {_ABSENT[name]}; did you mean to leave it out?"
-    if name == "attn_mask" and "dropout_seed" in arguments:  # of a face that takes all of SDPA's
+    if name == "attn_mask" and "bias" in arguments:  # of a face that takes all of SDPA's
         return f"{sentence}; did you mean mask, where True is seen, or bias, which is added to scores?"
     if name in _MASKS and "ranges" in arguments:
         return f"{sentence}; did you mean ranges, which flash_cute.masks.{_MASKS[name]} makes?"

@@ -109,11 +109,25 @@ Params make_params(AttentionProblem const& problem, LengthParams const& lengths,
   return params;
 }
 
+PairEntry find_pair_kernel(Family family, ElementType element, HeadDims) {
+  return pair_kernel(family, element);
+}
+
+// The kernel asks a sequence for its lengths, whatever the call is. params: of make_params.
+PairParams pair_params(AttentionProblem const& problem, BackwardParams params, LengthParams const& lengths,
+                       PairShape const& shape, bool are_weights) {
+  params.shape.seqlen_k = problem.shape.seqlen_k;
+  params.lengths = lengths;
+  params.lengths.given = true;
+  params.softmax_scale = problem.softmax_scale;
+  return {.call = params, .shape = shape, .values = nullptr, .are_weights = are_weights};
+}
+
 bool is_empty(ProblemShape const& shape) {
   return shape.seqlen_k == 0 || shape.seqlen_q == 0 || shape.heads_q == 0 || shape.batch == 0;
 }
 
-// The largest result of bytes(its kernel's family and head dim, params, mask) over all GPUs.
+// The largest result of bytes(its kernel, params, mask) over all GPUs.
 template <class Params, class Find, class Bytes>
 int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
   int64_t most = 0;
@@ -126,8 +140,7 @@ int64_t largest(AttentionProblem const& problem, Find&& find, Bytes&& bytes) {
       for (int multiprocessors = 1; multiprocessors <= largest_gpu; ++multiprocessors) {
         DeviceInfo const device{
             .index = 0, .multiprocessors = multiprocessors, .smem_bytes = smem_bytes, .l2_bytes = 1};
-        most = larger(most, bytes(kernel.family, kernel.bucket, make_params<Params>(problem, {}, device),
-                                  reachable_mask(problem)));
+        most = larger(most, bytes(kernel, make_params<Params>(problem, {}, device), reachable_mask(problem)));
       }
     }
   }
@@ -194,24 +207,15 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
   return call;
 }
 
-// The kernel asks a sequence for its lengths, whatever the call is.
 PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
                         PairShape const& shape, bool are_weights) {
-  auto find = [](Family family, ElementType element, HeadDims) { return pair_kernel(family, element); };
-  Family const family = family_for(problem, gpu, find);
+  Family const family = family_for(problem, gpu, find_pair_kernel);
   PairCall call{pair_kernel(family, problem.element), {}, problem.mask(), false, {}};
   require(call.kernel.run, "this build has no ", name_of(family), " kernel for values of pairs with ",
           name_of(problem.element), kBuildAll);
-  call.params = {.call = make_params<BackwardParams>(problem, lengths, gpu.info),
-                 .shape = shape,
-                 .values = nullptr,
-                 .are_weights = are_weights};
-  BackwardParams& params = call.params.call;
-  params.shape.seqlen_k = problem.shape.seqlen_k;
-  params.lengths = lengths;
-  params.lengths.given = true;
-  params.softmax_scale = problem.softmax_scale;
-  call.launches = !is_empty(params.shape) && shape.count() > 0;
+  call.params = pair_params(problem, make_params<BackwardParams>(problem, lengths, gpu.info), lengths, shape,
+                            are_weights);
+  call.launches = !is_empty(problem.shape) && shape.count() > 0;
   if (!call.launches) return call;
   call.launch = call.kernel.plan(call.params);
   require(call.launch.tiles(shape) <= PairPlan::kMaxTiles, "values of pairs make ", call.launch.tiles(shape),
@@ -223,7 +227,8 @@ PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& len
 int64_t forward_workspace(AttentionProblem const& problem) {
   return largest<ForwardParams>(
       problem, forward_of(variant_of(problem)),
-      [&](Family family, HeadDims bucket, auto const& params, auto const& mask) {
+      [&](ForwardEntry const& kernel, auto const& params, auto const& mask) {
+        Family const family = kernel.family;
         auto bytes = [&](ForwardTiles const& tiles) {
           ForwardPlan plan = plan::plan_whole(family, tiles, params, mask);
           bool const may_be_prepared = plan.kernel.seqlens == Seqlens::varlen;  // of more sequences
@@ -231,7 +236,7 @@ int64_t forward_workspace(AttentionProblem const& problem) {
             plan::add_list<SequenceRecord>(plan, m_block_capacity(params, plan.rows));
           return plan.workspace.bytes;
         };
-        ForwardTiles const tiles = forward_tiles(family, bucket, params.element_bytes);
+        ForwardTiles const tiles = forward_tiles(family, kernel.bucket, params.element_bytes);
         int64_t most = sizeof(int);
         for (ForwardTile const& tile : {tiles.main, tiles.small}) {
           if (tile.warps > 0) most = larger(most, bytes({.main = tile}));
@@ -248,8 +253,17 @@ int64_t forward_workspace(AttentionProblem const& problem) {
 int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) {
   auto const find = backward_of(variant_of(problem), deterministic);
   return largest<BackwardParams>(
-      problem, find, [&](Family family, HeadDims bucket, auto const& params, auto const& mask) {
-        return plan_backward(family, bucket, params, mask, true, true, deterministic).workspace.bytes;
+      problem, find, [&](BackwardEntry const& kernel, auto const& params, auto const& mask) {
+        return plan_backward(kernel.family, kernel.bucket, params, mask, true, true, deterministic)
+            .workspace.bytes;
+      });
+}
+
+int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape, bool are_weights) {
+  if (is_empty(problem.shape) || shape.count() == 0) return 0;
+  return largest<BackwardParams>(
+      problem, find_pair_kernel, [&](PairEntry const& kernel, auto const& params, auto const&) {
+        return kernel.plan(pair_params(problem, params, {}, shape, are_weights)).workspace.bytes;
       });
 }
 

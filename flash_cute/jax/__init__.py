@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("flash_cute.jax needs jax; pip install 'flash_cute[jax]'", name="jax") from None
 
 from flash_cute.jax.dot_product_attention import attention
+from flash_cute.jax.softmax_matmul_op import softmax_matmul
 from flash_cute.jax.softmax_op import softmax
 
-__all__ = ["attention", "softmax"]
+__all__ = ["attention", "softmax", "softmax_matmul"]

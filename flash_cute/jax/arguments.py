@@ -14,7 +14,9 @@ from flash_cute.wording import shown
 
 MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
 MOST_RANGES = 4  # of a query
-ATTENTION, SOFTMAX = "flash_cute.jax.attention", "flash_cute.jax.softmax"
+ATTENTION, SOFTMAX, SOFTMAX_MATMUL = (
+    f"flash_cute.jax.{name}" for name in ("attention", "softmax", "softmax_matmul")
+)
 
 
 def array(face, name, x, make=jnp.asarray):
@@ -97,27 +99,25 @@ def checked_sinks(sinks, query: jax.Array) -> jax.Array:
     return sinks.astype(jnp.float32)
 
 
-def checked_of_scores(name, x, query, seqlen_k):
-    """A mask of booleans or a bias of query's dtype, (batch or 1, heads_q or 1, seqlen_q or 1, ...).
+def checked_of_scores(face, name, x, sizes, dtype):
+    """A mask of booleans or a bias of the operands' dtype. sizes: batch, heads_q, seqlen_q, seqlen_k; or 1.
 
     Of three dimensions it is that of all entries. A bias of float32 is rounded; what is finite stays so.
     """
     if x is None:
         return None
-    x = array(ATTENTION, name, x)
+    x = array(face, name, x)
     x = x[None] if x.ndim == 3 else x
-    batch, seqlen_q, heads, _ = query.shape
-    sizes = batch, heads, seqlen_q, seqlen_k
-    kinds = (jnp.bool_,) if name == "mask" else (jnp.float32, query.dtype)
+    kinds = (jnp.bool_,) if name == "mask" else (jnp.float32, dtype)
     fits = x.ndim == 4 and all(size in (1, whole) for size, whole in zip(x.shape, sizes, strict=True))
     if not fits or x.dtype not in kinds:
         kind = "bool" if name == "mask" else "float32 or of query's dtype,"
         shape = ", ".join(f"{whole} or 1" for whole in sizes)
-        raise ValueError(f"{ATTENTION}: {name} is {x.dtype}{list(x.shape)}; {kind} [{shape}] is accepted")
-    if name == "mask" or x.dtype == query.dtype:
+        raise ValueError(f"{face}: {name} is {x.dtype}{list(x.shape)}; {kind} [{shape}] is accepted")
+    if name == "mask" or x.dtype == dtype:
         return x
-    most = float(jnp.finfo(query.dtype).max)
-    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -most, most)).astype(query.dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x) & (jnp.abs(x) > most), jnp.sign(x) * most, x).astype(dtype)
 
 
 def checked_softcap(softcap) -> float:
@@ -133,27 +133,26 @@ def checked_softcap(softcap) -> float:
     return float(softcap)
 
 
-def checked_dropout(dropout_p, seed):
+def checked_dropout(face, dropout_p, seed):
     """How many of 4096 pairs are kept, and the seed as uint32 (4,); None for it where that is all."""
     if isinstance(dropout_p, jax.core.Tracer):
-        raise TypeError(f"{ATTENTION}: dropout_p is traced; a Python number is accepted (static_argnames)")
+        raise TypeError(f"{face}: dropout_p is traced; a Python number is accepted (static_argnames)")
     if not isinstance(dropout_p, Real) or isinstance(dropout_p, bool):
-        raise TypeError(f"{ATTENTION}: dropout_p is {shown(dropout_p)}; a number is accepted")
+        raise TypeError(f"{face}: dropout_p is {shown(dropout_p)}; a number is accepted")
     if not 0 <= dropout_p < 1 or dropout.keep_of(dropout_p) == 0:
         raise ValueError(
-            f"{ATTENTION}: dropout_p is {shown(dropout_p)}; a number from 0 to {1 - 1 / dropout.STEPS} is "
-            "accepted"
+            f"{face}: dropout_p is {shown(dropout_p)}; a number from 0 to {1 - 1 / dropout.STEPS} is accepted"
         )
     keep = dropout.keep_of(dropout_p)
     if keep == dropout.STEPS:
         return keep, None
     if seed is None:
         raise ValueError(
-            f"{ATTENTION}: dropout_seed is None beside dropout_p; uint32[4], as "
+            f"{face}: dropout_seed is None beside dropout_p; uint32[4], as "
             "jax.random.bits(key, 4, jnp.uint32) gives it, is accepted"
         )
     if not isinstance(seed, jax.Array):
-        seed = array(ATTENTION, "dropout_seed", seed, np.asarray)
+        seed = array(face, "dropout_seed", seed, np.asarray)
     if seed.shape == (2,) and seed.dtype == np.int64:  # as flash_cute.forward has it
         if isinstance(seed, np.ndarray):
             return keep, jnp.asarray(seed.astype("<i8").view("<u4"))
@@ -161,7 +160,7 @@ def checked_dropout(dropout_p, seed):
         return keep, jnp.stack([words, words >> 32], -1).astype(jnp.uint32).reshape(4)
     if seed.shape != (4,) or seed.dtype != np.uint32:
         raise ValueError(
-            f"{ATTENTION}: dropout_seed is {seed.dtype}{list(seed.shape)}; uint32[4] or int64[2] is accepted"
+            f"{face}: dropout_seed is {seed.dtype}{list(seed.shape)}; uint32[4] or int64[2] is accepted"
         )
     return keep, jnp.asarray(seed)
 
@@ -188,14 +187,14 @@ def checked_window(window):
     return limits
 
 
-def is_tf32(precision) -> bool:
+def is_tf32(face, precision) -> bool:
     """Does a call multiply float32 in TF32, by its argument, or where that is None by JAX's setting?"""
     if precision is None:
         return jax.config.jax_default_matmul_precision not in (None, "highest", "float32")
     name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
     if name not in ("highest", "high"):
         kind = ValueError if isinstance(name, str) else TypeError
-        raise kind(f"{ATTENTION}: precision must be 'highest', 'high' or None, got {shown(precision)}")
+        raise kind(f"{face}: precision must be 'highest', 'high' or None, got {shown(precision)}")
     return name == "high"
 
 

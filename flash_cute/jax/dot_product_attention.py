@@ -17,6 +17,7 @@ from flash_cute.jax.arguments import ATTENTION
 from flash_cute.wording import hinting, require_bool
 
 _ROW_BYTES = 16  # rows of the kernels are multiples of so many bytes
+_CALLS = "flash_cute_forward", "flash_cute_backward", "flash_cute_bias_gradient"
 _ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # ElementType in params.hpp
 
 Window = int | tuple[int, int] | None
@@ -54,8 +55,7 @@ def attention(
         key: (batch, seqlen_k, heads_kv, head_dim), query's dtype. heads_q is a multiple of heads_kv.
         value: (batch, seqlen_k, heads_kv, head_dim_v), query's dtype; head_dim_v up to 256.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), of query's dtype, to which float32 is
-            rounded: added to the scaled and capped scores; -inf hides a key. No gradient yet: one that is
-            asked for raises.
+            rounded: added to the scaled and capped scores; -inf hides a key.
         mask: bool, of the same shapes: True is seen, of the keys that the other arguments leave.
         implementation: for calls made for JAX's own; None.
         scale: multiplies the scores; a number > 0, not traced. Default 1 / sqrt(head_dim).
@@ -91,11 +91,11 @@ def attention(
         lse: with return_residual, float32 (batch, seqlen_q, heads_q), natural logarithm; -inf where out is 0
             for these reasons; with sinks, that of the sink for a query that sees no key.
 
-        Both are differentiable, once, in reverse mode.
+        Both are differentiable in query, key, value, bias and sinks, once, in reverse mode.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
-        NotImplementedError: a second derivative or one of bias is asked for.
+        NotImplementedError: a second derivative is asked for.
 
     Source: Dao, "FlashAttention-2", arXiv:2307.08691.
     """
@@ -120,19 +120,19 @@ def attention(
     lengths = tuple(
         arguments.checked_lengths(ATTENTION, name, x, query.shape[0]) for name, x in lengths.items()
     )
+    sizes = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
     bias, mask = (
-        arguments.checked_of_scores(name, x, query, key.shape[1])
+        arguments.checked_of_scores(ATTENTION, name, x, sizes, query.dtype)
         for name, x in (("bias", bias), ("mask", mask))
     )
     softcap = arguments.checked_softcap(softcap)
-    keep, seed = arguments.checked_dropout(dropout_p, dropout_seed)
-    bias = None if bias is None else _without_gradient(bias)
-    given = _Given(*lengths, arguments.checked_ranges(ranges, query), mask, bias, seed)
+    keep, seed = arguments.checked_dropout(ATTENTION, dropout_p, dropout_seed)
+    given = Given(*lengths, arguments.checked_ranges(ranges, query), mask, bias, seed)
     left, right = (None, None) if local_window_size is None else arguments.checked_window(local_window_size)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else arguments.checked_scale(ATTENTION, scale)
-    tf32 = arguments.is_tf32(precision) and query.dtype == jnp.float32
+    tf32 = arguments.is_tf32(ATTENTION, precision) and query.dtype == jnp.float32
     gives_lse = return_residual or sinks is not None
-    options = _Options(scale, -1, -1, tf32, deterministic, gives_lse, softcap, keep)
+    options = Options(scale, -1, -1, tf32, deterministic, gives_lse, softcap, 1.0, keep)
     sinks = None if sinks is None else arguments.checked_sinks(sinks, query)
 
     def compute(query, key, value, given):
@@ -141,7 +141,7 @@ def attention(
         same = query_seq_lengths is key_value_seq_lengths and query_seq_lengths is not None
         return _with_lengths(query, key, value, given, is_causal, same, options)
 
-    out, lse = _in_shards(compute, query, key, value, given)
+    out, lse = in_shards(compute, query, key, value, given)
     lse = jnp.swapaxes(lse, 1, 2)
     if sinks is not None:
         valid = True
@@ -153,7 +153,7 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """What there may be beside query, key and value, checked."""
 
     used_q: jax.Array | None = None  # (batch,), as leftpad_k of flash_cute.forward and its likes
@@ -169,21 +169,6 @@ class _Given(NamedTuple):
         ranges = None if self.ranges is None else self.ranges[:, :rows]
         mask, bias = (None if x is None else x[:, :, :rows, :keys] for x in (self.mask, self.bias))
         return self._replace(ranges=ranges, mask=mask, bias=bias)
-
-
-@jax.custom_vjp
-def _without_gradient(bias):
-    return bias
-
-
-def _refuse_gradient(bias):
-    raise NotImplementedError(
-        f"{ATTENTION}: there is no gradient of bias yet; put it through jax.lax.stop_gradient"
-    )
-
-
-# Called only where bias is among what is differentiated.
-_without_gradient.defvjp(_refuse_gradient, lambda _, gradient: (gradient,))
 
 
 def _in_window(query, key, value, given, window, options):
@@ -202,8 +187,8 @@ def _in_window(query, key, value, given, window, options):
     )
     given = given.cut(rows, seqlen_k)
     if rows == seqlen_q:
-        return _attend(query, key, value, given, options)
-    out, lse = _attend(query[:, :rows], key, value, given, options)
+        return attend(query, key, value, given, options)
+    out, lse = attend(query[:, :rows], key, value, given, options)
     blind = seqlen_q - rows
     return (
         jnp.pad(out, ((0, 0), (0, blind), (0, 0), (0, 0))),
@@ -221,33 +206,33 @@ def _with_lengths(query, key, value, given, is_causal, same, options):
     """
     used_q, used_k = given[:2]
     if not is_causal:
-        return _attend(query, key, value, given, options)
+        return attend(query, key, value, given, options)
     batch, seqlen_q = query.shape[:2]
     seqlen_k = key.shape[1]
     causal = options._replace(right=0)
     if same and seqlen_q == seqlen_k:  # each entry is a square
-        return _attend(query, key, value, given, causal)
+        return attend(query, key, value, given, causal)
 
     def within(used, size):
         return jnp.full((batch,), size, jnp.int32) if used is None else jnp.clip(used, 0, size)
 
     count_q, count_k = within(used_q, seqlen_q), within(used_k, seqlen_k)
     square = jnp.minimum(count_q, count_k)
-    out, lse = _attend(query, key, value, given._replace(used_q=square, used_k=square), causal)
+    out, lse = attend(query, key, value, given._replace(used_q=square, used_k=square), causal)
     if used_k is None and seqlen_q <= seqlen_k:
         return out, lse
     if_needed = jnp.where(count_q > count_k, count_k, 0)
     inside = jnp.arange(seqlen_q, dtype=jnp.int32)[None] < square[:, None]
     behind = jnp.where(inside[:, :, None, None], 0, query)
     given = given._replace(used_q=count_q, used_k=if_needed)
-    all_out, all_lse = _attend(behind, key, value, given, options)
+    all_out, all_lse = attend(behind, key, value, given, options)
     return (
         jnp.where(inside[:, :, None, None], out, all_out),
         jnp.where(inside[:, None, :], lse, all_lse),
     )
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What is no array among the arguments of a call; limits of -1 are none."""
 
     scale: float
@@ -257,35 +242,38 @@ class _Options(NamedTuple):
     deterministic: bool
     gives_lse: bool  # else it has no gradient
     softcap: float
+    bias_scale: float
     keep: int  # of 4096 weights, where there is a seed
 
 
-def _attend(query, key, value, given, options):
+def attend(query, key, value, given, options):
     """(out, lse) with flash_cute.forward's masks; lse (batch, heads_q, seqlen_q)."""
-    return _attend_alike(*shards.alike((query, key, value, given)), options)
+    # Outside jit, which leaves out what is not used, no other array has a gradient.
+    of_bias = isinstance(given.bias, jax.core.Tracer)
+    return _attend_alike(*shards.alike((query, key, value, given)), options, of_bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_alike(query, key, value, given, options):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend_alike(query, key, value, given, options, of_bias):
     return _forward(query, key, value, given, options)
 
 
-def _attend_forward(query, key, value, given, options):
-    out, lse = _attend_alike(query, key, value, given, options)
+def _attend_forward(query, key, value, given, options, of_bias):
+    out, lse = _attend_alike(query, key, value, given, options, of_bias)
     return (out, lse), (query, key, value, given, out, lse)
 
 
-def _attend_backward(options, kept, gradients):
-    query, key, value, given, out, lse = kept
+def _attend_backward(options, of_bias, kept, gradients):
     dout, dlse = gradients
-    dlse = dlse if options.gives_lse else None
-    return *_gradients((dout, dlse, query, key, value, given, out, lse), options), None
+    operands = dout, dlse if options.gives_lse else None, *kept
+    of_given = Given(bias=_bias_gradient(operands, options)[0]) if of_bias else None
+    return *_gradients(operands, options), of_given
 
 
 _attend_alike.defvjp(_attend_forward, _attend_backward)
 
 
-def _in_shards(compute, query, key, value, given):
+def in_shards(compute, query, key, value, given):
     """compute's (out, lse), by itself for each shard of the batch and of the heads."""
     there_are = {name: x for name, x in given._asdict().items() if x is not None}
     if not any(axis for x in (query, key, value, *there_are.values()) for axis in shards.explicit_axes(x)):
@@ -340,29 +328,31 @@ def _forward(query, key, value, given, options):
     return jax.lax.platform_dependent(query, key, value, given, cuda=native, default=default)
 
 
-def _backward(dout, dlse, query, key, value, given, out, lse, options):
+def _backward(dout, dlse, query, key, value, given, out, lse, options, of_bias=False):
+    """(dq, dk, dv), or (dbias,)"""
     if 0 in query.shape or 0 in key.shape:
-        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+        return tuple(map(jnp.zeros_like, (given.bias,) if of_bias else (query, key, value)))
 
     def default(dout, dlse, query, key, value, given, out, lse):
-        return plain.attention_backward(dout, dlse, query, key, value, given, options)
+        return plain.attention_backward(dout, dlse, query, key, value, given, options, of_bias)
 
     operands = dout, dlse, query, key, value, given, out, lse
     if kernels.library() is None:
         return default(*operands)
-    native = functools.partial(_native_backward, options=options)
+    native = functools.partial(_native_backward, options=options, of_bias=of_bias)
     return jax.lax.platform_dependent(*operands, cuda=native, default=default)
 
 
 _gradients = kernels.differentiable_once(ATTENTION, _backward)
+_bias_gradient = kernels.differentiable_once(ATTENTION, functools.partial(_backward, of_bias=True))
 
 
-def _workspace(query, key, value, given, options, backward) -> jax.ShapeDtypeStruct:
+def _workspace(call, query, key, value, given, options) -> jax.ShapeDtypeStruct:
     """A result of a call that is not read, so that XLA knows of the memory, in CUDA graphs as well."""
     batch, seqlen_q, heads_q, head_dim = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
     size = kernels.library().flash_cute_jax_workspace(
-        backward,
+        _CALLS.index(call),
         _ELEMENTS[query.dtype.name],
         batch,
         heads_q,
@@ -377,7 +367,7 @@ def _workspace(query, key, value, given, options, backward) -> jax.ShapeDtypeStr
         options.deterministic,
         0 if given.ranges is None else given.ranges.shape[2],
         *((0, 0, 0) if given.mask is None else given.mask.shape[:3]),
-        given.bias is not None,
+        *((0, 0, 0, 0) if given.bias is None else given.bias.shape),
         options.softcap > 0,
         _keep(given, options),
     )
@@ -395,6 +385,7 @@ def _attributes(given, options):
         "right": np.int64(options.right),
         "tf32": options.tf32,
         "softcap": np.float32(options.softcap),
+        "bias_scale": np.float32(options.bias_scale),
         "keep": np.int64(_keep(given, options)),
     }
 
@@ -433,20 +424,22 @@ def _native_forward(query, key, value, given, options):
     results = (
         jax.ShapeDtypeStruct((batch, seqlen_q, heads_q, value.shape[3]), query.dtype),
         jax.ShapeDtypeStruct((batch, heads_q, seqlen_q), jnp.float32),
-        _workspace(query, key, value, given, options, backward=False),
+        _workspace(_CALLS[0], query, key, value, given, options),
     )
-    call = jax.ffi.ffi_call("flash_cute_forward", results, vmap_method=_vmap_method(given, batch))
+    call = jax.ffi.ffi_call(_CALLS[0], results, vmap_method=_vmap_method(given, batch))
     operands = _operands(given, batch, key.shape[1])
     out, lse, _ = call(query, key, value, *operands, **_attributes(given, options))
     return tuple(shards.varying(x, shards.axes_of(query)) for x in (out[..., :head_dim_v], lse))
 
 
-def _native_backward(dout, dlse, query, key, value, given, out, lse, options):
-    head_dims = [x.shape[3] for x in (query, key, value)]
+def _native_backward(dout, dlse, query, key, value, given, out, lse, options, of_bias):
+    name = _CALLS[2 if of_bias else 1]
+    widths = [x.shape[3] for x in ((given.bias,) if of_bias else (query, key, value))]
     dout, query, key, value, out = map(_wide, (dout, query, key, value, out))
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
-    results.append(_workspace(query, key, value, given, options, backward=True))
-    call = jax.ffi.ffi_call("flash_cute_backward", results, vmap_method=_vmap_method(given, len(query)))
+    likes = (given.bias,) if of_bias else (query, key, value)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in likes]
+    results.append(_workspace(name, query, key, value, given, options))
+    call = jax.ffi.ffi_call(name, results, vmap_method=_vmap_method(given, len(query)))
     *gradients, _ = call(
         dout,
         jnp.zeros((0,), jnp.float32) if dlse is None else dlse,
@@ -457,9 +450,9 @@ def _native_backward(dout, dlse, query, key, value, given, out, lse, options):
         lse,
         *_operands(given, len(query), key.shape[1]),
         **_attributes(given, options),
-        deterministic=options.deterministic,
+        **({} if of_bias else {"deterministic": options.deterministic}),
     )
     return tuple(
-        shards.varying(x[..., :head_dim], shards.axes_of(query))
-        for x, head_dim in zip(gradients, head_dims, strict=True)
+        shards.varying(x[..., :width], shards.axes_of(query))
+        for x, width in zip(gradients, widths, strict=True)
     )

@@ -22,16 +22,15 @@ def library() -> ctypes.CDLL | None:
     if path is None:
         return None
     found = ctypes.CDLL(str(path))
-    for name in ("forward", "backward", "softmax", "softmax_backward"):
+    for name in ("forward", "backward", "bias_gradient", "softmax", "softmax_backward"):
         handler = jax.ffi.pycapsule(getattr(found, f"flash_cute_jax_{name}"))
         jax.ffi.register_ffi_target(f"flash_cute_{name}", handler, platform="CUDA")
     found.flash_cute_jax_workspace.argtypes = [
-        ctypes.c_bool,
-        *[ctypes.c_int] * 8,
+        *[ctypes.c_int] * 9,
         *[ctypes.c_int64] * 2,
         *[ctypes.c_bool] * 2,
-        *[ctypes.c_int] * 4,
-        *[ctypes.c_bool] * 2,
+        *[ctypes.c_int] * 8,
+        ctypes.c_bool,
         ctypes.c_int,
     ]
     found.flash_cute_jax_softmax_workspace.argtypes = [

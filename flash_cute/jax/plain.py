@@ -54,7 +54,7 @@ def attention(query, key, value, given, options):
     precision = jax.lax.Precision.HIGHEST
     scores = options.scale * jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=precision)
     scores = scores.reshape(batch, heads_q, *scores.shape[3:])
-    scores = _changed(scores, given.bias, options.softcap)
+    scores = _changed(scores, given.bias, options)
     scores = jnp.where(visible, scores, jnp.where(blind, 0.0, -jnp.inf)[..., None])
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jax.nn.softmax(scores)
@@ -69,13 +69,13 @@ def attention(query, key, value, given, options):
     return out.astype(query.dtype), jnp.where(blind, -jnp.inf, lse)
 
 
-def _changed(scores, bias, softcap):
+def _changed(scores, bias, options):
     """Scaled scores with a cap and a bias; sums of what is finite stay so."""
-    if softcap > 0:
-        scores = softcap * jnp.tanh(scores / softcap)
+    if options.softcap > 0:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
     if bias is None:
         return scores
-    bias = bias.astype(jnp.float32)
+    bias = options.bias_scale * bias.astype(jnp.float32)
     total = scores + bias
     bounds = jnp.finfo(jnp.float32)
     finite = jnp.isfinite(scores) & jnp.isfinite(bias)
@@ -83,10 +83,16 @@ def _changed(scores, bias, softcap):
     return jnp.where(finite & jnp.isneginf(total), bounds.min, total)
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def attention_backward(dout, dlse, query, key, value, given, options):
-    """dq, dk and dv; dlse may be None."""
-    (_, lse), gradients = jax.vjp(lambda *x: attention(*x, given, options), query, key, value)
+@functools.partial(jax.jit, static_argnames=("options", "of_bias"))
+def attention_backward(dout, dlse, query, key, value, given, options, of_bias=False):
+    """(dq, dk, dv), or (dbias,); dlse may be None."""
+    if of_bias:
+        operands = (given.bias,)
+        function = lambda bias: attention(query, key, value, given._replace(bias=bias), options)  # noqa: E731
+    else:
+        operands = query, key, value
+        function = lambda *x: attention(*x, given, options)  # noqa: E731
+    (_, lse), gradients = jax.vjp(function, *operands)
     return gradients((dout, jnp.zeros_like(lse) if dlse is None else dlse))
 
 

@@ -14,173 +14,31 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.cases import matrix
-from support.expected import LOWEST
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory of the same GPU
 jax = pytest.importorskip("jax")
-jax.config.update("jax_num_cpu_devices", 4)  # for shard_map
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
+from support.jax_cases import (  # noqa: E402
+    MASKS,
+    SEEDS,
+    SHAPES,
+    TOLD_APART,
+    assert_attention,
+    assert_within_rule,
+    close,
+    factors_of,
+    gradients_of_results,
+    inputs,
+    loss_of,
+    math,
+    mesh_of,
+    some_pairs,
+    visible,
+)
 
 import flash_cute.jax as ours  # noqa: E402
 from flash_cute.jax import attention, dot_product_attention  # noqa: E402
-
-FACTOR, SLACK = 2.0, 1e-5  # tests/support/tolerance.py has the rule
-SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, and value's where that is another
-    "grouped": (2, 33, 33, 6, 2, 40),
-    "more keys": (1, 20, 75, 2, 1, 32),
-    "more queries": (1, 75, 20, 2, 1, 20),
-    "narrower value": (2, 33, 40, 6, 2, 40, 24),
-    "wider value": (2, 40, 33, 4, 2, 13, 50),
-}
-MASKS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"local_window_size": (7, 3)},
-    "causal window": {"is_causal": True, "local_window_size": 9},
-}
-
-
-def inputs(shape, dtype=jnp.bfloat16):
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, *head_dims = (
-        SHAPES[shape] if isinstance(shape, str) else shape
-    )
-    generator = np.random.default_rng(7)  # JAX's own would be compiled for every size
-    sizes = [(batch, seqlen_q, heads_q, head_dims[0])]
-    sizes += [(batch, seqlen_k, heads_kv, width) for width in (head_dims[0], head_dims[-1])]
-    return [jnp.asarray(generator.standard_normal(size, np.float32).astype(dtype)) for size in sizes]
-
-
-def visible(
-    q,
-    k,
-    is_causal=False,
-    local_window_size=None,
-    used_q=None,
-    used_k=None,
-    skipped=None,
-    ranges=None,
-    mask=None,
-    bias=None,
-):
-    """bool (batch, seqlen_q, seqlen_k), of all heads beside a mask or a bias, by JAX's rules written out."""
-    rows, keys = np.arange(q.shape[1])[None, :, None], np.arange(k.shape[1])[None, None, :]
-    seen = np.ones((q.shape[0], q.shape[1], k.shape[1]), bool)
-    if is_causal:
-        seen &= keys <= rows
-    if local_window_size is not None:
-        left, right = np.broadcast_to(local_window_size, 2)
-        seen &= (rows - left <= keys) & (keys <= rows + right)
-    for used, places in ((used_q, rows), (used_k, keys)):
-        if used is not None:
-            seen &= places < np.asarray(used)[:, None, None]
-    if ranges is not None:
-        start, end = np.moveaxis(np.asarray(ranges)[:, 0], -1, 0)[..., None, :]
-        seen &= ((start <= keys[..., None]) & (keys[..., None] < end)).any(-1)
-    seen = seen if skipped is None else seen & (keys >= np.asarray(skipped)[:, None, None])
-    if mask is None and bias is None:
-        return seen
-    seen = np.broadcast_to(seen[:, None], (*q.shape[:1], q.shape[2], *seen.shape[1:]))
-    seen = seen if mask is None else seen & np.asarray(mask)
-    return seen if bias is None else seen & ~np.isneginf(np.asarray(bias, np.float32))
-
-
-def math(q, k, v, dout, dlse, seen, scale, rounded, bias=None, softcap=0.0, kept=None):
-    """out, lse, dq, dk and dv in float64, each step rounded; 0 and -inf for rows that see nothing.
-
-    kept: (batch, heads, seqlen_q, seqlen_k), factors of the weights.
-    """
-    groups = q.shape[2] // k.shape[2]
-    q, k, v, dout = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v, dout))
-    wide_k, wide_v = (x.repeat(groups, 1) for x in (k, v))
-    seen = seen[:, None] if seen.ndim == 3 else seen
-    scores, slope = rounded(scale * rounded(q @ wide_k.mT)), 1
-    if softcap:
-        tanh = rounded(np.tanh(rounded(scores / softcap)))
-        scores, slope = rounded(softcap * tanh), rounded(1 - tanh**2)
-    if bias is not None:
-        scores = rounded(scores + np.asarray(bias, np.float64))
-    scores = np.where(seen, scores, -np.inf)
-    blind = ~seen.any(-1)[..., None]
-    scores = np.where(blind, 0, scores)
-    highest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - highest)
-    total = weights.sum(-1, keepdims=True)
-    p = np.where(blind, 0, rounded(weights / total))
-    lse = np.where(blind, -np.inf, highest + np.log(total))[..., 0]
-    dp = rounded(dout @ wide_v.mT)
-    left = p
-    if kept is not None:
-        left, dp = rounded(p * kept), rounded(dp * kept)
-    dlse = np.where(blind[..., 0], 0, np.asarray(dlse, np.float64).swapaxes(1, 2))
-    ds = rounded(scale * rounded(p * (dp - (p * dp).sum(-1, keepdims=True) + dlse[..., None])) * slope)
-    dk, dv = (
-        rounded(x).reshape(len(x), -1, groups, *x.shape[2:]).sum(2) for x in (ds.mT @ q, left.mT @ dout)
-    )
-    out, dq, dk, dv = (rounded(x).swapaxes(1, 2) for x in (left @ wide_v, ds @ wide_k, dk, dv))
-    return out, lse.swapaxes(1, 2), dq, dk, dv
-
-
-def assert_within_rule(name, result, yardstick, oracle):
-    result, yardstick, oracle = (np.asarray(x, np.float64) for x in (result, yardstick, oracle))
-    assert result.shape == oracle.shape
-    assert (np.isfinite(result) == np.isfinite(oracle)).all(), name
-    finite = np.isfinite(oracle)
-    errors = [np.abs(x[finite] - oracle[finite]) for x in (result, yardstick)]
-    for norm in (np.max, lambda x: np.sqrt(np.mean(x**2))):
-        error, allowed = map(norm, errors)
-        assert error <= FACTOR * allowed + SLACK, f"{name}: error {error:.3e}, the type's own {allowed:.3e}"
-
-
-def gradients_of_results(q, v):
-    """Random (dout, dlse)."""
-    generator = np.random.default_rng(3)
-    dout = generator.standard_normal((*q.shape[:3], v.shape[3])).astype(q.dtype)
-    return dout, generator.standard_normal(q.shape[:3]).astype(np.float32)
-
-
-def assert_attention(q, k, v, scale=None, key_value_left_padding=None, kept=None, **options):
-    """Values and gradients, with NaN in the keys that no query sees, whatever a mask, a bias or ranges hide.
-
-    kept: what dropout_p and dropout_seed keep, times its factor.
-    """
-    changes = {name: options[name] for name in ("bias", "softcap") if name in options}
-    lengths = {"used_q": "query_seq_lengths", "used_k": "key_value_seq_lengths"}
-    named = {short: options.get(name) for short, name in lengths.items()}
-    others = *lengths.values(), "softcap", "dropout_p", "dropout_seed"
-    masks = {name: value for name, value in options.items() if name not in others}
-    seen = visible(q, k, skipped=key_value_left_padding, **named, **masks)
-    dout, dlse = gradients_of_results(q, v)
-
-    @jax.jit
-    def call(q, k, v, dout, dlse):
-        options_of_call = {"key_value_left_padding": key_value_left_padding, **options}
-        function = partial(attention, scale=scale, return_residual=True, **options_of_call)
-        results, gradients = jax.vjp(function, q, k, v)
-        return *results, *gradients((dout, dlse))
-
-    hidden = {name: x for name, x in masks.items() if name not in ("mask", "bias")}
-    hidden = {} if "ranges" in options else hidden
-    reached = visible(q, k, skipped=key_value_left_padding, **named, **hidden).any(-2)
-    if reached.ndim == 3:  # of query's heads, which share key's
-        reached = reached.reshape(len(reached), k.shape[2], -1, k.shape[1]).any(2)
-    reached = reached[:, None] if reached.ndim == 2 else reached
-    unseen = ~reached.swapaxes(1, 2)[..., None]
-    dirty = (np.where(unseen, np.nan, np.asarray(x, np.float32)).astype(x.dtype) for x in (k, v))
-    found = call(q, *dirty, dout, dlse)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    oracle, yardstick = (
-        math(q, k, v, dout, dlse, seen, factor, rounded, kept=kept, **changes)
-        for rounded in (lambda x: x, lambda x: x.astype(q.dtype).astype(np.float64))
-    )
-    # Of queries that see a bias's lowest number alone: so is the LSE, about.
-    low = np.isfinite(oracle[1]) & (oracle[1] < LOWEST)
-    found_lse = np.asarray(found[1], np.float64)
-    assert (np.isfinite(found_lse) & (found_lse < LOWEST))[low].all()
-    found = found[0], np.where(low, oracle[1], found_lse), *found[2:]
-    for name, *triple in zip(("out", "lse", "dq", "dk", "dv"), found, yardstick, oracle, strict=True):
-        assert_within_rule(name, *triple)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -361,21 +219,6 @@ def test_wrong_ranges():
 # Scores that are changed
 
 
-# Which of batch, heads, queries and keys a mask or a bias tells apart.
-TOLD_APART = {
-    "pairs": (True,) * 4,
-    "keys": (True, False, False, True),
-    "queries": (False, True, True, False),
-    "all alike": (False, False, True, True),
-}
-
-
-def some_pairs(q, k, axes, seed=13):
-    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    shape = [size if told else 1 for size, told in zip(sizes, axes, strict=True)]
-    return np.random.default_rng(seed).random(shape, np.float32)
-
-
 @matrix(shape=SHAPES.keys(), mask=MASKS, axes=TOLD_APART)
 def test_masks_of_booleans(shape, mask, axes):
     q, k, v = inputs(shape)
@@ -407,9 +250,6 @@ def test_softcap(mask, softcap):
     assert_attention(*inputs("grouped"), softcap=softcap, **mask)
 
 
-SEEDS = [(5, 9), (-(2**62) + 3, 2**63 - 1), (2**40 + 7, -1)]
-
-
 @pytest.mark.parametrize("p", [0.5, 0.1, 1 - 1 / 4096, 0.3333])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_pairs_of_dropout(seed, p):
@@ -421,14 +261,6 @@ def test_pairs_of_dropout(seed, p):
     words = jnp.asarray(np.array(seed, np.int64).view(np.uint32))
     expected = dropout_mask(torch.tensor(seed), 2, 3, 37, 53, p).numpy()
     np.testing.assert_array_equal(dropout.kept(words, 2, 3, 37, 53, dropout.keep_of(p)), expected)
-
-
-def factors_of(q, k, seed, p):
-    from flash_cute.jax import dropout
-
-    words, keep = jnp.asarray(np.array(seed, np.int64).view(np.uint32)), dropout.keep_of(p)
-    kept = dropout.kept(words, q.shape[0], q.shape[2], q.shape[1], k.shape[1], keep)
-    return np.asarray(kept) * (4096 / keep)
 
 
 @matrix(shape=SHAPES.keys(), mask=MASKS, seed=SEEDS)
@@ -464,27 +296,6 @@ def test_masks_and_biases_as_jax_has_them():
     one = q[0], k[0], v[0]
     options = {"mask": mask[0], "bias": bias[0]}
     close(attention(*one, **options), attention(q[:1], k[:1], v[:1], mask=mask[:1], bias=bias)[0])
-
-
-def test_a_gradient_of_a_bias_is_refused():
-    q, k, v = inputs("grouped", jnp.float32)
-    bias = jnp.asarray(some_pairs(q, k, TOLD_APART["pairs"]))
-
-    def loss(q, bias):
-        return (attention(q, k, v, bias) ** 2).sum()
-
-    words = (
-        "^flash_cute.jax.attention: there is no gradient of bias yet; put it through jax.lax.stop_gradient"
-    )
-    for call in (jax.grad(loss, 1), jax.jit(jax.grad(loss, (0, 1))), jax.grad(jax.jit(loss), 1)):
-        with pytest.raises(NotImplementedError, match=words):
-            call(q, bias)
-    with pytest.raises(NotImplementedError, match=words):
-        jax.grad(jax.checkpoint(loss), 1)(q, bias)
-    expected = jax.grad(loss)(q, bias)
-    close(jax.jit(jax.grad(loss))(q, bias), expected)
-    stopped = jax.grad(lambda q, bias: loss(q, jax.lax.stop_gradient(bias)), (0, 1))(q, bias)
-    close(stopped, (expected, jnp.zeros_like(bias)))
 
 
 def test_transforms_of_changed_scores():
@@ -673,27 +484,6 @@ def test_shard_map(shape):
         np.testing.assert_allclose(
             np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=1e-3
         )
-
-
-def close(found, expected):
-    """Of trees of arrays, within what bfloat16 loses where sums are ordered differently."""
-    for result, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(result, np.float32), np.asarray(reference, np.float32), rtol=0.02, atol=0.04
-        )
-
-
-def mesh_of(**sizes):
-    """A mesh whose types XLA looks after, and shard_map."""
-    count = np.prod(list(sizes.values()))
-    if len(jax.devices()) < count:
-        pytest.skip(f"needs {count} devices")
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count])
-
-
-def loss_of(function):
-    return lambda *x: (function(*x).astype(jnp.float32) ** 2).sum()
 
 
 own_gradients = jax.jit(jax.grad(loss_of(attention), (0, 1, 2)))  # compiled once a shape
@@ -1098,7 +888,7 @@ def test_sizes_that_the_handlers_refuse():
     assert ask(False, 10, 2**28 + 1, 4) == 0
 
 
-UNCHANGED = 0, 0, 0, False, False, 4096  # a mask, a bias, a soft cap and dropout of a workspace
+UNCHANGED = *[0] * 7, False, 4096  # a mask, a bias, a soft cap and dropout of a workspace
 
 
 @pytest.mark.skipif(ours.kernels.library() is None, reason="this flash_cute has no kernels for JAX")
@@ -1643,6 +1433,6 @@ def test_workspace_holds_masks_of_pairs():
     ask = ours.kernels.library().flash_cute_jax_workspace
     for backward in (False, True):
         for mask, rows in (((3, 4, 10_000), 3 * 4 * 10_000), ((1, 1, 10_000), 10_000), ((3, 1, 1), 3)):
-            of_scores = *mask, False, False, 4096
+            of_scores = *mask, *[0] * 4, False, 4096
             bound = ask(backward, False, 3, 4, 4, 10_000, 50_000, 64, 64, -1, -1, False, False, 0, *of_scores)
             assert bound >= rows * 50_048 // 8

@@ -181,7 +181,11 @@ def ninja_file(sources: list[str], units: dict[str, list[Compiled]], toolkit: Pa
             cuda_libraries,
         )
     if of_jax:
-        linked[JAX_LIBRARY] = (["csrc/jax/ffi.cpp"], of_jax, cuda_libraries)
+        linked[JAX_LIBRARY] = (
+            ["csrc/jax/attention_ffi.cpp", "csrc/jax/softmax_ffi.cpp"],
+            of_jax,
+            cuda_libraries,
+        )
     for library, (parts, rule, needed) in linked.items():
         objects = [f"objects/{Path(part).stem}.o" for part in parts]
         for part, target in zip(parts, objects, strict=True):

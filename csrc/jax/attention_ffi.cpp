@@ -1,27 +1,8 @@
-// The kernels as XLA calls them: handlers of its foreign function interface (flash_cute/jax/kernels.py
-// registers them). Shapes and options were checked there; sizes are again, as vmap makes them larger.
-#include <cuda_runtime_api.h>
-#include <xla/ffi/api/ffi.h>
-
-#include <limits>
-#include <string>
-
-#include "../planned_call.hpp"
-#include "flash_cute/core/check.hpp"
-#include "flash_cute/softmax/plan.hpp"
+// Attention as XLA calls it.
+#include "ffi.hpp"
 
 namespace flash_cute {
 namespace {
-
-namespace ffi = xla::ffi;
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<Buffer>;
-
-int at_most(int64_t most, int64_t size, char const* what) {
-  require(size <= most, "with what vmap adds there are ", size, " ", what, "; at most ", most,
-          " are accepted");
-  return int(size);
-}
 
 // (..., seqlen, heads, head_dim), contiguous; what vmap maps over comes before the batch.
 struct Sizes {
@@ -45,18 +26,6 @@ struct Sizes {
 };
 
 TensorView view(Buffer const& buffer) { return Sizes(buffer).view(buffer.untyped_data()); }
-
-ElementType element_of(Buffer const& buffer) {
-  switch (buffer.element_type()) {
-    case ffi::DataType::F16: return ElementType::fp16;
-    case ffi::DataType::BF16: return ElementType::bf16;
-    default: return ElementType::fp32;
-  }
-}
-
-int const* lengths(Buffer const& buffer) {  // empty: they were not given
-  return buffer.element_count() > 0 ? static_cast<int const*>(buffer.untyped_data()) : nullptr;
-}
 
 // (..., seqlen_q, count, 2), of each entry of the batch; empty: they were not given.
 RangeParams ranges_of(Buffer const& buffer) {
@@ -122,7 +91,7 @@ BiasParams bias_of(Buffer const& bias, ProblemShape const& shape) {
 // dropped.
 struct Scores {
   Buffer mask, bias, seed;
-  float softcap;
+  float softcap, bias_scale;
   int64_t keep;
 
   void put(AttentionProblem& problem) const {
@@ -130,6 +99,7 @@ struct Scores {
     problem.scores = {
         .scale = problem.softmax_scale,
         .softcap = softcap,
+        .bias_scale = bias_scale,
         .bias = bias_of(bias, problem.shape),
         .dropout = {.seed = static_cast<int64_t const*>(seed.untyped_data()), .keep = int(keep)}};
   }
@@ -159,33 +129,7 @@ LengthParams lengths_of(Buffer const& seqused_q, Buffer const& seqused_k, Buffer
 
 bool any(LengthParams const& lengths) { return lengths.seqused_q || lengths.seqused_k || lengths.leftpad_k; }
 
-Gpu const& current_gpu(int device) {
-  check(cudaSetDevice(device), "choosing the device");
-  return gpu_at(device);
-}
-
-// Calls function() and turns what it throws into an error of XLA's, under its name in JAX.
-template <class Function>
-ffi::Error guarded(char const* name, Function&& function) {
-  try {
-    function();
-    return ffi::Error::Success();
-  } catch (std::exception const& error) {
-    std::string const message = error.what();
-    bool const ours = message.starts_with(kErrorPrefix);
-    return ffi::Error::Internal(ours ? name + (": " + message.substr(sizeof(kErrorPrefix) - 1)) : message);
-  }
-}
-
-// The workspace is a result that is not read: XLA knows of its memory, also while a CUDA graph has the call.
-void* workspace_of(Result& buffer, int64_t bytes) {
-  require(int64_t(buffer->size_bytes()) >= bytes, "the workspace has ", buffer->size_bytes(), " bytes, but ",
-          bytes, " are needed; it was made for another GPU or another build");
-  return buffer->untyped_data();
-}
-
 constexpr char kAttention[] = "flash_cute.jax.attention";
-constexpr char kSoftmax[] = "flash_cute.jax.softmax";
 
 // No rows or keys are cut off here: flash_cute/jax does so, where a mask asks for it.
 template <class Call>
@@ -205,12 +149,12 @@ bool are_bias_tiles(Call const& call, bool takes) {
 ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v, Buffer seqused_q,
                    Buffer seqused_k, Buffer leftpad_k, Buffer ranges_buffer, Buffer mask, Buffer bias,
                    Buffer seed, Result out, Result lse, Result workspace, float scale, int64_t left,
-                   int64_t right, bool tf32, float softcap, int64_t keep) {
+                   int64_t right, bool tf32, float softcap, float bias_scale, int64_t keep) {
   return guarded(kAttention, [&] {
     LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
     RangeParams const ranges = ranges_of(ranges_buffer);
     AttentionProblem problem = problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32);
-    Scores{mask, bias, seed, softcap, keep}.put(problem);
+    Scores{mask, bias, seed, softcap, bias_scale, keep}.put(problem);
     ForwardCall call = plan_forward_call(problem, lengths, current_gpu(device));
     require_whole(call);
     ForwardParams& params = call.params;
@@ -226,101 +170,77 @@ ffi::Error forward(cudaStream_t stream, int device, Buffer q, Buffer k, Buffer v
   });
 }
 
-ffi::Error backward(cudaStream_t stream, int device, Buffer dout, Buffer dlse, Buffer q, Buffer k, Buffer v,
-                    Buffer out, Buffer lse, Buffer seqused_q, Buffer seqused_k, Buffer leftpad_k,
-                    Buffer ranges_buffer, Buffer mask, Buffer bias, Buffer seed, Result dq, Result dk,
-                    Result dv, Result workspace, float scale, int64_t left, int64_t right, bool tf32,
-                    float softcap, int64_t keep, bool deterministic) {
-  return guarded(kAttention, [&] {
-    LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
-    RangeParams const ranges = ranges_of(ranges_buffer);
-    AttentionProblem problem = problem_of(q, k, v, any(lengths), ranges.count, scale, left, right, tf32);
-    Scores{mask, bias, seed, softcap, keep}.put(problem);
-    BackwardCall call = plan_backward_call(problem, lengths, current_gpu(device), true, true, deterministic);
-    require_whole(call);
-    BackwardParams& params = call.params;
-    params.scores.bias.is_tiled = are_bias_tiles(call, call.launch.kernel.tile.has_pair_tiles);
+// What a backward reads, and the gradient of a bias.
+struct BackwardOperands {
+  Buffer dout, dlse, q, k, v, out, lse;
+  RangeParams ranges;
+
+  void put(BackwardParams& params) const {
     params.q = view(q);
     params.k = view(k);
     params.v = view(v);
     params.out = view(out);
     params.dout = view(dout);
-    params.dq = view(*dq);
-    params.dk = view(*dk);
-    params.dv = view(*dv);
     params.lse = static_cast<float const*>(lse.untyped_data());
     params.dlse = dlse.element_count() > 0 ? static_cast<float const*>(dlse.untyped_data()) : nullptr;
     params.ranges = ranges;
+  }
+};
+
+ffi::Error backward(cudaStream_t stream, int device, Buffer dout, Buffer dlse, Buffer q, Buffer k, Buffer v,
+                    Buffer out, Buffer lse, Buffer seqused_q, Buffer seqused_k, Buffer leftpad_k,
+                    Buffer ranges, Buffer mask, Buffer bias, Buffer seed, Result dq, Result dk, Result dv,
+                    Result workspace, float scale, int64_t left, int64_t right, bool tf32, float softcap,
+                    float bias_scale, int64_t keep, bool deterministic) {
+  return guarded(kAttention, [&] {
+    LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
+    BackwardOperands const operands{dout, dlse, q, k, v, out, lse, ranges_of(ranges)};
+    AttentionProblem problem =
+        problem_of(q, k, v, any(lengths), operands.ranges.count, scale, left, right, tf32);
+    Scores{mask, bias, seed, softcap, bias_scale, keep}.put(problem);
+    BackwardCall call = plan_backward_call(problem, lengths, current_gpu(device), true, true, deterministic);
+    require_whole(call);
+    BackwardParams& params = call.params;
+    params.scores.bias.is_tiled = are_bias_tiles(call, call.launch.kernel.tile.has_pair_tiles);
+    operands.put(params);
+    params.dq = view(*dq);
+    params.dk = view(*dk);
+    params.dv = view(*dv);
     call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
 
-ScoreShape score_shape(int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  at_most(std::numeric_limits<int>::max() - 1, batch * heads * rows, "rows");
-  return {int(batch), int(heads), int(rows), at_most(kMaxLength, columns, "columns")};
-}
-
-// Softmax of rows, contiguous: (..., rows, columns) with causal, else (..., columns). Lengths tell the batch.
-struct SoftmaxCall {
-  RowSoftmaxParams params{};
-  SoftmaxKernels kernels;
-
-  SoftmaxCall(int device, Buffer const& x, Buffer const& seqused_k, Buffer const& leftpad_k, float scale,
-              bool causal)
-      : kernels(softmax_kernels(element_of(x))) {
-    auto const sizes = x.dimensions();
-    size_t const dims = sizes.size(), counted = larger(seqused_k.element_count(), leftpad_k.element_count());
-    int64_t const columns = sizes[dims - 1], all_rows = int64_t(x.element_count()) / columns;
-    int64_t const batch = counted > 0 ? int64_t(counted) : 1;
-    int64_t const rows = causal ? sizes[dims - 2] : all_rows / batch, heads = all_rows / batch / rows;
-    params.shape = score_shape(batch, heads, rows, columns);
-    params.scale = scale;
-    params.mask = {causal, lengths(seqused_k), lengths(leftpad_k)};
-    params.device = current_gpu(device).info;
-    params.input = view(x);
-  }
-
-  TensorView view(Buffer const& buffer) const {
-    int64_t const columns = params.shape.columns, rows = params.shape.rows;
-    return {buffer.untyped_data(), params.shape.heads * rows * columns, rows * columns, columns};
-  }
-  void run(cudaStream_t stream, Result& workspace, bool backward) {
-    RowSoftmaxPlan const plan = kernels.plan(params, backward);
-    params.workspace = workspace_of(workspace, plan.workspace_bytes);
-    (backward ? kernels.backward : kernels.forward)(params, plan, stream);
-  }
-};
-
-ffi::Error softmax(cudaStream_t stream, int device, Buffer x, Buffer seqused_k, Buffer leftpad_k,
-                   Result probabilities, Result lse, Result workspace, float scale, bool causal) {
-  return guarded(kSoftmax, [&] {
-    SoftmaxCall call(device, x, seqused_k, leftpad_k, scale, causal);
-    call.params.output = call.view(*probabilities);
-    call.params.lse = static_cast<float*>(lse->untyped_data());
-    call.run(stream, workspace, /*backward=*/false);
-  });
-}
-
-ffi::Error softmax_backward(cudaStream_t stream, int device, Buffer dprobabilities, Buffer dlse, Buffer kept,
-                            Buffer seqused_k, Buffer leftpad_k, Result dx, Result workspace, float scale,
-                            bool causal) {
-  return guarded(kSoftmax, [&] {
-    SoftmaxCall call(device, kept, seqused_k, leftpad_k, scale, causal);
-    call.params.gradient = call.view(dprobabilities);
-    call.params.output = call.view(*dx);
-    call.params.dlse = static_cast<float const*>(dlse.untyped_data());
-    call.run(stream, workspace, /*backward=*/true);
+ffi::Error bias_gradient(cudaStream_t stream, int device, Buffer dout, Buffer dlse, Buffer q, Buffer k,
+                         Buffer v, Buffer out, Buffer lse, Buffer seqused_q, Buffer seqused_k,
+                         Buffer leftpad_k, Buffer ranges, Buffer mask, Buffer bias, Buffer seed, Result dbias,
+                         Result workspace, float scale, int64_t left, int64_t right, bool tf32, float softcap,
+                         float bias_scale, int64_t keep) {
+  return guarded(kAttention, [&] {
+    LengthParams const lengths = lengths_of(seqused_q, seqused_k, leftpad_k);
+    BackwardOperands const operands{dout, dlse, q, k, v, out, lse, ranges_of(ranges)};
+    AttentionProblem problem =
+        problem_of(q, k, v, any(lengths), operands.ranges.count, scale, left, right, tf32);
+    Scores{mask, bias, seed, softcap, bias_scale, keep}.put(problem);
+    OfPairs const of(*dbias);  // its rows are not as wide as those of the bias
+    PairShape const shape{int(of.entries), int(of.heads), int(of.rows), int(of.columns)};
+    PairCall call = plan_pair_call(problem, lengths, current_gpu(device), shape, /*are_weights=*/false);
+    require(call.launches, "there are no pairs");
+    operands.put(call.params.call);
+    call.params.values = dbias->untyped_data();
+    call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
 
 }  // namespace
 
 // Bytes of the workspaces, asked for while a call is traced; 0 where the call itself will fail and say why.
-extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batch, int heads_q, int heads_kv,
+// call: 0 forward, 1 backward, 2 the gradient of a bias.
+extern "C" int64_t flash_cute_jax_workspace(int call, int element, int batch, int heads_q, int heads_kv,
                                             int seqlen_q, int seqlen_k, int head_dim, int head_dim_v,
                                             int64_t left, int64_t right, bool has_lengths, bool deterministic,
                                             int ranges, int mask_entries, int mask_heads, int mask_rows,
-                                            bool has_bias, bool has_softcap, int keep) {
+                                            int bias_entries, int bias_heads, int bias_rows, int bias_columns,
+                                            bool has_softcap, int keep) {
   AttentionProblem const problem{
       .shape = {batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v},
       .element = ElementType(element),
@@ -337,24 +257,17 @@ extern "C" int64_t flash_cute_jax_workspace(bool backward, int element, int batc
                     .heads = mask_heads,
                     .rows = mask_rows,
                     .columns = seqlen_k},
-      .scores = {.softcap = float(has_softcap), .bias = {.given = has_bias}, .dropout = {.keep = keep}}};
+      .scores = {
+          .softcap = float(has_softcap), .bias = {.given = bias_entries > 0}, .dropout = {.keep = keep}}};
   try {
-    return backward ? backward_workspace(problem, deterministic) : forward_workspace(problem);
+    if (call == 0) return forward_workspace(problem);
+    if (call == 1) return backward_workspace(problem, deterministic);
+    PairShape const shape{bias_entries, bias_heads, bias_rows, bias_columns};
+    return pair_workspace(problem, shape, /*are_weights=*/false);
   } catch (std::exception const&) {
     return 0;
   }
 }
-
-extern "C" int64_t flash_cute_jax_softmax_workspace(bool backward, int64_t rows, int64_t columns,
-                                                    int element_bytes) {
-  try {
-    return row_softmax_workspace(score_shape(1, 1, rows, columns), element_bytes, backward);
-  } catch (std::exception const&) {
-    return 0;
-  }
-}
-
-// A CUDA graph may have any of the calls: all that they do is launch.
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, forward,
                               ffi::Ffi::Bind()
@@ -378,6 +291,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, forward,
                                   .Attr<int64_t>("right")
                                   .Attr<bool>("tf32")
                                   .Attr<float>("softcap")
+                                  .Attr<float>("bias_scale")
                                   .Attr<int64_t>("keep"),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -408,37 +322,38 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
                                   .Attr<int64_t>("right")
                                   .Attr<bool>("tf32")
                                   .Attr<float>("softcap")
+                                  .Attr<float>("bias_scale")
                                   .Attr<int64_t>("keep")
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax, softmax,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_bias_gradient, bias_gradient,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Buffer>()  // x
-                                  .Arg<Buffer>()  // seqused_k
-                                  .Arg<Buffer>()  // leftpad_k
-                                  .Ret<Buffer>()  // probabilities
-                                  .Ret<Buffer>()  // lse
-                                  .Ret<Buffer>()  // workspace
-                                  .Attr<float>("scale")
-                                  .Attr<bool>("causal"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_softmax_backward, softmax_backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Buffer>()  // dprobabilities
+                                  .Arg<Buffer>()  // dout
                                   .Arg<Buffer>()  // dlse
-                                  .Arg<Buffer>()  // kept: x or probabilities, see keeps_scores
+                                  .Arg<Buffer>()  // q
+                                  .Arg<Buffer>()  // k
+                                  .Arg<Buffer>()  // v
+                                  .Arg<Buffer>()  // out
+                                  .Arg<Buffer>()  // lse
+                                  .Arg<Buffer>()  // seqused_q
                                   .Arg<Buffer>()  // seqused_k
                                   .Arg<Buffer>()  // leftpad_k
-                                  .Ret<Buffer>()  // dx
+                                  .Arg<Buffer>()  // ranges
+                                  .Arg<Buffer>()  // mask
+                                  .Arg<Buffer>()  // bias
+                                  .Arg<Buffer>()  // seed
+                                  .Ret<Buffer>()  // dbias
                                   .Ret<Buffer>()  // workspace
                                   .Attr<float>("scale")
-                                  .Attr<bool>("causal"),
+                                  .Attr<int64_t>("left")
+                                  .Attr<int64_t>("right")
+                                  .Attr<bool>("tf32")
+                                  .Attr<float>("softcap")
+                                  .Attr<float>("bias_scale")
+                                  .Attr<int64_t>("keep"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace flash_cute
