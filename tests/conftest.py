@@ -175,6 +175,7 @@ def pytest_testnodedown(node, error: object) -> None:
 LONGEST_FILES = [
     "test_transformers.py",
     "test_jax.py",
+    "test_jax_bias.py",
     "test_append.py",
     "test_compile.py",
     "test_benchmarks.py",

@@ -75,8 +75,7 @@ def _changed(scores, bias, options):
         scores = options.softcap * jnp.tanh(scores / options.softcap)
     if bias is None:
         return scores
-    bias = options.bias_scale * bias.astype(jnp.float32)
-    total = scores + bias
+    total = scores + options.bias_scale * bias.astype(jnp.float32)
     bounds = jnp.finfo(jnp.float32)
     finite = jnp.isfinite(scores) & jnp.isfinite(bias)
     total = jnp.where(finite & jnp.isposinf(total), bounds.max, total)

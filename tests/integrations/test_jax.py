@@ -1327,11 +1327,12 @@ def test_snippets_of_the_page():
     """The code of docs/jax.md, block after block."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "jax.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     names: dict = {}
     for block in blocks:
         exec(block, names)
     assert all(jnp.isfinite(x.astype(jnp.float32)).all() for x in (names["out"], *names["gradients"]))
+    assert names["dbias"].shape == names["bias"].shape
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
