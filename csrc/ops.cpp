@@ -43,7 +43,17 @@ struct TracedCall {
 };
 
 // Kinds of operators, and the offsets that each takes: none, those of q at least, or what is given.
-enum Kind { kForward, kPublicForward, kForwardInto, kCheckInto, kBackward, kBiasGradient, kWeights, kPlan, kTraced };
+enum Kind {
+  kForward,
+  kPublicForward,
+  kForwardInto,
+  kCheckInto,
+  kBackward,
+  kBiasGradient,
+  kWeights,
+  kPlan,
+  kTraced
+};
 enum Offsets { kPadded, kPacked, kEither };
 // Is a forward's result, and its gradient, among the arguments?
 constexpr bool has_results(Kind kind) { return kind == kBackward || kind == kBiasGradient; }

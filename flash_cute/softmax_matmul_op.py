@@ -90,5 +90,7 @@ def _batch_and_heads(x: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
         raise ValueError(f"{_FACE}: x has batch {x.shape[0]} and v {v.shape[0]}; v's or 1 is accepted")
     heads = v.shape[1] if x.shape[1] == 1 else x.shape[1]
     if heads != v.shape[1] and (v.shape[1] == 0 or heads % v.shape[1]):
-        raise ValueError(f"{_FACE}: x has {heads} heads and v {v.shape[1]}; a multiple of v's or 1 is accepted")
+        raise ValueError(
+            f"{_FACE}: x has {heads} heads and v {v.shape[1]}; a multiple of v's, or 1, is accepted"
+        )
     return v.shape[0], heads

@@ -36,8 +36,9 @@ def attention_weights(
             alibi_slopes, softcap, precision: as in flash_cute.forward.
 
     Returns:
-        (batch, heads_q, seqlen_q, seqlen_k), of q's dtype, contiguous, before dropout: 0 for a pair that is
-        hidden or doesn't count, whatever q and k hold there. With sinks a row's sum lacks the sink's share.
+        weights: (batch, heads_q, seqlen_q, seqlen_k), of q's dtype, contiguous, before dropout: 0 for a pair
+            that is hidden or doesn't count, whatever q and k hold there. With sinks a row's sum lacks the
+            sink's share.
 
     Raises:
         ValueError, TypeError: an argument makes no sense, or there would be more than max_elements; the
@@ -62,6 +63,7 @@ def attention_weights(
             raise ValueError(
                 f"{_FACE}: there would be {count} weights; at most max_elements, {max_elements}, are accepted"
             )
+    checks.require_stored("attention_weights", k=k)
     v = k[..., :_COLUMNS]  # of which nothing but the LSE's forward knows
     weights = call("attention_weights", ops.weights, q, k, v, {}, causal, softmax_scale, options)
     return weights[..., : k.shape[2]]  # where there are no keys, sinks have one

@@ -44,6 +44,8 @@ FUNCTIONS = {
         flash_cute.merge,
         flash_cute.append_kv,
         flash_cute.softmax,
+        flash_cute.softmax_matmul,
+        flash_cute.attention_weights,
         flash_cute.explain,
         flash_cute.supported,
     ),

@@ -100,7 +100,7 @@ def _ways(
     heads_q: int, heads_kv: int, packed: bool, by_batch: bool, shapes: dict[str, tuple[int, ...]]
 ) -> list[Placements]:
     """On one dimension of the mesh. Packed, tensors are (total, heads, head_dim), LSEs (heads, total)."""
-    tensors, lses = ("q", "k", "v", "out", "dout"), ("lse", "dlse")
+    tensors, lses = ("q", "k", "v", "out", "dout", "weights"), ("lse", "dlse")
     by_heads = dict.fromkeys(LENGTHS, Replicate())
     by_heads |= dict.fromkeys(tensors, Shard(1)) | dict.fromkeys(lses, Shard(0 if packed else 1))
     sinks = "sinks", "dsinks"

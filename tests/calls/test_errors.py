@@ -10,8 +10,11 @@ import pytest
 import torch
 from support.wrong_calls import (
     WRONG_BIAS_GRADIENTS,
+    WRONG_LOOKS,
+    WRONG_MATMULS,
     WRONG_PACKED,
     WRONG_VALUES,
+    WRONG_WEIGHTS,
     assert_one_sentence,
     inputs,
     packed,
@@ -450,7 +453,12 @@ WRONG_GRADIENTS = {
 }
 
 
-OPERATORS = "_backward", "_backward_varlen", "_bias_gradient"
+OPERATORS = {
+    "_backward": WRONG_GRADIENTS,
+    "_backward_varlen": WRONG_GRADIENTS,
+    "_bias_gradient": WRONG_GRADIENTS | WRONG_BIAS_GRADIENTS,
+    "_weights": WRONG_WEIGHTS,
+}
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -458,10 +466,8 @@ OPERATORS = "_backward", "_backward_varlen", "_bias_gradient"
     ("name", "change", "words"),
     [
         pytest.param(name, *wrong, id=f"{name}-{mistake}")
-        for name in OPERATORS
-        for mistake, wrong in (
-            WRONG_GRADIENTS | (WRONG_BIAS_GRADIENTS if name == OPERATORS[-1] else {})
-        ).items()
+        for name, table in OPERATORS.items()
+        for mistake, wrong in table.items()
     ],
 )
 def test_wrong_gradients(device, name, change, words, traced):
@@ -470,6 +476,8 @@ def test_wrong_gradients(device, name, change, words, traced):
     good = backward_inputs(device, name == "_backward_varlen")
     if name == "_bias_gradient":
         good["bias"] = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=device)
+    if name == "_weights":
+        good = {argument: good[argument] for argument in ("q", "k", "v", "lse")}
     bad = good | change(good)
     with FakeTensorMode() if traced else nullcontext() as mode:
         if traced:
@@ -478,6 +486,22 @@ def test_wrong_gradients(device, name, change, words, traced):
         with pytest.raises(RuntimeError) as caught:
             op(**bad)
     assert_one_sentence(str(caught.value), words, function="")
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_MATMULS.values(), ids=WRONG_MATMULS)
+def test_wrong_softmax_matmuls(device, change, words):
+    good = {"x": torch.ones(2, 6, 150, 190, device=device).bfloat16(), "v": inputs(device)["v"]}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        flash_cute.softmax_matmul(**good | change(good))
+    assert_one_sentence(str(caught.value), words, "softmax_matmul")
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_LOOKS.values(), ids=WRONG_LOOKS)
+def test_wrong_attention_weights(device, change, words):
+    good = {name: x for name, x in inputs(device).items() if name != "v"}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        flash_cute.attention_weights(**good | change(good))
+    assert_one_sentence(str(caught.value), words, "attention_weights")
 
 
 def test_deterministic_is_a_bool(device):
@@ -519,6 +543,16 @@ def faces(device) -> dict[str, tuple]:
         "forward": ("forward", flash_cute.forward, padded),
         "forward_varlen": ("forward_varlen", flash_cute.forward_varlen, varlen),
         "explain": ("explain", flash_cute.explain, padded),
+        "softmax_matmul": (
+            "softmax_matmul",
+            flash_cute.softmax_matmul,
+            {"x": padded["q"], "v": padded["q"].mT.contiguous()} | counts,
+        ),
+        "attention_weights": (
+            "attention_weights",
+            flash_cute.attention_weights,
+            {name: x for name, x in padded.items() if name != "v"},
+        ),
         "autocast": ("forward", lambda q, k, v: under_autocast(q, k, v), floats),
         "backward": ("", ops._backward, gradients),
         "softmax": ("softmax", flash_cute.softmax, {"x": x} | columns),

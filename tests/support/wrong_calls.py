@@ -256,6 +256,76 @@ WRONG_BIAS_GRADIENTS = {
     "bias_scale is NaN": (lambda t: {"bias_scale": math.nan}, "bias_scale is nan; a finite number > 0"),
     "bias_scale overflows float32": (lambda t: {"bias_scale": 1e300}, "bias_scale is 1e+300; finite"),
 }
+# Of flash_cute::_weights, beside those of lse and k.
+WRONG_WEIGHTS = {
+    "lse of another shape": (lambda t: {"lse": t["lse"][:1]}, "lse has shape as q"),
+    "lse of another dtype": (lambda t: {"lse": t["lse"].double()}, "lse torch.float64 torch.float32"),
+    "lse elsewhere": (lambda t: {"lse": t["lse"].to("meta")}, "lse meta q same"),
+    "k of another head_dim": (lambda t: {"k": t["k"][..., :32]}, "k head_dim 32 64"),
+    "a bias of float32": (
+        lambda t: lengths(t, "bias", (1, 1, 1, 1), torch.float32),
+        "bias dtype of q, torch.bfloat16 float32",
+    ),
+}
+# Of softmax_matmul, given x (2, 6, 150, 190) and v (2, 2, 190, 64).
+WRONG_MATMULS = {
+    "x is a list": (lambda t: {"x": [[1.0]]}, "x list torch.Tensor"),
+    "v is None": (lambda t: {"v": None}, "v NoneType torch.Tensor"),
+    "x of three dimensions": (lambda t: {"x": t["x"][0]}, "x has 3 dimensions (batch, heads, seqlen_q,"),
+    "v of three dimensions": (lambda t: {"v": t["v"][0]}, "v has 3 dimensions (batch, heads, seqlen_k,"),
+    "x is nested": (lambda t: {"x": nested(t["x"])}, "x is nested; dense"),
+    "v is sparse": (lambda t: {"v": t["v"].to_sparse()}, "v torch.sparse_coo dense"),
+    "x of float32": (lambda t: {"x": t["x"].float()}, "x dtype torch.float32 v torch.bfloat16 the same"),
+    "v of float16": (lambda t: {"v": t["v"].half()}, "x dtype torch.bfloat16 v torch.float16 the same"),
+    "both of float64": (lambda t: {n: x.double() for n, x in t.items()}, "x must torch.float64 float32"),
+    "x elsewhere": (lambda t: {"x": t["x"].to("meta")}, "x is on device meta and v on same"),
+    "more columns than rows of v": (lambda t: {"v": t["v"][:, :, 1:]}, "x 190 columns v 189 rows"),
+    "x of another batch": (lambda t: {"x": t["x"].expand(2, 2, 6, 150, 190)[:, 0].repeat(2, 1, 1, 1)},
+                           "x has batch 4 and v 2; v's or 1"),
+    "heads that do not divide": (lambda t: {"x": t["x"][:, :5]}, "x has 5 heads and v 2; a multiple"),
+    "v of no heads": (lambda t: {"v": t["v"][:, :0]}, "x has 6 heads and v 0;"),
+    "a head_dim over 256": (lambda t: {"v": t["v"].repeat(1, 1, 1, 5)}, "head_dim of v is 320; 1 to 256"),
+    "scale is zero": (lambda t: {"scale": 0.0}, "scale is 0; a finite number > 0"),
+    "scale is negative": (lambda t: {"scale": -1}, "scale is -1; a finite number > 0"),
+    "scale is NaN": (lambda t: {"scale": math.nan}, "scale is nan; finite"),
+    "scale overflows float32": (lambda t: {"scale": 1e300}, "scale is 1e+300; finite"),
+    "scale is text": (lambda t: {"scale": "1"}, "scale is '1'; a number"),
+    "causal is a number": (lambda t: {"causal": 1}, "causal 1 True False"),
+    "window is negative": (lambda t: {"window": -7}, "window -7 >= 0"),
+    "a mask for another batch": (
+        lambda t: {"mask": torch.ones(3, 1, 1, 190, dtype=torch.bool, device=t["x"].device)},
+        "mask (2 or 1, 6 or 1, 150 or 1, 190) (3, 1, 1, 190)",
+    ),
+    "a mask of numbers": (lambda t: {"mask": t["x"]}, "mask torch.bfloat16 torch.bool numbers x"),
+    "a mask that is a list": (lambda t: {"mask": [[True]]}, "mask list torch.Tensor"),
+    "lengths of int64": (
+        lambda t: {"seqused_k": torch.ones(2, dtype=torch.int64, device=t["x"].device)},
+        "seqused_k int64 torch.int32",
+    ),
+    "dropout_p is 1": (lambda t: {"dropout_p": 1.0}, "dropout_p 1"),
+    "no such family": (lambda t: {"family": "sm70"}, "family sm70 sm80"),
+    "a bias": (lambda t: {"bias": t["x"]}, "no argument bias, as there is no bias leave it out?"),
+    "forward's softmax_scale": (lambda t: {"softmax_scale": 1.0}, "did you mean scale?"),
+    "a cache in pages": (lambda t: {"block_table": None}, "no argument block_table seqused_k"),
+}  # fmt: skip
+# Of attention_weights, given q and k.
+WRONG_LOOKS = {
+    "q is a list": (lambda t: {"q": [[1.0]]}, "q list torch.Tensor"),
+    "packed sequences": (lambda t: {n: x[0] for n, x in t.items()}, "q has 3 dimensions; 4 (batch, heads,"),
+    "k of three dimensions": (lambda t: {"k": t["k"][0]}, "k has 3 dimensions; 4 (batch, heads, seqlen"),
+    "offsets": (lambda t: {"cu_seqlens_q": None}, "no argument cu_seqlens_q"),
+    "a cache in pages": (lambda t: {"block_table": None}, "no argument block_table"),
+    "jagged tensors": (lambda t: {n: nested(x, torch.jagged) for n, x in t.items()}, "q is nested; dense"),
+    "k of another head_dim": (lambda t: {"k": t["k"][..., :32]}, "k head_dim 32 64"),
+    "k of another batch": (lambda t: {"k": t["k"][:1]}, "k batch 1 q 2"),
+    "heads that do not divide": (lambda t: {"q": t["q"][:, :5]}, "q 5 k 2 heads"),
+    "k of another dtype": (lambda t: {"k": t["k"].half()}, "k dtype torch.float16 q torch.bfloat16"),
+    "both of float64": (lambda t: {n: x.double() for n, x in t.items()}, "q must torch.float64 float32"),
+    "dropout": (lambda t: {"dropout_p": 0.5}, "dropout_p no dropout leave it out?"),
+    "too many": (lambda t: {"max_elements": 341999}, "342000 weights; at most max_elements, 341999,"),
+    "max_elements is text": (lambda t: {"max_elements": "all"}, "max_elements 'all' int None"),
+    "scale is zero": (lambda t: {"softmax_scale": 0.0}, "softmax_scale 0 > 0"),
+}
 
 
 def assert_one_sentence(message: str, words: str, function: str = "forward") -> None:
