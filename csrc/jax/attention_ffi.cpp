@@ -269,91 +269,66 @@ extern "C" int64_t flash_cute_jax_workspace(int call, int element, int batch, in
   }
 }
 
+namespace {
+
+// What all handlers have: first, after their own arguments, and after their results.
+auto begin() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>(); }
+template <class Binding>
+auto with_masks(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<Buffer>()   // seqused_q
+      .template Arg<Buffer>()   // seqused_k
+      .template Arg<Buffer>()   // leftpad_k
+      .template Arg<Buffer>()   // ranges
+      .template Arg<Buffer>()   // mask
+      .template Arg<Buffer>()   // bias
+      .template Arg<Buffer>();  // seed
+}
+template <class Binding>
+auto with_options(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Ret<Buffer>()  // workspace
+      .template Attr<float>("scale")
+      .template Attr<int64_t>("left")
+      .template Attr<int64_t>("right")
+      .template Attr<bool>("tf32")
+      .template Attr<float>("softcap")
+      .template Attr<float>("bias_scale")
+      .template Attr<int64_t>("keep");
+}
+// Of handlers of gradients.
+auto begin_gradients() {
+  return with_masks(begin()
+                        .Arg<Buffer>()    // dout
+                        .Arg<Buffer>()    // dlse
+                        .Arg<Buffer>()    // q
+                        .Arg<Buffer>()    // k
+                        .Arg<Buffer>()    // v
+                        .Arg<Buffer>()    // out
+                        .Arg<Buffer>());  // lse
+}
+
+}  // namespace
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_forward, forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Buffer>()  // q
-                                  .Arg<Buffer>()  // k
-                                  .Arg<Buffer>()  // v
-                                  .Arg<Buffer>()  // seqused_q
-                                  .Arg<Buffer>()  // seqused_k
-                                  .Arg<Buffer>()  // leftpad_k
-                                  .Arg<Buffer>()  // ranges
-                                  .Arg<Buffer>()  // mask
-                                  .Arg<Buffer>()  // bias
-                                  .Arg<Buffer>()  // seed
-                                  .Ret<Buffer>()  // out
-                                  .Ret<Buffer>()  // lse
-                                  .Ret<Buffer>()  // workspace
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("left")
-                                  .Attr<int64_t>("right")
-                                  .Attr<bool>("tf32")
-                                  .Attr<float>("softcap")
-                                  .Attr<float>("bias_scale")
-                                  .Attr<int64_t>("keep"),
+                              with_options(with_masks(begin()
+                                                          .Arg<Buffer>()   // q
+                                                          .Arg<Buffer>()   // k
+                                                          .Arg<Buffer>())  // v
+                                               .Ret<Buffer>()              // out
+                                               .Ret<Buffer>()),            // lse
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_backward, backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Buffer>()  // dout
-                                  .Arg<Buffer>()  // dlse
-                                  .Arg<Buffer>()  // q
-                                  .Arg<Buffer>()  // k
-                                  .Arg<Buffer>()  // v
-                                  .Arg<Buffer>()  // out
-                                  .Arg<Buffer>()  // lse
-                                  .Arg<Buffer>()  // seqused_q
-                                  .Arg<Buffer>()  // seqused_k
-                                  .Arg<Buffer>()  // leftpad_k
-                                  .Arg<Buffer>()  // ranges
-                                  .Arg<Buffer>()  // mask
-                                  .Arg<Buffer>()  // bias
-                                  .Arg<Buffer>()  // seed
-                                  .Ret<Buffer>()  // dq
-                                  .Ret<Buffer>()  // dk
-                                  .Ret<Buffer>()  // dv
-                                  .Ret<Buffer>()  // workspace
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("left")
-                                  .Attr<int64_t>("right")
-                                  .Attr<bool>("tf32")
-                                  .Attr<float>("softcap")
-                                  .Attr<float>("bias_scale")
-                                  .Attr<int64_t>("keep")
+                              with_options(begin_gradients()
+                                               .Ret<Buffer>()   // dq
+                                               .Ret<Buffer>()   // dk
+                                               .Ret<Buffer>())  // dv
                                   .Attr<bool>("deterministic"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flash_cute_jax_bias_gradient, bias_gradient,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<Buffer>()  // dout
-                                  .Arg<Buffer>()  // dlse
-                                  .Arg<Buffer>()  // q
-                                  .Arg<Buffer>()  // k
-                                  .Arg<Buffer>()  // v
-                                  .Arg<Buffer>()  // out
-                                  .Arg<Buffer>()  // lse
-                                  .Arg<Buffer>()  // seqused_q
-                                  .Arg<Buffer>()  // seqused_k
-                                  .Arg<Buffer>()  // leftpad_k
-                                  .Arg<Buffer>()  // ranges
-                                  .Arg<Buffer>()  // mask
-                                  .Arg<Buffer>()  // bias
-                                  .Arg<Buffer>()  // seed
-                                  .Ret<Buffer>()  // dbias
-                                  .Ret<Buffer>()  // workspace
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("left")
-                                  .Attr<int64_t>("right")
-                                  .Attr<bool>("tf32")
-                                  .Attr<float>("softcap")
-                                  .Attr<float>("bias_scale")
-                                  .Attr<int64_t>("keep"),
+                              with_options(begin_gradients().Ret<Buffer>()),  // dbias
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace flash_cute
