@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,11 +72,11 @@ def expected(x, v, given, options, dtype):
 
 
 def found(kernel, x, v, given, **options):
-    """The same by a kernel, in memory that is poisoned with NaN."""
+    """The same by a kernel, in memory that is poisoned with NaN; of the mode for that it is not told."""
     x, v = x.detach().requires_grad_(), v.detach().requires_grad_()
-    with poisoned():
+    with poisoned(), patch("torch.are_deterministic_algorithms_enabled", return_value=False):
         results = flash_cute.softmax_matmul(x, v, family=kernel.family, **options)
-    torch.autograd.backward(results, given)
+        torch.autograd.backward(results, given)
     return *(result.detach() for result in results), x.grad, v.grad
 
 
@@ -213,7 +214,7 @@ class Loss:
 
     def __call__(self, x, v):
         out, lse = flash_cute.softmax_matmul(x, v, family=self.kernel.family, **self.options)
-        return (out.float() * self.given[0]).sum() + (lse.clamp(min=-1e30) * self.given[1]).sum()
+        return (out.float() * self.given[0]).sum() + (lse * self.given[1]).sum()
 
     def check(self, *gradients, x=None, v=None):
         x, v = self.x if x is None else x, self.v if v is None else v

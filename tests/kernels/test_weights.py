@@ -195,7 +195,7 @@ def test_more_than_int32_counts(kernel):
     q, k, _ = make_inputs(Shape(1, 33, 1, 8192, 8200, 64), torch.bfloat16, kernel.device)
     weights = flash_cute.attention_weights(q, k, True, max_elements=None, family=kernel.family)
     part = flash_cute.attention_weights(q[:, -1:], k, True, family=kernel.family)
-    assert torch.equal(weights[:, -1:], part)
+    torch.testing.assert_close(weights[:, -1:], part, rtol=2**-6, atol=1e-6)
 
 
 # What PyTorch does around it
