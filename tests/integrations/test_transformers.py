@@ -967,7 +967,7 @@ def test_a_mask_and_a_bias(device, kind):
 
 
 def images(device) -> torch.Tensor:
-    return torch.randn(2, 3, 32, 32, device=device)
+    return torch.randn(4, 3, 32, 32, device=device)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -975,7 +975,6 @@ def images(device) -> torch.Tensor:
 @torch.no_grad()
 def test_models_of_images(device, name, compiled):
     trio, inputs = Trio(name, device), images(device)
-    plain = trio.ours(inputs.to(DTYPE)).logits
     if compiled:
         torch._dynamo.reset()
         backend = "inductor" if device.type == "cuda" else "aot_eager"
@@ -985,9 +984,11 @@ def test_models_of_images(device, name, compiled):
         results[0] = trio.all[0](inputs.to(DTYPE)).logits
     assert_within_rule("logits", *results)
     for parameter, value in trio.ours.named_parameters():
-        if "position_bias_table" in parameter:
+        if are_biases(parameter):
             value.zero_()
-    assert not torch.allclose(trio.ours(inputs.to(DTYPE)).logits, plain, atol=1e-3)
+    without = trio.ours(inputs.to(DTYPE)).logits
+    error, change = ((results[0].double() - x).abs().max() for x in (results[2], without))
+    assert change > 5 * error
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "both"])
@@ -1030,7 +1031,8 @@ def test_gradients_beside_biases(device, name, frozen):
     assert_within_rule("gradients", *gradients[False])
     assert frozen or gradients[True][0].any()
     if not frozen:
-        assert_within_rule("gradients of biases", *gradients[True])
+        # The largest are sums over all pairs of few entries, such as a class's: the maximum is chance.
+        assert_within_rule("gradients of biases", *gradients[True], norms=["RMS"])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -332,7 +332,8 @@ def test_lengths_of_an_unknown_stride(device, wanted):
         if wanted == 1:
             torch.testing.assert_close(call(x, given, step), flash_cute.softmax(x, seqused_k=given[:3]))
         else:
-            with pytest.raises(RuntimeError, match=r"^flash_cute: seqused_k has stride 2"):
+            # Some versions of dynamo say before it where it happened.
+            with pytest.raises(RuntimeError, match=r"flash_cute: seqused_k has stride 2"):
                 call(x, given, step)
 
 

@@ -63,9 +63,13 @@ ORACLES = {"sinks": "eager", "MiMo V2 Flash": "eager", "softcap": "reference"}  
 # With biases of positions, which train.
 T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "dropout_rate": 0.0}
-BEIT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+# Of weights so large that biases change logits by more than rounding does, and of more than a few logits, of
+# which errors would be chance.
+LARGE = {"initializer_range": 0.1, "num_labels": 32}
+BEIT = LARGE | {"layer_scale_init_value": 1.0}
+BEIT |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 BEIT |= {"image_size": 32, "patch_size": 8, "drop_path_rate": 0.0}
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]}
+SWIN = LARGE | {"image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]}
 SWIN |= {"window_size": 4, "drop_path_rate": 0.0}  # 4 of 16 and 2 of 8 patches, each second layer's shifted
 BIASED = {
     "T5": ("T5ForConditionalGeneration", "T5Config", T5),
