@@ -16,6 +16,22 @@ EPSILONS = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24,
 
 # What is less than this is finite, and yet the lowest number of some type beside which scores are nothing.
 LOWEST = -1e30
+# An LSE that is less has a few bits behind the point.
+LOW = -1e4
+
+
+def resolution(lse: torch.Tensor) -> torch.Tensor:
+    """By how much rounding to float32 changes a number of the size of a low LSE; 0 where it is not low.
+
+    Low is that of rows that see nothing but float16's lowest number, -65504, and this is 2^-8 there. Kernels
+    round such numbers several times: scores, in their unit, the LSE, and the LSE in base 2, each by so much
+    or by half of it. (PyTorch's softmax subtracts the maximum, and has none of this.) So the LSE errs by
+    about 2^-8, and P = exp(score - LSE), which the backward computes again, by about 2^-8 of itself. An
+    emulation of this arithmetic with the tests' scales and caps has errors of 1.1 * 2^-8 in the LSE and 0.8
+    * 2^-8 in P at most by RMS, 2.0 * 2^-8 and 2.5 * 2^-8 by maximum. The lowest numbers of other types are
+    exact in both.
+    """
+    return torch.where((lse < LOW) & (lse > LOWEST), lse.abs() * EPSILONS[torch.float32], 0)
 
 
 @dataclass(frozen=True)
@@ -154,15 +170,44 @@ class Sequence:
         weights = weights.masked_fill(~self.sees, 0)
         delta = dlse - (dout * self.rounded_forward()[0]).sum(-1)
         of_weights = self.dropped(self.product(dout, v.mT)) + delta.unsqueeze(-1)
-        slope = 1 - (products / self.softcap).tanh().square() if self.softcap else 1
         of_changed = weights * of_weights
-        of_scores = self.rounded(of_changed * slope) * self.scale
-        products = (of_scores, k), (of_scores.mT, q), (self.rounded(self.dropped(weights)).mT, dout)
-        found = [self.product(*pair) for pair in products]
-        found[1:] = (x.unflatten(0, (-1, group)).sum(1) for x in found[1:])
+        of_scores = self.rounded(of_changed * self.slope(products))
+        found = self.multiplied(of_scores, self.rounded(self.dropped(weights)), q, k, dout)
         found = [x.to(dtype) for x in found]
         found += [((s.unsqueeze(-1) - lse).exp() * delta).sum(-1) for s in sinks]
         return found if self.added is None else [*found, of_changed.sum_to_size(self.added.shape)]
+
+    def resolution_of_gradients(self, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor]:
+        """By how much each gradient errs, to first order, if P does by resolution(lse) of itself.
+
+        In dV; in dS = P (dP - delta + dLSE), and there by delta, too, whose out the forward made of its P.
+        """
+        q, k, v, *sinks = (x.detach() for x in self.leaves(torch.float64))
+        out, lse = self.attention(q, k, v, *sinks)
+        k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+        dout, error = dout.double(), resolution(lse).unsqueeze(-1)
+        products = self.product(q, k.mT) * self.scale
+        scores = self.changed(products).masked_fill(~self.sees, -torch.inf)
+        weights = torch.where(error > 0, (scores - lse.unsqueeze(-1)).exp(), 0)
+        of_weights = self.dropped(self.product(dout, v.mT))
+        delta = dlse - (dout * out).sum(-1)
+        terms = (of_weights + delta.unsqueeze(-1)).abs() + (weights * of_weights.abs()).sum(-1, keepdim=True)
+        of_changed = error * weights * terms
+        of_scores = of_changed * self.slope(products)
+        found = self.multiplied(of_scores, self.dropped(error * weights), q.abs(), k.abs(), dout.abs())
+        found += [torch.zeros_like(x) for x in sinks]  # a sink's logit is not low
+        return [*found, of_changed.sum_to_size(self.added.shape)]
+
+    def slope(self, products: torch.Tensor) -> torch.Tensor | int:
+        """The derivative of a capped score."""
+        return 1 - (products / self.softcap).tanh().square() if self.softcap else 1
+
+    def multiplied(self, of_scores, weights, q, k, dout) -> list[torch.Tensor]:
+        """dq, dk and dv, of a k for each of q's heads."""
+        of_scores = of_scores * self.scale
+        found = [self.product(*pair) for pair in ((of_scores, k), (of_scores.mT, q), (weights.mT, dout))]
+        found[1:] = (x.unflatten(0, (-1, q.shape[0] // self.k.shape[0])).sum(1) for x in found[1:])
+        return found
 
     def chances(self, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(heads_q,), (heads_q, rows, 1): the variances of what rounding out adds to sums.
