@@ -296,6 +296,22 @@ def test_storages_that_are_too_small(device, name):
         flash_cute.forward(q, q, q, dropout_p=0.5, **tensors)
 
 
+def test_the_storage_of_a_bias_that_is_rounded(device):
+    """PyTorch's operators round it, before any check of csrc/: they would read what lies behind."""
+    q = torch.ones(2, 4, 8, 8, dtype=torch.bfloat16, device=device)
+    bias = torch.zeros(q.shape, device=device)
+    bias.untyped_storage().resize_(1)
+    sentence = "must have a storage of at least 2048 bytes, got one of 1$"
+    for tensor in (bias, bias.detach().requires_grad_()):
+        with pytest.raises(ValueError, match=rf"^flash_cute\.forward: bias {sentence}"):
+            flash_cute.forward(q, q, q, bias=tensor)
+        with (
+            torch.autocast(device.type, torch.bfloat16),
+            pytest.raises(ValueError, match=rf"^flash_cute\.softmax_matmul: x {sentence}"),
+        ):
+            flash_cute.softmax_matmul(tensor, q)
+
+
 @pytest.mark.parametrize("name", ["forward", "attention"])
 def test_offsets_belong_to_packed_sequences(device, name):
     with pytest.raises(TypeError) as caught:
