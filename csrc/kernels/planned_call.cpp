@@ -220,6 +220,8 @@ PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& len
   call.launch = call.kernel.plan(call.params);
   require(call.launch.tiles(shape) <= PairPlan::kMaxTiles, "values of pairs make ", call.launch.tiles(shape),
           " tiles; at most ", PairPlan::kMaxTiles, " are accepted");
+  require(call.launch.steps <= PairPlan::kMaxTiles, "a number of bias is added to ", call.launch.steps,
+          " blocks of pairs; at most ", PairPlan::kMaxTiles, " are accepted");
   return call;
 }
 

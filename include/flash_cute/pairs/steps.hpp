@@ -75,8 +75,8 @@ struct PairSteps {
   }
 
   // The first of the steps, and the one after the last.
-  CUTE_DEVICE int begin() const { return int(int64_t(plan.steps) * part / plan.parts); }
-  CUTE_DEVICE int end() const { return int(int64_t(plan.steps) * (part + 1) / plan.parts); }
+  CUTE_DEVICE int begin() const { return int(plan.steps * part / plan.parts); }
+  CUTE_DEVICE int end() const { return int(plan.steps * (part + 1) / plan.parts); }
 
   // Finds those from `first` on that see a pair, and writes them to a ring of kMost from `place` on; returns
   // how many there are.
