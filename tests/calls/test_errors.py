@@ -678,6 +678,13 @@ def test_out_of_memory(device, name):
     flash_cute.softmax(inputs(device)["q"])
 
 
+def test_zeros_of_softmax_matmul_beyond_memory():
+    """They stand for queries: here of so many heads that they take more memory than there is."""
+    one = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^flash_cute\.softmax_matmul: out of memory: .* bytes"):
+        flash_cute.softmax_matmul(one.expand(1, 2**40, 1, 1), one)
+
+
 # On the CPU: what calls Python's kernels, made of q, k and v that need gradients.
 WINDOW = partial(flash_cute.attention, window=3)
 COMPILED = torch.compile(WINDOW, backend="aot_eager")

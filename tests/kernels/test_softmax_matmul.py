@@ -302,6 +302,24 @@ def test_compiled(loss, backend):
     loss.check(*(leaf.grad for leaf in leaves))
 
 
+WRONG_WHILE_TRACED = {
+    "dtype": (torch.float64, 1.0, "x must have dtype torch.float16, torch.bfloat16 or torch.float32, got"),
+    "scale": (torch.bfloat16, 0.0, "scale is 0; a finite number > 0"),
+    "large scale": (torch.bfloat16, 1e39, r"scale is 1e\+39; a finite number > 0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED
+)
+def test_what_is_wrong_while_traced_has_its_own_name(device, dtype, scale, sentence):
+    """Not q's and bias_scale's, as the operator calls them: compilers can't trace the change of names."""
+    compiled = torch.compile(flash_cute.softmax_matmul, backend="eager", fullgraph=True)
+    x, v = (torch.ones(1, 2, 8, 8, dtype=dtype, device=device) for _ in range(2))
+    with pytest.raises(Exception, match=rf"flash_cute\.softmax_matmul: {sentence}"):
+        compiled(x, v, scale=scale)
+
+
 def test_dynamic_shapes_compile_once(kernel):
     graphs, backend = compiled_graphs()
 
