@@ -81,7 +81,8 @@ def _batch_and_heads(x: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
                 f"{_FACE}: {name} has {tensor.dim()} dimensions; 4, (batch, heads, {shape}), are accepted"
             )
     dtype = autocast_dtype(x)
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):  # in a traced call's error, q would have it
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        # Of a traced call, whose error would say so of q.
         accepted = "torch.float16, torch.bfloat16 or torch.float32"
         raise ValueError(f"{_FACE}: x must have dtype {accepted}, got {x.dtype}")
     if dtype != autocast_dtype(v):

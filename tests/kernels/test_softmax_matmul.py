@@ -324,9 +324,7 @@ WRONG_WHILE_TRACED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED
-)
+@pytest.mark.parametrize(("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
 def test_what_is_wrong_while_traced_has_its_own_name(device, dtype, scale, sentence):
     """Not q's and bias_scale's, as the operator calls them: compilers can't trace the change of names."""
     compiled = torch.compile(flash_cute.softmax_matmul, backend="eager", fullgraph=True)
