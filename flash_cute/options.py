@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from inspect import Parameter, signature
 from operator import index
@@ -18,6 +19,7 @@ SCORES = "mask", "bias", "alibi_slopes", "dropout_seed"
 # All that operators take beside q, k, v and results, in the order of csrc/ops.cpp's checks.
 OPERANDS = *LENGTHS, "sinks", *SCORES
 
+_LARGEST = torch.finfo(torch.float32).max
 _INTEGERS = int, torch.SymInt  # a tuple, as a union is made anew each time, in 0.5 us
 Window = int | tuple[int | None, int | None] | None
 Function = TypeVar("Function", bound=Callable)
@@ -136,7 +138,13 @@ def _read_number(name: str, option: str, value: object, passed: dict[str, Any]) 
 
 def _read_scale(name: str, option: str, value: object, passed: dict[str, Any]) -> None:
     require_number(f"flash_cute.{name}", option, value, "a number")
-    passed["bias_scale"] = float(value)
+    try:
+        scale = float(value)
+    except OverflowError:
+        scale = math.inf
+    if not 0 < scale <= _LARGEST:  # as the operator says of bias_scale, also while a compiler traces
+        raise ValueError(f"flash_cute.{name}: {option} is {scale:g}; a finite number > 0 is accepted")
+    passed["bias_scale"] = scale
 
 
 def _read_window(name: str, option: str, value: Window, passed: dict[str, Any]) -> None:

@@ -57,11 +57,11 @@ def softmax_matmul(
     # Few zeros, which all batches and heads share. As q's strides decrease, out is contiguous.
     steps = 3 * _COLUMNS, 2 * _COLUMNS, _COLUMNS, 1
     room = 3 * batch + 2 * heads + rows + keys
-    zeros = torch.zeros(room * _COLUMNS, dtype=v.dtype, device=v.device)  # of no tensor that vmap maps
-    q = zeros.as_strided((batch, heads, rows, _COLUMNS), steps)
-    k = zeros.as_strided((*v.shape[:2], keys, _COLUMNS), (0, 0, *steps[2:]))
     given = {"scale": scale, **options}
     try:
+        zeros = torch.zeros(room * _COLUMNS, dtype=v.dtype, device=v.device)  # of no tensor that vmap maps
+        q = zeros.as_strided((batch, heads, rows, _COLUMNS), steps)
+        k = zeros.as_strided((*v.shape[:2], keys, _COLUMNS), (0, 0, *steps[2:]))
         return call("softmax_matmul", ops.forward, q, k, v, {"bias": x}, causal, 1.0, given)
     except (RuntimeError, ValueError) as error:
         if torch.compiler.is_compiling():
@@ -80,7 +80,12 @@ def _batch_and_heads(x: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
             raise ValueError(
                 f"{_FACE}: {name} has {tensor.dim()} dimensions; 4, (batch, heads, {shape}), are accepted"
             )
-    if autocast_dtype(x) != autocast_dtype(v):
+    dtype = autocast_dtype(x)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        # Of a traced call, whose error would say so of q.
+        accepted = "torch.float16, torch.bfloat16 or torch.float32"
+        raise ValueError(f"{_FACE}: x must have dtype {accepted}, got {x.dtype}")
+    if dtype != autocast_dtype(v):
         raise ValueError(f"{_FACE}: x has dtype {x.dtype} and v {v.dtype}; they must be the same")
     if x.device != v.device:
         raise ValueError(f"{_FACE}: x is on device {x.device} and v on {v.device}; they must be on the same")

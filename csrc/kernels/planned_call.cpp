@@ -218,10 +218,10 @@ PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& len
   call.launches = !is_empty(problem.shape) && shape.count() > 0;
   if (!call.launches) return call;
   call.launch = call.kernel.plan(call.params);
-  for (int64_t const blocks : {call.launch.tiles(shape), call.launch.steps}) {
-    require(blocks <= PairPlan::kMaxTiles, "values of pairs are made of ", blocks, " blocks; at most ",
-            PairPlan::kMaxTiles, " are accepted");
-  }
+  require(call.launch.tiles(shape) <= PairPlan::kMaxTiles, "values of pairs make ", call.launch.tiles(shape),
+          " tiles; at most ", PairPlan::kMaxTiles, " are accepted");
+  require(call.launch.steps <= PairPlan::kMaxTiles, "a number of bias is added to ", call.launch.steps,
+          " blocks of pairs; at most ", PairPlan::kMaxTiles, " are accepted");
   return call;
 }
 

@@ -18,7 +18,7 @@ from flash_cute._cpu.windows import Window
 
 _SCORES = 1 << 21  # of a block of queries, of all heads
 _LARGEST, _HUGE = torch.finfo(torch.float32).max, 1e30
-_COARSE = -(2.0**12)  # below it, float32 rounds to multiples of 1 / 2048
+_COARSE = 2.0**12  # beyond it and its negative, float32 rounds to multiples of 1 / 2048
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,10 @@ def _gradients(dout, dlse, q, out, lse, k, v, softmax_scale: float, window: Wind
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """exp(scores - lse), where lse may be so large that it has no room for the logarithm of a few keys."""
     weights = (scores - lse.unsqueeze(-1)).exp_()
-    low = lse < _COARSE
-    if low.any():
+    coarse = lse.abs() > _COARSE
+    if coarse.any():
         share = (scores.logsumexp(-1) - lse).exp()
-        weights = weights.where(~low.unsqueeze(-1), scores.softmax(-1) * share.unsqueeze(-1))
+        weights = weights.where(~coarse.unsqueeze(-1), scores.softmax(-1) * share.unsqueeze(-1))
     return weights
 
 

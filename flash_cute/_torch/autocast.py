@@ -35,6 +35,7 @@ def cast(q, k, v, lengths, how=_autocast):
     """
     if "bias" in lengths and is_rounded(lengths["bias"], q):
         bias = lengths["bias"]
+        require_stored("forward", bias=bias)
         rounded = torch.empty_like(bias, dtype=autocast_dtype(q)) if how is as_cast else rounded_bias(bias, q)
         lengths = lengths | {"bias": rounded}
     if not private.autocast_is_enabled():

@@ -296,6 +296,22 @@ def test_storages_that_are_too_small(device, name):
         flash_cute.forward(q, q, q, dropout_p=0.5, **tensors)
 
 
+def test_the_storage_of_a_bias_that_is_rounded(device):
+    """PyTorch's operators round it, before any check of csrc/: they would read what lies behind."""
+    q = torch.ones(2, 4, 8, 8, dtype=torch.bfloat16, device=device)
+    bias = torch.zeros(q.shape, device=device)
+    bias.untyped_storage().resize_(1)
+    sentence = "must have a storage of at least 2048 bytes, got one of 1$"
+    for tensor in (bias, bias.detach().requires_grad_()):
+        with pytest.raises(ValueError, match=rf"^flash_cute\.forward: bias {sentence}"):
+            flash_cute.forward(q, q, q, bias=tensor)
+        with (
+            torch.autocast(device.type, torch.bfloat16),
+            pytest.raises(ValueError, match=rf"^flash_cute\.softmax_matmul: x {sentence}"),
+        ):
+            flash_cute.softmax_matmul(tensor, q)
+
+
 @pytest.mark.parametrize("name", ["forward", "attention"])
 def test_offsets_belong_to_packed_sequences(device, name):
     with pytest.raises(TypeError) as caught:
@@ -660,6 +676,13 @@ def test_out_of_memory(device, name):
         BEYOND_MEMORY[name](*(big, one) if "softmax" not in name else (big,))
     call(flash_cute.forward, inputs(device))
     flash_cute.softmax(inputs(device)["q"])
+
+
+def test_zeros_of_softmax_matmul_beyond_memory():
+    """They stand for queries: here of so many heads that they take more memory than there is."""
+    one = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^flash_cute\.softmax_matmul: out of memory: .* bytes"):
+        flash_cute.softmax_matmul(one.expand(1, 2**40, 1, 1), one)
 
 
 # On the CPU: what calls Python's kernels, made of q, k and v that need gradients.

@@ -13,6 +13,8 @@ std::string without;  // the variant that the build lacks
 
 void run_forward(ForwardParams const&, WindowMask const&, ForwardPlan const&, void*, cudaStream_t) {}
 void run_backward(BackwardParams const&, WindowMask const&, BackwardPlan const&, cudaStream_t) {}
+void run_pairs(PairParams const&, WindowMask const&, PairPlan const&, void*, cudaStream_t) {}
+PairPlan plan_pairs(PairParams const& params) { return PairPlan::make(Family::sm90, params, 4, 0); }
 
 struct Row {
   Pass pass;
@@ -91,6 +93,7 @@ BackwardEntry backward_kernel(Family family, ElementType element, HeadDims head_
   HeadDims const bucket = bucket_of(Pass::backward, family, element, head_dims, variant);
   return bucket.qk > 0 ? BackwardEntry{family, bucket, run_backward, nullptr} : BackwardEntry{};
 }
+PairEntry pair_kernel(Family family, ElementType) { return {family, plan_pairs, run_pairs}; }
 
 }  // namespace flash_cute
 
@@ -114,6 +117,17 @@ PYBIND11_MODULE(flash_cute_planned, module) {
         plan_backward_call(problem_of(sizes, options, changes), {}, gpu_of(gpu), true, true, deterministic);
     return std::tuple(name_of(call.kernel.family), call.kernel.bucket.qk, call.unreachable(),
                       call.launch.workspace.bytes);
+  });
+  // Of the gradient of a bias of this shape: how many blocks of pairs a number of it is added to.
+  module.def("bias_gradient", [](std::array<int, 7> const& sizes, std::array<int, 4> const& shape,
+                                 std::array<int, 3> const& gpu) {
+    AttentionProblem problem{};
+    problem.shape = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
+    problem.element = ElementType::bf16;
+    problem.softmax_scale = 1;
+    problem.scores.bias.given = true;
+    PairShape const of{shape[0], shape[1], shape[2], shape[3]};
+    return plan_pair_call(problem, {}, gpu_of(gpu), of, /*are_weights=*/false).launch.steps;
   });
   module.def("forward_workspace",
              [](std::array<int, 7> const& sizes, py::dict const& options, py::dict const& changes) {

@@ -169,3 +169,14 @@ def test_a_workspace_for_any_gpu_holds_that_of_each(planned, call, times, determ
         assert planned.forward(many, options, larger, gpu)[-1] <= forward
         if gpu[2] >= needed:
             assert planned.backward(many, options, larger, gpu, deterministic)[-1] <= backward
+
+
+def test_a_bias_of_more_blocks_than_are_counted(planned):
+    """Kernels count the blocks of pairs that a number is added to in int: more are refused, not left out."""
+    one = 1, 1, 1, 1
+    assert planned.bias_gradient(SIZES, one, HOPPER) == 2 * 8 * 4 * 6
+    assert planned.bias_gradient((1, 16, 16, 1 << 20, 1 << 20, 64, 64), one, HOPPER) == 1 << 30
+    sentence = "^flash_cute: a number of bias is added to 2147483648 blocks of pairs; at most 1073741824 are"
+    with pytest.raises(RuntimeError, match=sentence):
+        planned.bias_gradient((1, 32, 32, 1 << 20, 1 << 20, 64, 64), one, HOPPER)
+    assert planned.bias_gradient((1, 32, 32, 1 << 20, 1 << 20, 64, 64), (1, 32, 1, 1), HOPPER) == 1 << 26

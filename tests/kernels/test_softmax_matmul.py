@@ -303,6 +303,37 @@ def test_compiled(loss, backend):
     loss.check(*(leaf.grad for leaf in leaves))
 
 
+@pytest.mark.parametrize("value", [-3e38, -1e8, 1e5, 1e8, 3e38])
+def test_rows_of_one_large_number_on_the_cpu(value):
+    """Their LSE has no room for the logarithm of how many keys there are, and the gradients none the less."""
+    x = torch.full((1, 2, 4, 7), value, requires_grad=True)
+    v = torch.randn(1, 2, 7, 3, requires_grad=True)
+    out, _ = flash_cute.softmax_matmul(x, v)
+    weight = torch.full_like(x, 1 / 7)
+    torch.testing.assert_close(out, weight.detach() @ v.detach())
+    dx, dv = torch.autograd.grad(out.square().sum(), (x, v))
+    dout = 2 * out.detach()
+    dp = dout @ v.detach().mT
+    torch.testing.assert_close(dv, weight.detach().mT @ dout)
+    torch.testing.assert_close(dx, weight.detach() * (dp - dp.mean(-1, keepdim=True)), atol=1e-5, rtol=1e-4)
+
+
+WRONG_WHILE_TRACED = {
+    "dtype": (torch.float64, 1.0, "x must have dtype torch.float16, torch.bfloat16 or torch.float32, got"),
+    "scale": (torch.bfloat16, 0.0, "scale is 0; a finite number > 0"),
+    "large scale": (torch.bfloat16, 1e39, r"scale is 1e\+39; a finite number > 0"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
+def test_what_is_wrong_while_traced_has_its_own_name(device, dtype, scale, sentence):
+    """Not q's and bias_scale's, as the operator calls them: compilers can't trace the change of names."""
+    compiled = torch.compile(flash_cute.softmax_matmul, backend="eager", fullgraph=True)
+    x, v = (torch.ones(1, 2, 8, 8, dtype=dtype, device=device) for _ in range(2))
+    with pytest.raises(Exception, match=rf"flash_cute\.softmax_matmul: {sentence}"):
+        compiled(x, v, scale=scale)
+
+
 def test_dynamic_shapes_compile_once(kernel):
     graphs, backend = compiled_graphs()
 

@@ -290,6 +290,7 @@ WRONG_MATMULS = {
     "scale is NaN": (lambda t: {"scale": math.nan}, "scale is nan; finite"),
     "scale overflows float32": (lambda t: {"scale": 1e300}, "scale is 1e+300; finite"),
     "scale is text": (lambda t: {"scale": "1"}, "scale is '1'; a number"),
+    "scale is longer than a float": (lambda t: {"scale": 10**400}, "scale is inf; finite"),
     "causal is a number": (lambda t: {"causal": 1}, "causal 1 True False"),
     "window is negative": (lambda t: {"window": -7}, "window -7 >= 0"),
     "a mask for another batch": (

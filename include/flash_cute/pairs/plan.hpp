@@ -31,13 +31,13 @@ enum class PairRegion { lse, neg_delta, mask_table, parts };
 struct PairPlan {
   PairTile tile;
   int m_blocks, n_blocks;  // of values, of an entry and head
-  int64_t steps;           // blocks of pairs that are added up to a tile of values
+  int64_t steps;           // blocks of pairs that are added up to a tile of values; at most kMaxTiles, too
   int parts;               // of the steps: a tile of a part is a thread block's
   int blocks;              // thread blocks of the grid
   int q_blocks;            // of a head, whose LSE and delta a kernel before finds
   WorkspaceLayout<PairRegion, 4> workspace;
 
-  // As steps, at most kMaxTiles where a call is launched.
+  // At most kMaxTiles where a call is launched.
   FLASH_CUTE_HOST_DEVICE int64_t tiles(PairShape const& shape) const {
     return int64_t(shape.entries) * shape.heads * m_blocks * n_blocks * parts;
   }
@@ -55,10 +55,9 @@ struct PairPlan {
     int const block_m = PairTile::kBlockM, block_n = plan.tile.block_n;
     plan.m_blocks = ceil_div(shape.rows, block_m);
     plan.n_blocks = ceil_div(shape.columns, block_n);
-    int64_t const steps = int64_t(of.batch / shape.entries) * (shape.heads == 1 ? of.heads_q : 1) *
-                          (shape.rows == 1 ? ceil_div(of.seqlen_q, block_m) : 1) *
-                          (shape.columns == 1 ? ceil_div(of.seqlen_k, block_n) : 1);
-    plan.steps = steps;
+    plan.steps = int64_t(of.batch / shape.entries) * (shape.heads == 1 ? of.heads_q : 1) *
+                 (shape.rows == 1 ? ceil_div(of.seqlen_q, block_m) : 1) *
+                 (shape.columns == 1 ? ceil_div(of.seqlen_k, block_n) : 1);
     plan.parts = 1;
     // Two rounds of thread blocks, but no parts of less than a few steps.
     constexpr int kFewSteps = 4;
