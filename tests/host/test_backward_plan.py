@@ -87,13 +87,13 @@ def test_kernels_of_general_calls(host, family, head_dim):
     [(64, (128, 128), (64, 128)), (128, (64, 128), (64, 128)), (256, (64, 128), (64, 128))],
 )
 def test_tiles_of_changed_scores_on_hopper(host, head_dim, of_ranges, of_changes):
-    """Threads add LSE and delta; where one thread block has a tile, pairs have room in its memory instead of
-    sums of dQ."""
+    """Threads add LSE and delta, but where pairs are hidden alone; where one thread block has a tile, pairs
+    have room in its memory instead of sums of dQ."""
     for changes in RANGES + CHANGES:
         plan = plan_backward(host, head_dim, (*LONG, head_dim), family="sm90", window=FULL, **changes)
         changed = changes in CHANGES
         assert (plan.tile.block_m, plan.tile.block_n) == (of_changes if changed else of_ranges)
-        assert plan.tile.lse_delta_mma == (not changed and head_dim <= 128)
+        assert plan.tile.lse_delta_mma == ((not changed or changes in MASKS) and head_dim <= 128)
         assert plan.tile.has_pair_tiles == (changed and head_dim <= 128)
         assert plan.converts_dq == (not changed and head_dim <= 128)
 

@@ -798,7 +798,7 @@ def test_changed_scores_in_terms_of_others(case, causal):
     ours = flash_cute.attention(*inputs, causal, **options)
     assert (case == "plain") == torch.equal(ours, flash_cute.attention(*inputs, causal))
     others = []
-    if case in ("plain", "bias") or "mask" in options:
+    if case == "plain" or "bias" in options or "mask" in options:
         others.append(Sdpa(SDPBackend.MATH, "mask", "bias").forward(*inputs, causal, attn_mask, options)())
     else:
         with pytest.raises(CannotRun, match=r"^no (softcap|alibi_slopes|dropout_p, dropout_seed)$"):
@@ -865,7 +865,7 @@ def test_scores_leave_out_what_cannot_or_differs():
     ours = partial(flash_cute.attention, *inputs)
     makers = {"plain": lambda: ours, "ours": lambda: ours, "same": lambda: ours}
     makers |= {"other": lambda: lambda: 1.5 * ours(), "half": lambda: partial(OnlyForward.apply, *inputs)}
-    calls, excluded = scores.prepare(makers, inputs, dout, comparable=True)
+    calls, excluded = scores.prepare(makers, inputs, [], dout, comparable=True)
     both = {f"{name}, {way}" for name in ("plain", "ours", "same") for way in scores.WAYS}
     assert calls.keys() == both | {"half, forward"}
     differs = "its result differs"
@@ -874,9 +874,9 @@ def test_scores_leave_out_what_cannot_or_differs():
         "other, backward": differs,
         "half, backward": "no gradients",
     }
-    calls, _ = scores.prepare(makers, inputs, dout, comparable=False)
+    calls, _ = scores.prepare(makers, inputs, [], dout, comparable=False)
     assert "other, backward" in calls
-    calls, excluded = scores.prepare(makers | {"ours": lambda: refuse}, inputs, dout, comparable=True)
+    calls, excluded = scores.prepare(makers | {"ours": lambda: refuse}, inputs, [], dout, comparable=True)
     assert excluded["ours"] == "no such kernel"
     assert {"plain, forward", "same, backward"} <= calls.keys()
 
