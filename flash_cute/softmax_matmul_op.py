@@ -1,4 +1,4 @@
-"""Softmax of scores that somebody else made, times v: a forward whose products of q and k are 0."""
+"""Softmax of given scores, times v: a forward whose products of q and k are 0."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def plot(results: dict, path: Path) -> None:
     names = [name for name in names if name != PLAIN]
     ways = [way for way in TITLES if way != "both"]
     of_case = max(0.62, 0.18 * len(names))
-    widths = [0.8 + of_case * len({cell["case"] for cell in cells}) for cells in dims.values()]
+    widths = [max(1.8, 0.8 + of_case * len({cell["case"] for cell in cells})) for cells in dims.values()]
     size = max(6.0, sum(widths)), 2.9 * len(ways) + 0.6
     figure, axes = pyplot.subplots(
         len(ways),
@@ -131,6 +131,8 @@ def draw(axis, cells: list[dict], names: list[str], way: str) -> None:
             ran = [cell for cell in group if name in cell["passes"][way]["times_us"]]
             if ran:
                 bars[x] = statistics.geometric_mean([share_of_plain(way, name, cell) for cell in ran])
+        if not bars:  # which would have no colour of its own in the legend
+            continue
         at = [x + (i - (len(names) - 1) / 2) * width for x in bars]
         label = "flash_cute" if name == OURS else name
         drawn = axis.bar(at, bars.values(), width * 0.92, color=colour(name), label=label)
@@ -138,7 +140,8 @@ def draw(axis, cells: list[dict], names: list[str], way: str) -> None:
         axis.bar_label(drawn, numbers, fontsize=6.5, padding=2, rotation=90)
     axis.axhline(1, linestyle=":", color="black", linewidth=1, zorder=0.6)
     axis.set_xticks(range(len(cases)), [case.replace(" ", "\n") for case in cases], fontsize=7.5)
-    axis.margins(x=0.02, y=0.18)
+    axis.set_xlim(-0.6, len(cases) - 0.4)
+    axis.margins(y=0.18)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", linewidth=0.4, alpha=0.5)
     axis.set_axisbelow(True)
