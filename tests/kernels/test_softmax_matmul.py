@@ -319,19 +319,24 @@ def test_rows_of_one_large_number_on_the_cpu(value):
 
 
 WRONG_WHILE_TRACED = {
-    "dtype": (torch.float64, 1.0, "x must have dtype torch.float16, torch.bfloat16 or torch.float32, got"),
-    "scale": (torch.bfloat16, 0.0, "scale is 0; a finite number > 0"),
-    "large scale": (torch.bfloat16, 1e39, r"scale is 1e\+39; a finite number > 0"),
+    "dtype": ({"dtype": torch.float64}, {}, "x must have dtype torch.float16, torch.bfloat16 or"),
+    "scale": ({}, {"scale": 0.0}, "scale is 0; a finite number > 0"),
+    "large scale": ({}, {"scale": 1e39}, r"scale is 1e\+39; a finite number > 0"),
+    "family": (
+        {"device": "cpu"},
+        {"family": "sm90"},
+        "family is 'sm90', but x is on the CPU; None is accepted",
+    ),
 }
 
 
-@pytest.mark.parametrize(("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
-def test_what_is_wrong_while_traced_has_its_own_name(device, dtype, scale, sentence):
+@pytest.mark.parametrize(("kind", "options", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
+def test_what_is_wrong_while_traced_has_its_own_name(device, kind, options, sentence):
     """Not q's and bias_scale's, as the operator calls them: compilers can't trace the change of names."""
     compiled = torch.compile(flash_cute.softmax_matmul, backend="eager", fullgraph=True)
-    x, v = (torch.ones(1, 2, 8, 8, dtype=dtype, device=device) for _ in range(2))
+    x, v = (torch.ones(1, 2, 8, 8, **{"device": device, "dtype": torch.bfloat16} | kind) for _ in range(2))
     with pytest.raises(Exception, match=rf"flash_cute\.softmax_matmul: {sentence}"):
-        compiled(x, v, scale=scale)
+        compiled(x, v, **options)
 
 
 def test_dynamic_shapes_compile_once(kernel):
