@@ -25,6 +25,7 @@ from support.jax_cases import (  # noqa: E402
     math,
     mesh_of,
     some_pairs,
+    visible,
 )
 
 import flash_cute.jax as ours  # noqa: E402
@@ -104,7 +105,8 @@ def test_a_bias_beside_what_cuts_queries_and_keys(shape, options):
         for call in (attention, jax.nn.dot_product_attention)
     )
     close(found, expected)
-    assert (np.asarray(found)[np.asarray(expected) == 0] == 0).all()
+    seen = visible(q, k, **options) & (np.arange(q.shape[1]) < 20)[:, None]
+    assert (np.asarray(found)[np.broadcast_to(~seen[:, None], found.shape)] == 0).all()
 
 
 def test_a_shared_bias_of_shards():
