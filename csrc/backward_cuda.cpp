@@ -182,6 +182,19 @@ std::string regions_of(BackwardCall const& call) {
   return regions.text();
 }
 
+// What computes the gradient of the bias, which is asked for by an operator of its own.
+std::string bias_gradient_plan(AttentionProblem const& problem, AttentionArguments const& attention) {
+  Tensor const& bias = *attention.bias;
+  PairShape const shape{int(bias.size(0)), int(bias.size(1)), int(bias.size(2)), int(bias.size(3))};
+  PairCall const call =
+      plan_pair_call(problem, length_params(attention.lengths), gpu_at(attention.q.get_device_index()), shape,
+                     /*are_weights=*/false);
+  JsonObject plan;
+  plan.add("family", name_of(call.kernel.family))
+      .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0);
+  return plan.text();
+}
+
 std::string backward_plan_cuda(BackwardArguments const& arguments) {
   AttentionProblem const problem = validate(arguments.attention);
   validate_keys_of_backward(problem);
@@ -214,6 +227,8 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
+  if (arguments.attention.bias)
+    plan.add_raw("bias_gradient", bias_gradient_plan(problem, arguments.attention));
   return add_problem(plan, call.problem).text();
 }
 
