@@ -47,7 +47,8 @@ def softmax_matmul(
             that sees nothing.
 
         Both are differentiable, once. The gradient of x is of its own shape, summed where x has 1; 0 for
-        pairs that are hidden.
+        pairs that are hidden. Of 16-bit types on a GPU the gradients of x and v together take the memory of x
+        twice, one of them for weights, if x has v's batch and all heads and deterministic is False.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.

@@ -20,6 +20,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of memory that PyTorch's products keep: without it they raise in `poisoned()`.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
 
 
