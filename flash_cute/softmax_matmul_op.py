@@ -59,14 +59,14 @@ def softmax_matmul(
     family = options.get("family")
     if family in ("sm80", "sm90") and x.device.type == "cpu":  # of a traced call, likewise
         raise ValueError(f"{_FACE}: family is '{family}', but x is on the CPU; None is accepted there")
-    # Few zeros, which all batches and heads share. As q's strides decrease, out is contiguous.
-    steps = 3 * _COLUMNS, 2 * _COLUMNS, _COLUMNS, 1
-    room = 3 * batch + 2 * heads + rows + keys
     given = {"scale": scale, **options}
     try:
-        zeros = torch.zeros(room * _COLUMNS, dtype=v.dtype, device=v.device)  # of no tensor that vmap maps
-        q = zeros.as_strided((batch, heads, rows, _COLUMNS), steps)
-        k = zeros.as_strided((*v.shape[:2], keys, _COLUMNS), (0, 0, *steps[2:]))
+        queries = batch * heads * rows
+        zeros = torch.zeros(
+            queries + keys, _COLUMNS, dtype=v.dtype, device=v.device
+        )  # of none that vmap maps
+        q = zeros[:queries].view(batch, heads, rows, _COLUMNS)  # contiguous, as out is then
+        k = zeros[queries:].expand(*v.shape[:2], keys, _COLUMNS)
         return call("softmax_matmul", ops.forward, q, k, v, {"bias": x}, causal, 1.0, given)
     except (RuntimeError, ValueError) as error:
         if torch.compiler.is_compiling():

@@ -437,6 +437,18 @@ def test_exported(loss):
     torch.testing.assert_close(program.x.grad, torch.func.grad(loss)(loss.x, loss.v), rtol=1e-2, atol=1e-2)
 
 
+def test_exported_of_any_number_of_rows():
+    class Model(torch.nn.Module):
+        def forward(self, x, v):
+            return flash_cute.softmax_matmul(x, v)[0]
+
+    x, v, _ = problem("cpu", shape=SMALL)
+    rows = {2: torch.export.Dim("rows")}
+    program = torch.export.export(Model(), (x, v), dynamic_shapes=(rows, {})).module()
+    for count in (1, 2, 3, 16, 50):
+        assert torch.equal(program(x[:, :, :count], v), Model()(x[:, :, :count], v))
+
+
 @pytest.mark.parametrize(
     ("differentiate", "words"),
     [
