@@ -31,10 +31,10 @@ def forward(
         q: (batch, heads_q, seqlen_q, head_dim), float16, bfloat16 or float32, any strides; head_dim up to
             256. On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
             (batch, heads, ragged, head_dim), as x.transpose(1, 2) gives them; then out and lse are, too.
-        k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q, or, in a cache, of 8 bits a number
-            (k_scale). heads_q is a multiple of heads_kv:
-            each K/V head serves heads_q / heads_kv neighbouring query heads. v may have a head dim of its
-            own, head_dim_v up to 256, which out then has, and may be columns of k's memory.
+        k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q, but for a cache of 8 bits a number
+            (k_scale). heads_q is a multiple of heads_kv: each K/V head serves heads_q / heads_kv neighbouring
+            query heads. v may have a head dim of its own, head_dim_v up to 256, which out then has, and may
+            be columns of k's memory.
         causal: hide the keys after each query; the last query stands at the last key.
         softmax_scale: multiplies the scores; finite and > 0. Default 1 / sqrt(head_dim), that of q.
         window: (left, right), how many keys a query sees before and after its own. None is unlimited, w means
@@ -50,11 +50,11 @@ def forward(
             block_table[b, j // page_size]. Pages may be shared. Entries after a sequence's seqused_k, and
             what its pages hold there, are never used. There are no gradients, and nothing is copied: the last
             dimension must be contiguous and other strides multiples of 16 bytes.
-        k_scale, v_scale: float32 (), (heads_kv,) or (batch, heads_kv), on q's device, finite and > 0: where k
-            and v are a cache of torch.float8_e4m3fn, or of torch.uint8 with its bits, beside 16-bit q, a number
-            of them is its code times its scale, by default 1. Such a cache has seqused_k or block_table, and a
-            head_dim that is a multiple of 16; it is never copied and has no gradients. On a GPU it needs
-            Hopper's kernels.
+        k_scale, v_scale: float32 (), (heads_kv,) or (batch, heads_kv), on q's device, finite and > 0, by
+            default 1: where k and v are a cache of torch.float8_e4m3fn, or of torch.uint8 with its bits,
+            beside 16-bit q, a number of them is its code times its scale. Such a cache has seqused_k or
+            block_table, and a head_dim that is a multiple of 16; it is never copied and has no gradients. On
+            a GPU it needs Hopper's kernels.
         batch_invariant: a query's out and LSE don't depend, to the bit, on what else is in the call, in which
             chunks queries come and where keys lie, at a price (docs/decoding.md). It needs a GPU.
         ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, on q's device: R ranges [start, end) of

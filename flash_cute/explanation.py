@@ -213,9 +213,9 @@ class Explanation(dict):
 
     Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim, of q
     and k, and head_dim_v, softmax_scale, window_left and window_right (None is unlimited), fp8 (are k and v a
-    cache of 8 bits?), ranges (of keys, how many each query has), sinks (are there any?), mask ("bool", "bits" or None), bias (its shape, or
-    None), alibi_slopes (likewise), softcap (0 for none), dropout_keep (the share of weights that dropout
-    keeps, 1 without), copies (inputs that are copied first, and why),
+    cache of 8 bits?), ranges (of keys, how many each query has), sinks (are there any?), mask ("bool", "bits"
+    or None), bias (its shape, or None), alibi_slopes (likewise), softcap (0 for none), dropout_keep (the
+    share of weights that dropout keeps, 1 without), copies (inputs that are copied first, and why),
     flops (for each visible pair 2 for each column of k and of v, in the backward 6 and 4), bytes (each input
     read and each output written once) and of these written_bytes, roofline (None where the device's rates are
     unknown, else seconds, bound_by "compute" or "memory", and the rates).
