@@ -152,7 +152,7 @@ def test_lengths(kernel, used, place, queries):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("queries", [1, 40, 512])
 def test_many_tiles(kernel, queries, head_dim):
-    """Several tiles a thread block, of which some have one block of keys, and several parts of one sequence."""
+    """Several tiles a thread block, some of one block of keys, and several parts of a sequence."""
     device = kernel.device
     if kernel.family is None:
         queries, head_dim = min(queries, 40), 64
@@ -425,7 +425,7 @@ def test_wrong_calls(device, name):
 
 def test_types_of_scales(device):
     call = make_call(device)
-    with pytest.raises(TypeError, match="k_scale is of type float; a torch.Tensor is accepted"):
+    with pytest.raises(TypeError, match=r"k_scale is of type float; a torch\.Tensor is accepted"):
         flash_cute.forward(call.q, **call.codes, **call.lengths, k_scale=1.0)
 
 
