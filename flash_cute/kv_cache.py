@@ -73,8 +73,8 @@ def append_kv(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or k's dtype. The first rotary_dim
             columns of k and q, a multiple of 16, are rotated: column i with column i + rotary_dim / 2.
         rotary_interleaved: column 2i with column 2i + 1 instead.
-        k_scale, v_scale: of caches of 8 bits, as in flash_cute.forward; with slots () or (heads_kv,). Numbers,
-            rotated before, are divided by them, rounded once, to even, and cut to 448, the largest one.
+        k_scale, v_scale: of caches of 8 bits, as in flash_cute.forward; with slots () or (heads_kv,).
+            Numbers, rotated before, are divided by them, rounded once, and cut to 448, the largest one.
         positions: int64 (batch, rows), packed (total,): the position of each row of k and q in the table.
             Default the row's place in its sequence; slots need it. Positions outside of the table are
             cut to it.

@@ -75,7 +75,7 @@ def test_rows_of_codes(device, place, rotary, layout, dtype, head_dim, heads, ro
 
 
 def test_codes_are_cut_and_rounded_to_even(device):
-    """What is larger than the largest code becomes that one, NaN stays NaN, and halves go to the even code."""
+    """What is larger than the largest code becomes that one, and NaN stays NaN."""
     nan, inf = torch.nan, torch.inf
     numbers = torch.tensor(
         [0, 448, 463, 465, 1e6, inf, -inf, nan, 17, 19, -17, 2**-9, 2**-10, 3 * 2**-10, 1, -1]
@@ -371,7 +371,7 @@ WRONG_CODES = {
     ),
     "a scale of a cache of 16 bits": (
         lambda t: t | {"v_scale": torch.ones(())},
-        "v_scale must be None where v_cache has dtype torch.bfloat16, got a tensor",
+        "v_scale must be None where k_cache has dtype torch.bfloat16, got a tensor",
     ),
     "a scale of another type": (
         lambda t: {**t, **codes(t), "k_scale": torch.ones(2).double()},
