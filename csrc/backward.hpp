@@ -13,6 +13,7 @@ struct BackwardArguments {
   std::optional<Tensor> dout, dlse;  // null: that result had no gradient; at least one of them is there
   bool needs_dq, needs_dkv;          // a gradient that is not needed comes back empty
   bool deterministic;                // the same bits each time
+  bool needs_dv;                     // beside the gradient of a bias that has a number for each pair
 };
 
 // dq, dk, dv, dsinks as torch.empty_like of q, k, v, sinks; of those not needed, or not there, (0,).
@@ -21,8 +22,9 @@ using BackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 BackwardResult backward_cuda(BackwardArguments const& arguments);
 
 // The gradient of the bias, contiguous, in its shape and type: of each number the sum over all pairs that it
-// is added to. needs_dq, needs_dkv and deterministic say nothing of it.
-Tensor bias_gradient_cuda(BackwardArguments const& arguments);
+// is added to. And dv, contiguous, or (0,): a product of PyTorch's with the weights, which are stored for it.
+// needs_dq, needs_dkv and deterministic say nothing of them.
+std::tuple<Tensor, Tensor> bias_gradient_cuda(BackwardArguments const& arguments);
 
 // softmax(scores) of all pairs, before dropout, (batch, heads_q, seqlen_q, seqlen_k), of q's type and
 // contiguous; 0 where a pair is hidden. Of the arguments it reads q, k, lse and what says which scores.
@@ -34,7 +36,7 @@ std::string backward_plan_cpu(BackwardArguments const& arguments);
 
 // As validate of the forward's arguments, and then of the others.
 AttentionProblem validate(BackwardArguments const& arguments);
-// Throws without a bias, too.
+// Throws without a bias, too, or if dv is asked for beside one that several pairs share.
 AttentionProblem validate_bias_gradient(BackwardArguments const& arguments);
 // Of lse alone beside the forward's.
 AttentionProblem validate_weights(BackwardArguments const& arguments);

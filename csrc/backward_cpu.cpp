@@ -9,6 +9,8 @@ std::string backward_plan_cpu(BackwardArguments const& arguments) {
   validate_keys_of_backward(problem);
   JsonObject plan;
   plan.add("family", "cpu").add("copies", std::vector<std::string>{}).add("workspace_bytes", 0);
+  if (arguments.attention.bias)
+    plan.add_raw("bias_gradient", JsonObject().add("family", "cpu").add("workspace_bytes", 0).text());
   return add_problem(plan, problem).text();
 }
 

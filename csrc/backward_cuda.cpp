@@ -119,26 +119,61 @@ BackwardResult backward_cuda(BackwardArguments const& arguments) {
   return {dq.result, dk.result, dv.result, dsinks};
 }
 
-Tensor bias_gradient_cuda(BackwardArguments const& arguments) {
+namespace {
+
+// dv = P^T dout, of weights P (batch, heads_q, seqlen_q, seqlen_k or more).
+void multiply_weights(Tensor const& weights, BackwardArguments const& arguments, Tensor const& dv) {
+  auto called = [](char const* name, char const* overload, auto const&... tensors) {
+    std::array stack{torch::stable::detail::from(tensors)...};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  };
+  Tensor const& dout = *arguments.dout;
+  // 0 for a query that sees nothing, whose dout may be no number.
+  Tensor const blind = torch::stable::unsqueeze(called("aten::isneginf", "", arguments.lse), 3);
+  Tensor of_out = allocate("a copy of dout", dout, dout.sizes(), dout.scalar_type());
+  called("aten::where", "self_out", blind, torch::stable::new_zeros(dout, {1}), dout, of_out);
+  // Query heads that share a head of v are rows of one product. Without `out` autocast would cast it.
+  int64_t const heads = dv.size(0) * dv.size(1), keys = dv.size(2), columns = dv.size(3);
+  Tensor rows = torch::stable::view(weights, {heads, -1, weights.size(3)});
+  called("aten::bmm", "out", torch::stable::transpose(torch::stable::narrow(rows, 2, 0, keys), 1, 2),
+         torch::stable::view(of_out, {heads, -1, columns}), torch::stable::view(dv, {heads, keys, columns}));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> bias_gradient_cuda(BackwardArguments const& arguments) {
   AttentionProblem const problem = validate_bias_gradient(arguments);
   AttentionArguments const& attention = arguments.attention;
-  Tensor const& bias = *attention.bias;
+  Tensor const &bias = *attention.bias, &v = attention.v;
   int const device_index = attention.q.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   PairShape const shape{int(bias.size(0)), int(bias.size(1)), int(bias.size(2)), int(bias.size(3))};
-  PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index), shape,
-                                 /*are_weights=*/false);
-  Tensor gradient = allocate("dbias", bias, bias.sizes(), bias.scalar_type());
+  PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index), shape);
+  Tensor dbias = allocate("dbias", bias, bias.sizes(), bias.scalar_type());
+  Tensor dv =
+      arguments.needs_dv ? allocate("dv", v, v.sizes(), v.scalar_type()) : torch::stable::new_empty(v, {0});
+  bool const multiplies = arguments.needs_dv && arguments.dout && call.launches;
+  if (!multiplies && dv.numel() > 0) torch::stable::zero_(dv);
   if (!call.launches) {
-    if (gradient.numel() > 0) torch::stable::zero_(gradient);
-    return gradient;
+    if (dbias.numel() > 0) torch::stable::zero_(dbias);
+    return {dbias, dv};
   }
   BackwardTensors const tensors(arguments, /*varlen=*/false, 0, /*takes_bias_tiles=*/false, call.params.call);
-  call.params.values = gradient.mutable_data_ptr();
+  call.params.sums = dbias.mutable_data_ptr();
+  std::optional<Tensor> weights;
+  if (multiplies) {
+    // Rows of a multiple of 16 bytes, which the product reads faster.
+    call.params.weights_stride = padded_head_dim(shape.columns, call.params.call.element_bytes);
+    std::array<int64_t, 4> const sizes{shape.entries, shape.heads, shape.rows, call.params.weights_stride};
+    weights = allocate("the weights", v, {sizes.data(), sizes.size()}, v.scalar_type());
+    call.params.weights = weights->mutable_data_ptr();
+  }
   Tensor workspace =
       allocate("the workspace", bias, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
   call.run(workspace.mutable_data_ptr(), current_stream(device_index));
-  return gradient;
+  if (weights) multiply_weights(*weights, arguments, dv);
+  return {dbias, dv};
 }
 
 Tensor weights_cuda(BackwardArguments const& arguments) {
@@ -149,7 +184,7 @@ Tensor weights_cuda(BackwardArguments const& arguments) {
   torch::stable::accelerator::DeviceGuard const guard(device_index);
   ProblemShape const& of = problem.shape;
   PairCall call = plan_pair_call(problem, length_params(attention.lengths), gpu_at(device_index),
-                                 {of.batch, of.heads_q, of.seqlen_q, of.seqlen_k}, /*are_weights=*/true);
+                                 {of.batch, of.heads_q, of.seqlen_q, of.seqlen_k});
   std::array<int64_t, 4> const sizes{of.batch, of.heads_q, of.seqlen_q, of.seqlen_k};
   Tensor weights = allocate("the weights", q_whole, {sizes.data(), sizes.size()}, q_whole.scalar_type());
   if (!call.launches) {
@@ -165,7 +200,8 @@ Tensor weights_cuda(BackwardArguments const& arguments) {
   params.k = k.view();
   params.lse = static_cast<float const*>(lse.const_data_ptr());
   if (attention.ranges) params.ranges = range_params(attention.ranges);
-  call.params.values = weights.mutable_data_ptr();
+  call.params.weights = weights.mutable_data_ptr();
+  call.params.weights_stride = of.seqlen_k;
   Tensor workspace =
       allocate("the workspace", q_whole, aoti_torch_dtype_uint8(), 1, {call.launch.workspace.bytes});
   call.run(workspace.mutable_data_ptr(), current_stream(device_index));
@@ -180,6 +216,18 @@ std::string regions_of(BackwardCall const& call) {
     if (bytes > 0) regions.add(kWorkspaceRegionNames[i], bytes);
   }
   return regions.text();
+}
+
+// What computes the gradient of the bias, which is asked for by an operator of its own.
+std::string bias_gradient_plan(AttentionProblem const& problem, AttentionArguments const& attention) {
+  Tensor const& bias = *attention.bias;
+  PairShape const shape{int(bias.size(0)), int(bias.size(1)), int(bias.size(2)), int(bias.size(3))};
+  PairCall const call = plan_pair_call(problem, length_params(attention.lengths),
+                                       gpu_at(attention.q.get_device_index()), shape);
+  JsonObject plan;
+  plan.add("family", name_of(call.kernel.family))
+      .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0);
+  return plan.text();
 }
 
 std::string backward_plan_cuda(BackwardArguments const& arguments) {
@@ -214,6 +262,8 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
       .add("workspace_bytes", call.launches ? call.launch.workspace.bytes : 0)
       .add_raw("workspace", regions_of(call))
       .add("seqlen_k_used", call.params.shape.seqlen_k);
+  if (arguments.attention.bias)
+    plan.add_raw("bias_gradient", bias_gradient_plan(problem, arguments.attention));
   return add_problem(plan, call.problem).text();
 }
 
@@ -224,7 +274,7 @@ std::string backward_plan_cuda(BackwardArguments const& arguments) {
 namespace flash_cute {
 
 BackwardResult backward_cuda(BackwardArguments const&) { refuse_gpu("q"); }
-Tensor bias_gradient_cuda(BackwardArguments const&) { refuse_gpu("q"); }
+std::tuple<Tensor, Tensor> bias_gradient_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 Tensor weights_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 std::string backward_plan_cuda(BackwardArguments const&) { refuse_gpu("q"); }
 

@@ -23,7 +23,9 @@ Tensor const kUnread = [] {
 struct Call : BackwardArguments {
   bool backward = false;  // the pass of which a plan is asked for
 
-  Call() : BackwardArguments{{kUnread, kUnread, kUnread, {}}, kUnread, kUnread, {}, {}, true, true, false} {}
+  Call()
+      : BackwardArguments{
+            {kUnread, kUnread, kUnread, {}}, kUnread, kUnread, {}, {}, true, true, false, false} {}
   operator AttentionArguments const&() const { return attention; }
 };
 
@@ -57,7 +59,6 @@ enum Kind {
 enum Offsets { kPadded, kPacked, kEither };
 // Is a forward's result, and its gradient, among the arguments?
 constexpr bool has_results(Kind kind) { return kind == kBackward || kind == kBiasGradient; }
-constexpr bool is_of_pairs(Kind kind) { return kind == kBiasGradient || kind == kWeights; }
 
 template <Kind kind>
 using CallOf = std::conditional_t<kind == kTraced, TracedCall, Call>;
@@ -89,7 +90,9 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
   next("Tensor? leftpad_k=None, Tensor? sinks=None, ", leftpad_k, of.sinks);
   if constexpr (kind == kBackward) {
     next("bool needs_dq=True, bool needs_dkv=True, ", call.needs_dq, call.needs_dkv);
-  } else if constexpr (!is_of_pairs(kind)) {
+  } else if constexpr (kind == kBiasGradient) {
+    next("bool needs_dv=False, ", call.needs_dv);
+  } else if constexpr (kind != kWeights) {
     next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
     next("Tensor? k_scale=None, Tensor? v_scale=None, ", of.k_scale, of.v_scale);
   }
@@ -218,7 +221,7 @@ STABLE_TORCH_LIBRARY(flash_cute, library) {
   define<kForward, kPadded>(library, "_forward", results);
   define<kForwardInto, kEither>(library, "_forward_out", "Tensor");
   define<kBackward, kPadded>(library, "_backward", gradients);
-  define<kBiasGradient, kPadded>(library, "_bias_gradient", "(Tensor dbias)");
+  define<kBiasGradient, kPadded>(library, "_bias_gradient", "(Tensor dbias, Tensor dv)");
   define<kWeights, kPadded>(library, "_weights", "Tensor");
   define<kPublicForward, kPacked>(library, "forward_varlen", results);
   define<kForward, kPacked>(library, "_forward_varlen", results);

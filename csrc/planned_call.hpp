@@ -69,13 +69,12 @@ FLASH_CUTE_API BackwardCall plan_backward_call(AttentionProblem const& problem, 
 
 // shape: of the values, which are weights or the gradient of a bias.
 FLASH_CUTE_API PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& lengths,
-                                       Gpu const& gpu, PairShape const& shape, bool are_weights);
+                                       Gpu const& gpu, PairShape const& shape);
 
 // Bytes that hold the workspace of a call on any GPU, for a face that allocates before it knows the GPU; n
 // times as many hold that of n times the batch.
 FLASH_CUTE_API int64_t forward_workspace(AttentionProblem const& problem);
 FLASH_CUTE_API int64_t backward_workspace(AttentionProblem const& problem, bool deterministic);
-FLASH_CUTE_API int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape,
-                                      bool are_weights);
+FLASH_CUTE_API int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape);
 
 }  // namespace flash_cute

@@ -459,7 +459,13 @@ AttentionProblem validate(BackwardArguments const& arguments) {
 
 AttentionProblem validate_bias_gradient(BackwardArguments const& arguments) {
   require(arguments.attention.bias.has_value(), "bias is None; a tensor is accepted");
-  return validate(arguments);
+  AttentionProblem const problem = validate(arguments);
+  ProblemShape const& of = problem.shape;
+  std::array<int64_t, 4> const pairs{of.batch, of.heads_q, of.seqlen_q, of.seqlen_k};
+  auto const sizes = arguments.attention.bias->sizes();
+  require(!arguments.needs_dv || std::ranges::count(pairs, 0) > 0 || std::ranges::equal(sizes, pairs),
+          "bias has shape ", ShapeOf{sizes}, "; ", ShapeOf{pairs}, " is accepted where needs_dv is True");
+  return problem;
 }
 
 AttentionProblem validate_weights(BackwardArguments const& arguments) {

@@ -220,6 +220,9 @@ class Explanation(dict):
     read and each output written once) and of these written_bytes, roofline (None where the device's rates are
     unknown, else seconds, bound_by "compute" or "memory", and the rates).
 
+    Of a backward also: bias_gradient (None without a bias, else the family and the workspace_bytes of what
+    computes its gradient, beside the rest, where it requires grad).
+
     Of a kernel also: element, bucket and bucket_v (the head dims that it is compiled for), workspace_bytes
     (for unequal lengths, for tiles that blocks take one by one, for partial results, and for every backward),
     partial_results (of a forward: at most so many, where keys are cut into parts, else 0).
@@ -253,6 +256,7 @@ class Explanation(dict):
             **self._kernel_rows(),
             "window": f"{left} keys before each query's own, {right} after it",
             **self._rows_of_masks(),
+            **self._rows_of_bias_gradient(),
             "work": f"{scaled(self['flops'], 'FLOP')}, {scaled(self['bytes'], 'B')}",
             "copies": "; ".join(self["copies"]) or "none",
             "roofline": self._roofline_text(),
@@ -278,6 +282,12 @@ class Explanation(dict):
             "dropout": keep < 1 and f"keeps {kept}",
         }
         return {title: text for title, text in rows.items() if text}
+
+    def _rows_of_bias_gradient(self) -> dict[str, str]:
+        if not (plan := self.get("bias_gradient")):
+            return {}
+        what = f"{plan['family']}, scores and their gradients once more where the bias requires grad"
+        return {"dbias": f"{what}, workspace {scaled(plan['workspace_bytes'], 'B')}"}
 
     def _kernel_rows(self) -> dict[str, str]:
         if self["family"] == "cpu" and self._rows_of_scores():
@@ -350,9 +360,9 @@ def explain(
 ) -> Explanation:
     """What forward, or with cu_seqlens_q forward_varlen, would run with these arguments, which they document.
 
-    With backward=True it is what the backward of that call would run, for the gradients of q, k and v, but
-    not for that of a bias; internals=True adds the kernel's tile and launch. Launches nothing, but reads the
-    lengths from the device to count the work; print() shows it.
+    With backward=True it is what the backward of that call would run, for the gradients of q, k and v, and
+    beside them bias_gradient for that of a bias; internals=True adds the kernel's tile and launch. Launches
+    nothing, but reads the lengths from the device to count the work; print() shows it.
     """
     require_bool("flash_cute.explain", "backward", backward)
     require_bool("flash_cute.explain", "internals", internals)
@@ -372,6 +382,8 @@ def explain(
     plan["ranges"] = given["ranges"].shape[-2] if "ranges" in given else 0
     plan["fp8"] = k.dtype in FP8
     plan["sinks"] = options.get("sinks") is not None
+    if backward:
+        plan.setdefault("bias_gradient", None)
     plan |= _scores(q, options)
     if plan["bias"] and is_rounded(options["bias"], q):
         plan["copies"].append(f"bias: it is rounded from {options['bias'].dtype} to {autocast_dtype(q)}")

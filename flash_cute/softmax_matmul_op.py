@@ -14,7 +14,8 @@ from flash_cute.wording import named
 _FACE = "flash_cute.softmax_matmul"
 _COLUMNS = 8  # of q and k, the fewest that kernels read without a copy
 # What the operator calls its arguments -> what they are here.
-_WORDS = {"q": "x", "k": "v", "bias": "x", "bias_scale": "scale"}
+_WORDS = {"q": "x", "k": "v", "bias": "x", "bias_scale": "scale", "heads_q": "heads"}
+_MAX_LENGTH = 2**28  # as csrc/problem.hpp has it
 
 
 @spelled_out(MatmulOptions)
@@ -46,7 +47,8 @@ def softmax_matmul(
             that sees nothing.
 
         Both are differentiable, once. The gradient of x is of its own shape, summed where x has 1; 0 for
-        pairs that are hidden.
+        pairs that are hidden. Of 16-bit types on a GPU the gradients of x and v together take the memory of x
+        twice, one of them for weights, if x has v's batch and all heads and deterministic is False.
 
     Raises:
         ValueError, TypeError: an argument makes no sense; the sentence says which, and what is accepted.
@@ -54,6 +56,9 @@ def softmax_matmul(
     """
     batch, heads = _batch_and_heads(x, v)
     rows, keys = x.shape[2:]
+    family = options.get("family")
+    if family in ("sm80", "sm90") and x.device.type == "cpu":  # of a traced call, likewise
+        raise ValueError(f"{_FACE}: family is '{family}', but x is on the CPU; None is accepted there")
     # Few zeros, which all batches and heads share. As q's strides decrease, out is contiguous.
     steps = 3 * _COLUMNS, 2 * _COLUMNS, _COLUMNS, 1
     room = 3 * batch + 2 * heads + rows + keys
@@ -98,4 +103,9 @@ def _batch_and_heads(x: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
         raise ValueError(
             f"{_FACE}: x has {heads} heads and v {v.shape[1]}; a multiple of v's, or 1, is accepted"
         )
+    if not torch.compiler.is_compiling():  # whose graphs would be of no more
+        pairs = v.shape[0] * heads
+        for size, name in (x.shape[2], "rows"), (x.shape[3], "columns"), (pairs, "(batch, head) pairs"):
+            if size > _MAX_LENGTH:
+                raise ValueError(f"{_FACE}: x has {size} {name}; at most {_MAX_LENGTH} are accepted")
     return v.shape[0], heads

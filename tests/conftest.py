@@ -20,6 +20,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of memory that PyTorch's products keep: without it they raise in `poisoned()`.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
 
 
@@ -53,7 +56,7 @@ sys.path.append(str(ROOT))
 
 from support.cases import SEEDS, poisoned  # noqa: E402
 from support.kernels import families  # noqa: E402
-from support.table import KINDS_OF_CASES, drawn  # noqa: E402
+from support.table import KINDS_OF_CASES, Case, crossed, drawn  # noqa: E402
 
 import flash_cute  # noqa: E402
 from flash_cute.build_report import installed  # noqa: E402
@@ -221,11 +224,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(SEEDS.getrandbits(31))
 
 
+def cases(family: str | None, kind: str) -> list[Case]:
+    """Those of the table, or FLASH_CUTE_TEST_CASES random ones, others with another FLASH_CUTE_TEST_SEED."""
+    if count := int(os.environ.get("FLASH_CUTE_TEST_CASES", "0")):
+        return crossed(family, kind, count, os.environ.get("FLASH_CUTE_TEST_SEED", ""))
+    return drawn(family, kind)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernel" in metafunc.fixturenames:
         choices = kernels(metafunc.config.stash[DEVICE])
         for name in KINDS_OF_CASES.intersection(metafunc.fixturenames):
-            rows = [(kernel, case) for kernel in choices for case in drawn(kernel.family, name)]
+            rows = [(kernel, case) for kernel in choices for case in cases(kernel.family, name)]
             ids = [f"{kernel.family or 'cpu'}, {case}" for kernel, case in rows]
             metafunc.parametrize(("kernel", name), rows, ids=ids)
             return

@@ -26,6 +26,7 @@ MARKDOWN: dict[str, Callable[[dict], str]] = {
     "ranges": others.ranges,
     "scores": scores.markdown,
     "softmax": others.softmax,
+    "softmax_matmul": others.softmax_matmul,
     "training": others.training,
     "jax_attention": others.jax_attention,
     "context_parallel": others.context_parallel,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from .tables import by_column, digits, head_dim_of, shape_labels, source, title, union
+from .decode import read_rate
+from .tables import by_column, digits, head_dim_of, reasons, shape_labels, source, title, union
 
 # Whose errors of gradients others are compared with; where scores are changed, the second.
 REFERENCE, OPERATORS = "flash", "operators"
@@ -100,6 +101,28 @@ def softmax(results: dict) -> str:
     columns |= {"ours, us": "{times_us[ours][median]:.1f}", "of a copy": "{of_a_copy:.2f}"}
     columns |= {f"times {peer}": partial(ratio, peer) for peer in ("torch", "triton")}
     return "\n".join([*source(results), "", *by_column(columns, results["cells"])])
+
+
+def softmax_matmul(results: dict) -> str:
+    cells, read = results["cells"], read_rate(results)
+
+    def share(cell: dict) -> str:
+        took = cell["passes"]["forward"]["times_us"]["ours"]["median"]
+        return f"{cell['problem']['bytes'] / took * 1e6 / read:.2f}"
+
+    columns = {"x": "{shape[0]} x {shape[1]} x {shape[2]} x {shape[2]}", "head dim": "{shape[3]}"}
+    for way, told in {"forward": "forward", "both": "forward and backward"}.items():
+        of_way = f"{{passes[{way}]"
+        names = union(cells, lambda cell, way=way: cell["passes"][way]["times_us"])
+        columns |= {f"{told}: {name}": f"{of_way}[times_us][{name}][median]:.0f}}" for name in names}
+        peers = [name for name in names if name != "ours"]
+        columns |= {f"times {name}, {told}": f"{of_way}[speedup][ours][{name}]:.2f}}" for name in peers}
+    told = "Microseconds in bursts, and times as fast as the others"
+    if read:
+        columns["of the read rate"] = share
+        told += f"; then the rate at which our forward reads x, of {read / 1e9:.0f} GB/s"
+    table = by_column(columns, cells)
+    return "\n".join([*source(results), "", f"{told}:", "", *table, "", *reasons(cells)]).rstrip()
 
 
 def training(results: dict) -> str:

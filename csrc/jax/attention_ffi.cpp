@@ -223,10 +223,10 @@ ffi::Error bias_gradient(cudaStream_t stream, int device, Buffer dout, Buffer dl
     Scores{mask, bias, seed, softcap, bias_scale, keep}.put(problem);
     OfPairs const of(*dbias);  // its rows are not as wide as those of the bias
     PairShape const shape{int(of.entries), int(of.heads), int(of.rows), int(of.columns)};
-    PairCall call = plan_pair_call(problem, lengths, current_gpu(device), shape, /*are_weights=*/false);
+    PairCall call = plan_pair_call(problem, lengths, current_gpu(device), shape);
     require(call.launches, "there are no pairs");
     operands.put(call.params.call);
-    call.params.values = dbias->untyped_data();
+    call.params.sums = dbias->untyped_data();
     call.run(workspace_of(workspace, call.launch.workspace.bytes), stream);
   });
 }
@@ -263,7 +263,7 @@ extern "C" int64_t flash_cute_jax_workspace(int call, int element, int batch, in
     if (call == 0) return forward_workspace(problem);
     if (call == 1) return backward_workspace(problem, deterministic);
     PairShape const shape{bias_entries, bias_heads, bias_rows, bias_columns};
-    return pair_workspace(problem, shape, /*are_weights=*/false);
+    return pair_workspace(problem, shape);
   } catch (std::exception const&) {
     return 0;
   }

@@ -115,12 +115,12 @@ PairEntry find_pair_kernel(Family family, ElementType element, HeadDims) {
 
 // The kernel asks a sequence for its lengths, whatever the call is. params: of make_params.
 PairParams pair_params(AttentionProblem const& problem, BackwardParams params, LengthParams const& lengths,
-                       PairShape const& shape, bool are_weights) {
+                       PairShape const& shape) {
   params.shape.seqlen_k = problem.shape.seqlen_k;
   params.lengths = lengths;
   params.lengths.given = true;
   params.softmax_scale = problem.softmax_scale;
-  return {.call = params, .shape = shape, .values = nullptr, .are_weights = are_weights};
+  return {.call = params, .shape = shape};
 }
 
 bool is_empty(ProblemShape const& shape) {
@@ -211,13 +211,12 @@ BackwardCall plan_backward_call(AttentionProblem const& problem, LengthParams co
 }
 
 PairCall plan_pair_call(AttentionProblem const& problem, LengthParams const& lengths, Gpu const& gpu,
-                        PairShape const& shape, bool are_weights) {
+                        PairShape const& shape) {
   Family const family = family_for(problem, gpu, find_pair_kernel);
   PairCall call{pair_kernel(family, problem.element), {}, problem.mask(), false, {}};
   require(call.kernel.run, "this build has no ", name_of(family), " kernel for values of pairs with ",
           name_of(problem.element), kBuildAll);
-  call.params = pair_params(problem, make_params<BackwardParams>(problem, lengths, gpu.info), lengths, shape,
-                            are_weights);
+  call.params = pair_params(problem, make_params<BackwardParams>(problem, lengths, gpu.info), lengths, shape);
   call.launches = !is_empty(problem.shape) && shape.count() > 0;
   if (!call.launches) return call;
   call.launch = call.kernel.plan(call.params);
@@ -264,11 +263,11 @@ int64_t backward_workspace(AttentionProblem const& problem, bool deterministic) 
       });
 }
 
-int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape, bool are_weights) {
+int64_t pair_workspace(AttentionProblem const& problem, PairShape const& shape) {
   if (is_empty(problem.shape) || shape.count() == 0) return 0;
   return largest<BackwardParams>(
       problem, find_pair_kernel, [&](PairEntry const& kernel, auto const& params, auto const&) {
-        return kernel.plan(pair_params(problem, params, {}, shape, are_weights)).workspace.bytes;
+        return kernel.plan(pair_params(problem, params, {}, shape)).workspace.bytes;
       });
 }
 

@@ -28,7 +28,7 @@ def backward_varlen(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=No
 
 
 def bias_gradient(*args, **options):
-    """flash_cute::_bias_gradient: dbias, dense, of the shape and type of bias."""
+    """flash_cute::_bias_gradient: dbias and dv, dense, of the shapes and types of bias and v."""
     _ops._bias_gradient_cpu.default(*args, **options)
     return _bias_gradient(*args, **options)
 
@@ -78,22 +78,24 @@ def _backward(dout, dlse, q, k, v, out, lse, causal=False, *, cu_seqlens_q=None,
 
 def _bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, seqused_q=None, seqused_k=None,
                    leftpad_k=None, sinks=None, ranges=None, mask=None, bias=None, alibi_slopes=None,
-                   dropout_seed=None, softcap=0.0, bias_scale=1.0, dropout_p=0.0,
-                   **options) -> torch.Tensor:  # fmt: skip
-    """Likewise the gradient of the bias."""
+                   dropout_seed=None, softcap=0.0, bias_scale=1.0, dropout_p=0.0, needs_dv=False,
+                   **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Likewise the gradient of the bias, and that of v if it is needed."""
     window = scale_and_window(q, causal, **options)
     changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, bias_scale, dropout_p)
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     dbias = torch.zeros(bias.shape, **FLOAT)
+    dv = torch.zeros(v.shape, **FLOAT) if needs_dv else None
     lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
     for number, (queries, keys, first) in enumerate(places(q, k, **lengths)):
         tensors = *(x[queries] for x in (dout, dlse, q, out, lse)), k[keys], v[keys]
         seen = key_ranges.of_sequence(ranges, queries, first)
         own = changed.of_sequence(number, len(q), first, tensors[-1].shape[2], k.shape[2])
         of_entry = dbias[number // (len(q) // len(bias))]
-        scores.add_bias_gradient(of_entry, *tensors, *window, seen, own)
-    return dbias.to(bias.dtype)
+        of_keys = dv[keys] if needs_dv else None
+        scores.add_bias_gradient(of_entry, of_keys, *tensors, *window, seen, own)
+    return dbias.to(bias.dtype), dv.to(v.dtype) if needs_dv else v.new_empty(0)
 
 
 def _weights(q, k, v, lse, causal=False, *, seqused_q=None, seqused_k=None, leftpad_k=None, sinks=None,

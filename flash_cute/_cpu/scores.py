@@ -174,15 +174,17 @@ def backward(dout, dlse, q, out, lse, k, v, softmax_scale, window_left, window_r
 
 
 def add_bias_gradient(
-    dbias, dout, dlse, q, out, lse, k, v, softmax_scale, window_left, window_right, ranges, scores: Scores
+    dbias, dv, dout, dlse, q, out, lse, k, v, softmax_scale, window_left, window_right, ranges, scores: Scores
 ) -> None:
-    """Adds that of one sequence to dbias, float32 and of the shape of its bias."""
+    """Adds those of one sequence to dbias and dv, which may be None, float32 and like its bias and v."""
     tensors = [x[0].float() for x in (dout, dlse, q, out, lse, k, v)]
     window = Window.of(q.shape[2], k.shape[2], window_left, window_right)
     of_bias = replace(scores, bias=dbias)
-    for block, _, _, of_scores in _gradients(*tensors, softmax_scale, window, ranges, scores):
+    for block, of_out, left, of_scores in _gradients(*tensors, softmax_scale, window, ranges, scores):
         part = of_bias.cut_bias(block.rows, block.keys)
         part.add_(of_scores.sum_to_size(part.shape), alpha=scores.bias_scale)
+        if dv is not None:
+            dv[0][:, block.keys] += _grouped(left, len(v[0])).mT @ of_out
 
 
 def write_weights(weights, q, lse, k, softmax_scale, window_left, window_right, ranges, scores: Scores):

@@ -81,11 +81,15 @@ def backward(
     return tuple(torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
 
 
-def bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, bias=None, **options):
+def bias_gradient(dout, dlse, q, k, v, out, lse, causal=False, *, bias=None, needs_dv=False, **options):
     if bias is None:  # as csrc/validate.cpp, which is not told that it is this gradient
         raise RuntimeError(f"{OURS}bias is None; a tensor is accepted")
     check(q, k, v, causal, dout=dout, dlse=dlse, out=out, lse=lse, bias=bias, **options)
-    return bias.new_empty(bias.shape)
+    pairs = *q.shape[:3], k.shape[2]
+    if needs_dv and 0 not in pairs and bias.shape != pairs:  # likewise
+        sentence = f"{tuple(bias.shape)}; {pairs} is accepted where needs_dv is True"
+        raise RuntimeError(f"{OURS}bias has shape {sentence}")
+    return bias.new_empty(bias.shape), v.new_empty(v.shape if needs_dv else 0)
 
 
 def weights(q, k, v, lse, causal=False, **options):

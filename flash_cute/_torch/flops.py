@@ -34,9 +34,9 @@ def backward(dout, dlse, q, k, v, *args, **kwargs) -> int:
     return 2 * (3 * q[3] + 2 * v[3]) * q[0] * q[1] * q[2] * k[2]
 
 
-def bias_gradient(dout, dlse, q, k, v, *args, **kwargs) -> int:
-    """Both products of the forward, for the scores and the gradients of the weights."""
-    return forward(q, k, v)
+def bias_gradient(dout, dlse, q, k, v, *args, needs_dv=False, **kwargs) -> int:
+    """Both products of the forward, for the scores and the gradients of the weights, and that of dv."""
+    return forward(q, k, v) + needs_dv * forward((*q[:3], 0), k, v)
 
 
 def weights(q, k, *args, **kwargs) -> int:

@@ -221,13 +221,18 @@ class _Attention(Function):
         # Only then may the gradients be differentiated.
         observed = torch.is_grad_enabled() or private.dual_levels_are_active()
         dq = dk = dv = dsinks = dbias = None
-        if needs_dq or needs_dk or needs_dv or others.get("sinks"):
+        needs_dbias = others.get("bias", False)
+        multiplies = needs_dbias and needs_dv and not (needs_dq or needs_dk)
+        multiplies = multiplies and _multiplies_weights(ctx.call, q, k, lengths)
+        if needs_dq or needs_dk or (needs_dv and not multiplies) or others.get("sinks"):
             # Kernels make one of these at least, also where dsinks alone is asked for.
             needs = needs_dq, needs_dk or needs_dv or not needs_dq, others.get("sinks", False)
             run = _Gradients.apply if observed else _Gradients.forward
             dq, dk, dv, dsinks = run(ctx.call, *needs, *tensors)
-        if others.get("bias"):
-            dbias = (_BiasGradient.apply if observed else _BiasGradient.forward)(ctx.call, *tensors)
+        if needs_dbias:
+            run = _BiasGradient.apply if observed else _BiasGradient.forward
+            dbias, product = run(ctx.call, multiplies, *tensors)
+            dv = product if multiplies else dv
         asked = (dq, needs_dq), (dk, needs_dk), (dv, needs_dv)
         found = {"sinks": dsinks, "bias": dbias}
         return (
@@ -268,15 +273,30 @@ class _Gradients(differentiated_once("flash_cute.backward")):
             raise wording.named(error, "flash_cute.backward") from None
 
 
+def _multiplies_weights(call: _Call, q: torch.Tensor, k: torch.Tensor, lengths: list[torch.Tensor]) -> bool:
+    """Is dv a product of weights, which are stored for it beside the gradient of a bias?
+
+    They take no more memory than that where it has a number for each pair. PyTorch's product has no order of
+    its sums to rely on, of float32 no digits either, and a row's LSE says that it sees nothing if there are
+    no sinks.
+    """
+    if call.deterministic or torch.are_deterministic_algorithms_enabled() or "sinks" in call.names:
+        return False
+    is_exact = q.dtype != torch.float32 or q.device.type == "cpu"
+    return is_exact and lengths[call.names.index("bias")].shape == (*q.shape[:3], k.shape[2])
+
+
 class _BiasGradient(differentiated_once("flash_cute.backward")):
-    """dbias, which is always deterministic."""
+    """dbias, which is always deterministic, and dv, which is empty if it is not asked for here."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call, dout, dlse, q, k, v, out, lse, *lengths):
+    def forward(call, needs_dv, dout, dlse, q, k, v, out, lse, *lengths):
         try:
             options = call.named_in_backward(lengths, needs_dsinks=False)
+            if needs_dv:
+                options = options | {"needs_dv": True}
             return _bias_gradient(dout, dlse, q, k, v, out, lse, **options)
         except RuntimeError as error:
             raise wording.named(error, "flash_cute.backward") from None

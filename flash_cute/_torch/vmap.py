@@ -83,8 +83,7 @@ def bias_gradient(op, info, in_dims, tensors, options):
     if bias is not None and dims["bias"] is None:
         tensors = tensors | {"bias": mapped(bias, None, info)}
         dims = dims | {"bias": 0}
-    (dbias,), (dim,) = into_batch(lambda **given: (op(**given),), info, (dims,), tensors, options, "bias")
-    return dbias, dim
+    return into_batch(op, info, (dims,), tensors, options, "bias")
 
 
 def weights(op, info, in_dims, tensors, options):

@@ -36,7 +36,7 @@ OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh, register_op_strategy = priva
 
 RESULTS = dict.fromkeys((ops._forward, ops._forward_varlen), ("out", "lse"))
 RESULTS |= dict.fromkeys((ops._backward, ops._backward_varlen), ("dq", "dk", "dv", "dsinks"))
-RESULTS[ops._bias_gradient] = ("dbias",)
+RESULTS[ops._bias_gradient] = ("dbias", "dv")
 RESULTS[ops._weights] = ("weights",)
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 Placements = dict[str, Placement]  # of each tensor of a call, by its name
@@ -48,7 +48,9 @@ def rule(schema) -> OpStrategy:
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = {name: value for name, value in given.items() if isinstance(value, OpStrategy)}
     results = RESULTS[schema.op]
-    asked = {"dq": given.get("needs_dq", True), "dsinks": "sinks" in tensors}
+    asked = {"dbias": True, "dq": given.get("needs_dq", True), "dsinks": "sinks" in tensors}
+    if schema.op == ops._bias_gradient:
+        asked["dv"] = given.get("needs_dv", False)
     skipped = [name for name in results if not asked.get(name, given.get("needs_dkv", True))]
     packed = len(tensors["q"].shape) == 3
     by_batch = not packed and "block_table" not in tensors  # any sequence may have any page
@@ -125,7 +127,7 @@ def _ways(
 
 def _register() -> None:
     # What decides about the result beside the shapes and placements of positional tensors.
-    info = RuntimeSchemaInfo(static_kwargkey=[*OPERANDS, "dropout_p", "needs_dq", "needs_dkv"])
+    info = RuntimeSchemaInfo(static_kwargkey=[*OPERANDS, "dropout_p", "needs_dq", "needs_dkv", "needs_dv"])
     for op in RESULTS:
         register_op_strategy(op, rule, info)
 

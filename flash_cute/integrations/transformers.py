@@ -51,8 +51,9 @@ def cute_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     softcap: float | None = None,
+    output_attentions: bool | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that transformers calls for "cute_attention".
 
     Args:
@@ -67,17 +68,24 @@ def cute_attention(
         s_aux: (heads,), the sinks of flash_cute.forward.
         position_bias: (batch or 1, heads or 1, q_length or 1, kv_length), forward's bias.
         softcap: as of forward; None is none.
+        output_attentions: whether the weights are asked for, too, by flash_cute.attention_weights. They have
+            no gradients.
 
     Returns:
-        (batch, q_length, heads, head_dim), and None, as there are no weights. Queries that are padding have
-        an out of 0, or in bidirectional attention of no meaning.
+        (batch, q_length, heads, head_dim), and the weights, (batch, heads, q_length, kv_length), or None.
+        Queries that are padding have an out and weights of 0, or in bidirectional attention of no meaning.
 
     Raises:
-        NotImplementedError: sinks or a bias by another name, head_mask, output_attentions, indices of a
-            sparse attention, a paged cache or another mask is given.
+        NotImplementedError: sinks or a bias by another name, head_mask, indices of a sparse attention, a
+            paged cache or another mask is given; output_attentions beside dropout, packed sequences or where
+            a gradient is asked for.
         ValueError, TypeError: as flash_cute.forward.
     """
     _check_options(options)
+    if output_attentions and dropout:
+        raise error("output_attentions is given together with dropout", "one of both")
+    if output_attentions and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise error("output_attentions is given where gradients are asked for", "torch.no_grad()")
     scores = _scores(attention_mask, position_bias, softcap, dropout)
     mask = attention_mask
     if mask is None:
@@ -106,6 +114,8 @@ def cute_attention(
     elif lengths.CHECKED:
         _check_positions(mask, options.get("position_ids"))
     if offsets[0] is not None:
+        if output_attentions:
+            raise error("output_attentions is given together with packed sequences", "one of both")
         given_offsets = dict(zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, strict=True))
         require_stored("transformers", query=query, key=key, value=value, **given_offsets)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -115,9 +125,16 @@ def cute_attention(
         else:
             out = flash_cute.attention_varlen(q, cu_seqlens_q=offsets[0], **pages._asdict(), **given)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    given |= mask.lengths
     given["ranges"] = mask.ranges
-    out = flash_cute.attention(query, key, value, **given, **mask.lengths).transpose(1, 2)
-    return out if mask.factor is None else out * mask.factor.to(out.dtype), None
+    out, weights = flash_cute.attention(query, key, value, **given).transpose(1, 2), None
+    if output_attentions:
+        del given["deterministic"]
+        weights = flash_cute.attention_weights(query, key, **given)
+    if mask.factor is not None:
+        factor = mask.factor.to(out.dtype)
+        out, weights = out * factor, weights if weights is None else weights * factor.transpose(1, 2)
+    return out, weights
 
 
 def cute_flash_attention(
@@ -127,7 +144,7 @@ def cute_flash_attention(
     value: torch.Tensor,
     attention_mask: CuteMask | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cute_attention for "cute_flash_attention_3", in continuous batching, too."""
     if "read_index" in options:
         attention_mask = None  # transformers 5.23 makes that of the new tokens alone
@@ -144,7 +161,6 @@ _NOT_OFFERED = (
     "attention_bias",
     "head_mask",
     "cache",
-    "output_attentions",
     "indices",
     "block_indices",
     "block_table",

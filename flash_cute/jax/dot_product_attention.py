@@ -244,6 +244,7 @@ class Options(NamedTuple):
     softcap: float
     bias_scale: float
     keep: int  # of 4096 weights, where there is a seed
+    face: str = ATTENTION  # in whose name its gradients raise
 
 
 def attend(query, key, value, given, options):
@@ -343,8 +344,8 @@ def _backward(dout, dlse, query, key, value, given, out, lse, options, of_bias=F
     return jax.lax.platform_dependent(*operands, cuda=native, default=default)
 
 
-_gradients = kernels.differentiable_once(ATTENTION, _backward)
-_bias_gradient = kernels.differentiable_once(ATTENTION, functools.partial(_backward, of_bias=True))
+_gradients = kernels.differentiable_once(_backward)
+_bias_gradient = kernels.differentiable_once(functools.partial(_backward, of_bias=True))
 
 
 def _workspace(call, query, key, value, given, options) -> jax.ShapeDtypeStruct:

@@ -49,8 +49,11 @@ def given(lengths):
     return tuple(jnp.zeros((0,), jnp.int32) if x is None else x for x in lengths)
 
 
-def differentiable_once(face, compute):
-    """compute(*arguments, options) as a function of (arguments, options) whose derivative is refused."""
+def differentiable_once(compute, face=None):
+    """compute(*arguments, options) as a function of (arguments, options) whose derivative is refused.
+
+    face: of which function, where options don't say it.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(arguments, options):
@@ -61,7 +64,8 @@ def differentiable_once(face, compute):
 
     def refuse(options, kept, gradients):
         raise NotImplementedError(
-            f"{face}: there are no second derivatives; put the gradients through jax.lax.stop_gradient"
+            f"{face or options.face}: there are no second derivatives; put the gradients through "
+            "jax.lax.stop_gradient"
         )
 
     call.defvjp(forward, refuse)

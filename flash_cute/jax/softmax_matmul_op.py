@@ -88,6 +88,7 @@ def softmax_matmul(
         softcap=0.0,
         bias_scale=arguments.checked_scale(SOFTMAX_MATMUL, scale),
         keep=keep,
+        face=SOFTMAX_MATMUL,
     )
 
     def compute(query, key, value, given):

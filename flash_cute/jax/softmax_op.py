@@ -131,7 +131,7 @@ def _gradient_of_scores(dprobabilities, dlse, kept, lengths, options):
     return jax.lax.platform_dependent(*operands, cuda=native, default=default)
 
 
-_softmax_gradient = kernels.differentiable_once(SOFTMAX, _gradient_of_scores)
+_softmax_gradient = kernels.differentiable_once(_gradient_of_scores, SOFTMAX)
 
 
 def _softmax_workspace(x, backward) -> jax.ShapeDtypeStruct:

@@ -510,6 +510,7 @@ def test_wrong_softmax_matmuls(device, change, words):
     with pytest.raises((TypeError, ValueError)) as caught:
         flash_cute.softmax_matmul(**good | change(good))
     assert_one_sentence(str(caught.value), words, "softmax_matmul")
+    assert "heads_q" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("change", "words"), WRONG_LOOKS.values(), ids=WRONG_LOOKS)
@@ -678,11 +679,28 @@ def test_out_of_memory(device, name):
     flash_cute.softmax(inputs(device)["q"])
 
 
-def test_zeros_of_softmax_matmul_beyond_memory():
-    """They stand for queries: here of so many heads that they take more memory than there is."""
-    one = torch.zeros(1, 1, 1, 1)
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ((1, 2**40, 1, 1), r"\(batch, head\) pairs"),
+        ((1, 1, 2**28 + 1, 1), "rows"),
+        ((1, 1, 1, 2**28 + 1), "columns"),
+    ],
+)
+def test_large_softmax_matmuls(monkeypatch, sizes, sentence):
+    """Before the zeros that stand for queries and keys are made."""
+    monkeypatch.delattr(torch, "zeros")
+    one = torch.ones(1, 1, 1, 1)
+    sentence = rf"^flash_cute\.softmax_matmul: x has {max(sizes)} {sentence}; at most 268435456 are accepted$"
+    with pytest.raises(ValueError, match=sentence):
+        flash_cute.softmax_matmul(one.expand(sizes), one.expand(1, 1, sizes[3], 1))
+
+
+def test_zeros_of_softmax_matmul_beyond_memory(monkeypatch):
+    one = torch.ones(1, 1, 1, 1)
+    monkeypatch.setattr(torch, "zeros", lambda size, **options: torch.empty(2**50, **options))
     with pytest.raises(torch.OutOfMemoryError, match=r"^flash_cute\.softmax_matmul: out of memory: .* bytes"):
-        flash_cute.softmax_matmul(one.expand(1, 2**40, 1, 1), one)
+        flash_cute.softmax_matmul(one, one)
 
 
 # On the CPU: what calls Python's kernels, made of q, k and v that need gradients.

@@ -107,6 +107,21 @@ def test_explain_tells_of_scores(backward):
     assert ("PyTorch's operators" in shown, "PyTorch's operators" in str(plain)) == (True, False)
 
 
+def test_explain_tells_of_the_gradient_of_a_bias(kernel):
+    """What computes it, beside the other gradients; in neither a forward nor without a bias."""
+    q, k, v = make_inputs(Shape(2, 4, 2, 15, 19, 64), torch.bfloat16, kernel.device)
+    options = {"bias": torch.zeros(1, 4, 15, 19, device=kernel.device), "family": kernel.family}
+    plan = flash_cute.explain(q, k, v, **options, backward=True)
+    assert plan["bias_gradient"]["family"] == (kernel.family or "cpu")
+    assert (plan["bias_gradient"]["workspace_bytes"] > 0) == (kernel.family is not None)
+    assert f"\ndbias     {kernel.family or 'cpu'}, scores and their gradients once more where" in str(plan)
+    forward = flash_cute.explain(q, k, v, **options)
+    plain = flash_cute.explain(q, k, v, family=kernel.family, backward=True)
+    assert "bias_gradient" not in forward
+    assert plain["bias_gradient"] is None
+    assert "dbias" not in str(forward) + str(plain)
+
+
 @pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_explain_counts_the_pairs_that_masks_leave(backward, of_heads):

@@ -165,6 +165,13 @@ def changed(name: str, mesh) -> None:
     torch.testing.assert_close(whole(gradients, inputs), expected)
     # Of parts, which are rounded before they are added.
     torch.testing.assert_close(dbias.full_tensor(), expected_dbias, atol=2e-2, rtol=2e-2)
+    # Of v and the bias alone, which are of one operator where the bias has a number for each pair.
+    q, k, *asked = given
+    of_v = flash_cute.forward(q.detach(), k.detach(), asked[0], causal=True, softcap=5.0, **parts)
+    dv, same_dbias = torch.autograd.grad(of_v, asked, results)
+    assert (dv.placements, same_dbias.placements) == ((placement,), dbias.placements)
+    torch.testing.assert_close(dv.full_tensor(), expected[2])
+    torch.testing.assert_close(same_dbias.full_tensor(), dbias.full_tensor())
 
 
 def dropped(placement, mesh) -> None:

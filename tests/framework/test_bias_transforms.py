@@ -170,6 +170,17 @@ def test_flop_counters_count_two_products(problem):
     assert counter.get_total_flops() - forward == forward == 4 * BATCH * HEADS * ROWS * KEYS * 64
 
 
+def test_flop_counters_count_a_third_one_for_v(kernel):
+    problem = Problem(kernel, (BATCH, HEADS, ROWS, KEYS))
+    leaf = problem.bias.requires_grad_()
+    problem.inputs[2].requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        loss = problem.of_bias(leaf)
+        forward = counter.get_total_flops()
+        loss.backward()
+    assert counter.get_total_flops() - forward == forward * 3 // 2
+
+
 @pytest.mark.parametrize("function", [flash_cute.forward, torch.ops.flash_cute.forward], ids=["", "operator"])
 def test_without_gradients(problem, function):
     leaf = problem.bias.requires_grad_()
@@ -394,16 +405,20 @@ def test_exported_models_are_trained(problem, strict):
 
 def test_opcheck(kernel):
     """Of the public operator with gradients, and of the gradient's own."""
-    problem = Problem(kernel, (2, 4, 1, 40), Shape(4, 4, 2, 30, 40, 40))
+    shape = Shape(4, 4, 2, 30, 40, 40)
+    problem = Problem(kernel, (2, 4, 1, 40), shape)
     options = {"softcap": 5.0, "bias_scale": 2.0, "family": kernel.family}
     public = torch.ops.flash_cute.forward.default
     leaf = problem.bias.clone().requires_grad_()
     torch.library.opcheck(public, (*problem.inputs, True), options | {"bias": leaf})
-    options["bias"] = problem.bias
-    results = torch.ops.flash_cute._forward(*problem.inputs, True, **options)
-    for given in (problem.gradients, (None, problem.gradients[1]), (problem.gradients[0], None)):
-        arguments = *given, *problem.inputs, *results, True
-        torch.library.opcheck(torch.ops.flash_cute._bias_gradient.default, arguments, options)
+    dout, dlse = problem.gradients
+    for bias, needs_dv in ((problem.bias, False), (Problem(kernel, (4, 4, 30, 40), shape).bias, True)):
+        options["bias"] = bias
+        results = torch.ops.flash_cute._forward(*problem.inputs, True, **options)
+        for given in ((dout, dlse), (None, dlse), (dout, None)):
+            arguments = *given, *problem.inputs, *results, True
+            op = torch.ops.flash_cute._bias_gradient.default
+            torch.library.opcheck(op, arguments, options | {"needs_dv": needs_dv})
 
 
 @pytest.mark.gpu

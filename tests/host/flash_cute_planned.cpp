@@ -127,7 +127,7 @@ PYBIND11_MODULE(flash_cute_planned, module) {
     problem.softmax_scale = 1;
     problem.scores.bias.given = true;
     PairShape const of{shape[0], shape[1], shape[2], shape[3]};
-    return plan_pair_call(problem, {}, gpu_of(gpu), of, /*are_weights=*/false).launch.steps;
+    return plan_pair_call(problem, {}, gpu_of(gpu), of).launch.steps;
   });
   module.def("forward_workspace",
              [](std::array<int, 7> const& sizes, py::dict const& options, py::dict const& changes) {

@@ -25,6 +25,7 @@ from support.jax_cases import (  # noqa: E402
     math,
     mesh_of,
     some_pairs,
+    visible,
 )
 
 import flash_cute.jax as ours  # noqa: E402
@@ -104,7 +105,8 @@ def test_a_bias_beside_what_cuts_queries_and_keys(shape, options):
         for call in (attention, jax.nn.dot_product_attention)
     )
     close(found, expected)
-    assert (np.asarray(found)[np.asarray(expected) == 0] == 0).all()
+    seen = visible(q, k, **options) & (np.arange(q.shape[1]) < 20)[:, None]
+    assert (np.asarray(found)[np.broadcast_to(~seen[:, None], found.shape)] == 0).all()
 
 
 def test_a_shared_bias_of_shards():
@@ -297,8 +299,12 @@ def test_softmax_matmul_under_transforms():
     close(jax.grad(jax.checkpoint(loss), (0, 1))(x, v), expected)
     mapped = jax.jit(jax.vmap(gradient, (0, None)))(jnp.stack([x, -x]), v)
     close(mapped, jax.tree.map(lambda *y: jnp.stack(y), expected, gradient(-x, v)))
-    with pytest.raises(NotImplementedError, match="there are no second derivatives"):
-        jax.grad(loss_of(jax.grad(loss)))(x, v)
+    for argument in (0, 1):
+        second = loss_of(jax.grad(loss, argument))
+        with pytest.raises(
+            NotImplementedError, match=r"^flash_cute\.jax\.softmax_matmul: there are no second"
+        ):
+            jax.grad(second, argument)(x, v)
     kind = (jax.sharding.AxisType.Explicit,) * 2
     mesh_of(batch=2, heads=2)  # or skip
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=kind, devices=jax.devices()[:4])

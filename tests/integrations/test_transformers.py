@@ -128,6 +128,49 @@ def test_autocast(device):
     assert_within_rule("logits", *results, oracle)
 
 
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "sinks", "softcap", "bert", "bart", "T5", "Swin", "BEiT"]
+)
+@torch.no_grad()
+def test_output_attentions(device, name):
+    """Of queries that are no padding; the oracle is eager attention in float32, as SDPA has none."""
+    trio = Trio(name, device)
+    trio.oracle.float().set_attn_implementation("eager")
+    mask = padding("both", device)
+    if name in ("Swin", "BEiT"):
+        mask, inputs = None, {"pixel_values": torch.randn(BATCH, 3, 32, 32, device=device)}
+    else:
+        inputs = {"input_ids": tokens(device), "attention_mask": mask}
+    if name in ("bart", "T5"):
+        inputs["decoder_input_ids"] = tokens(device, length=12)
+    results = []
+    for model in trio.all:
+        given = {n: x.to(model.dtype) if n == "pixel_values" else x for n, x in inputs.items()}
+        results.append(model(**given, output_attentions=True))
+    found = [key for key in results[0] if "attentions" in key]
+    assert len(found) == (3 if "decoder_input_ids" in inputs else 1)
+    for key in found:
+        for ours, yardstick, oracle in zip(*(result[key] for result in results), strict=True):
+            assert ours.dtype == DTYPE
+            assert ours.shape == yardstick.shape
+            kept = ours, yardstick, oracle.double()
+            if mask is not None and ours.shape[2] == LENGTH:
+                kept = (x.transpose(1, 2)[mask.bool()] for x in kept)
+            assert_within_rule(key, *kept)
+
+
+@torch.no_grad()
+def test_output_attentions_of_generate(device):
+    """Of each step, those of all keys in the cache."""
+    trio, steps = Trio("llama", device), []
+    for model in trio.all[:2]:
+        options = {"return_dict_in_generate": True, "output_attentions": True, "do_sample": False}
+        steps.append(model.generate(tokens(device), max_new_tokens=3, **options).attentions)
+    shapes = [[[layer.shape for layer in step] for step in found] for found in steps]
+    assert shapes[0] == shapes[1]
+    assert [step[0].shape[3] for step in steps[0]] == [LENGTH, LENGTH + 1, LENGTH + 2]
+
+
 # Caches and generation
 
 
@@ -506,7 +549,18 @@ def qkv(device, **changes) -> dict:
         ("indices is Tensor; none is accepted", {"indices": torch.zeros(4)}),
         ("sinks is Tensor; none is accepted", {"sinks": torch.zeros(4)}),
         ("cache is list; none is accepted", {"cache": ["paged"]}),
-        ("output_attentions is True; none is accepted", {"output_attentions": True}),
+        (
+            "output_attentions is given together with dropout; one of both",
+            {"output_attentions": True, "dropout": 0.1},
+        ),
+        (
+            "output_attentions is given where gradients are asked for; torch.no_grad() is accepted",
+            {"output_attentions": True, "query": torch.ones(2, 4, 10, 16).requires_grad_()},
+        ),
+        (
+            "output_attentions is given together with packed sequences; one of both",
+            {"output_attentions": True, "cu_seq_lens_q": torch.zeros(2), "cu_seq_lens_k": torch.zeros(2)},
+        ),
         (
             "attention_mask is a Tensor of shape (2, 1, 10, 10) and torch.int64; padding of two dimensions",
             {"attention_mask": torch.ones(2, 1, 10, 10).long()},

@@ -27,7 +27,7 @@ def bias_gradient(kernel, tensors, given, **options) -> torch.Tensor:
     options["family"] = kernel.family
     with poisoned():
         results = _ops._forward(*tensors, **options)
-        found, again = (_ops._bias_gradient(*given, *tensors, *results, **options) for _ in range(2))
+        found, again = (_ops._bias_gradient(*given, *tensors, *results, **options)[0] for _ in range(2))
     bias = options["bias"]
     assert (found.shape, found.dtype, found.device) == (bias.shape, bias.dtype, bias.device)
     assert found.is_contiguous()
@@ -90,11 +90,12 @@ HIDING = "mask", "bias", "ranges", "lengths"
 def test_what_is_hidden_has_a_gradient_of_0(kernel, kind, garbage):
     """Whatever its row holds, or a key that nobody sees, or what comes back there.
 
-    On a GPU what a key holds that no length hides may spread, if it is no number (docs/numerics.md).
+    On a GPU what a key holds that no length hides may spread, if it is no number, and what a query holds, or
+    what comes back for it, that a bias alone hides (docs/numerics.md).
     """
     device = kernel.device
     of_keys = garbage if kernel.family is None or kind == "lengths" else 300
-    of_queries = 300 if kernel.family and kind == "bias" else garbage  # whose scores it is added to
+    of_queries = 300 if kernel.family and kind == "bias" else garbage
     tensors, given = problem(device)
     seen = torch.ones(4, 4, 130, 200, dtype=torch.bool, device=device)
     seen[:, :, 30:50] = False
@@ -118,9 +119,8 @@ def test_what_is_hidden_has_a_gradient_of_0(kernel, kind, garbage):
     blind, unseen = ~seen.any(-1), ~seen.any(2).unflatten(1, (2, 2)).any(2)
     results = []
     for hidden, hidden_query, hidden_key in ((0, 0, 0), (garbage, of_queries, of_keys)):
-        tensors[0][blind] = hidden_query
-        for x in given:
-            x[blind] = hidden
+        for x in (tensors[0], *given):
+            x[blind] = hidden_query
         for x in tensors[1:]:
             x[unseen] = hidden_key
         if kind != "bias":
@@ -142,7 +142,8 @@ def test_a_bias_times_a_number(kernel, scale):
     options = shared | {"bias": bias, "bias_scale": scale, "family": kernel.family}
     results = _ops._forward(*tensors, **options)
     arguments = *given, *tensors, *results
-    found = *results, *_ops._backward(*arguments, **options)[:3], _ops._bias_gradient(*arguments, **options)
+    of_backward = _ops._backward(*arguments, **options)[:3]
+    found = *results, *of_backward, _ops._bias_gradient(*arguments, **options)[0]
     shared["bias"] = bias.double() * scale
     yardstick, oracle = (
         (

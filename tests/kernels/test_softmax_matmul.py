@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.cases import ALL_DTYPES, EMPTY, SEEDS, Mask, Shape, make_gradients, make_inputs, poisoned
+from support.cases import ALL_DTYPES, DTYPES, EMPTY, SEEDS, Mask, Shape, make_gradients, make_inputs, poisoned
 from support.graphs import compiled_graphs
 from support.lengths import int32
 from support.tolerance import assert_within_rule
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_cute
 from flash_cute import reference
+from flash_cute._torch import ops
 
 SHAPE = Shape(3, 4, 2, 130, 200, 64)  # batch, heads, heads of v, rows, columns, head_dim of v
 SMALL = Shape(2, 4, 2, 50, 70, 64)
@@ -81,13 +82,13 @@ def found(kernel, x, v, given, **options):
 
 
 def check(kernel, x, v, given, clean=None, **options) -> tuple[torch.Tensor, ...]:
-    """clean: x and v without what does not count."""
+    """clean: x, v and given without what does not count."""
     ours = found(kernel, x, v, given, **options)
     assert ours[0].is_contiguous()
     assert (ours[0].dtype, ours[1].dtype) == (v.dtype, torch.float32)
     assert (ours[2].shape, ours[3].shape) == (x.shape, v.shape)
     yardstick, oracle = (
-        expected(*(clean or (x, v)), given, options, dtype) for dtype in (x.dtype, torch.float64)
+        expected(*(clean or (x, v, given)), options, dtype) for dtype in (x.dtype, torch.float64)
     )
     for name, *results in zip(("out", "lse", "dx", "dv"), ours, yardstick, oracle, strict=True):
         assert_within_rule(name, *results)
@@ -115,15 +116,21 @@ CASES = {
 CASES["all"] = lambda device: {
     name: value for case in ("mask", "lengths", "dropout") for name, value in CASES[case](device).items()
 }
+CASES["hidden rows"] = lambda device: {
+    "mask": torch.rand(3, 4, 130, 200, device=device) < (torch.rand(3, 4, 130, 1, device=device) - 0.3)
+}
 
 
 ROWS = [(case, *pair) for case, pair in zip(CASES, product(SIZES, ALL_DTYPES), strict=False)]
 ROWS += [("all", *pair) for pair in product(SIZES, ALL_DTYPES)]
+ROWS += [(case, "all", dtype) for case, dtype in product(CASES, DTYPES)]
+ROWS = list(dict.fromkeys(ROWS))
 
 
 @pytest.mark.parametrize(("case", "size", "dtype"), ROWS, ids=map(", ".join, ROWS))
 def test_against_float64(kernel, case, size, dtype):
-    """What does not count is NaN: pairs of x that are hidden, rows of v outside the lengths."""
+    """What does not count is NaN: pairs of x that are hidden, rows of v outside the lengths, and what comes
+    back to rows that see nothing."""
     size, dtype = SIZES[size], ALL_DTYPES[dtype]
     skip_what_is_not_there(kernel, dtype)
     device, options = kernel.device, CASES[case](kernel.device)
@@ -132,8 +139,10 @@ def test_against_float64(kernel, case, size, dtype):
     hidden = ~seen.expand(3, 4, -1, -1)
     hidden = hidden.unflatten(0, (size[0], -1)).all(1).unflatten(1, (size[1], -1)).all(2)
     unused = ~seen_by({n: x for n, x in options.items() if n[-2:] == "_k"}, 1, 200, 3, device)[:, 0, 0]
-    clean = x.masked_fill(hidden, 0), v.masked_fill(unused[:, None, :, None], 0)
+    clean = x.masked_fill(hidden, 0), v.masked_fill(unused[:, None, :, None], 0), given
     x, v = x.masked_fill(hidden, torch.nan), v.masked_fill(unused[:, None, :, None], torch.nan)
+    blind = ~seen.any(-1).expand(3, 4, -1)
+    given = given[0].masked_fill(blind.unsqueeze(-1), torch.nan), given[1].masked_fill(blind, torch.nan)
     ours = check(kernel, x, v, given, clean, **options)
     assert (ours[2][hidden] == 0).all()
 
@@ -185,6 +194,57 @@ def test_layouts(kernel, layout):
     for name, *same in zip(("out", "lse", "dx"), *results, strict=False):
         tolerance = 0 if kernel.family is None else 1e-2
         torch.testing.assert_close(*same, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: n + text)
+
+
+MAKERS = {
+    "both": ((2, 4), torch.bfloat16, {}, ["_bias_gradient"]),
+    "sums": ((1, 4), torch.bfloat16, {}, ["_backward", "_bias_gradient"]),
+    "deterministic": ((2, 4), torch.float16, {"deterministic": True}, ["_backward", "_bias_gradient"]),
+    "float32": ((2, 4), torch.float32, {}, ["_backward", "_bias_gradient"]),
+}
+
+
+@pytest.mark.parametrize(("size", "dtype", "options", "expected"), MAKERS.values(), ids=MAKERS)
+def test_which_operators_make_gradients(kernel, monkeypatch, size, dtype, options, expected):
+    if kernel.family == "sm90" and (dtype == torch.float32 or options):
+        pytest.skip("sm90 has no kernels for it")
+    called = []
+    for name in ("_backward", "_bias_gradient"):
+        op = getattr(ops, name)
+        spied = lambda *args, op=op, name=name, **given: called.append(name) or op(*args, **given)  # noqa: E731
+        monkeypatch.setattr(ops, name, spied)
+    x, v, given = problem(kernel.device, dtype, SMALL, size)
+    leaves = x.requires_grad_(), v.requires_grad_()
+    torch.autograd.backward(flash_cute.softmax_matmul(*leaves, family=kernel.family, **options), given)
+    on_cpu = kernel.device.type == "cpu" and dtype == torch.float32
+    assert called == (expected[1:] if on_cpu else expected)
+
+
+def test_of_the_lse_alone(kernel):
+    """dv is 0."""
+    x, v, (_, dlse) = problem(kernel.device, shape=SMALL)
+    leaves = x.requires_grad_(), v.requires_grad_()
+    with poisoned(), patch("torch.are_deterministic_algorithms_enabled", return_value=False):
+        _, lse = flash_cute.softmax_matmul(*leaves, family=kernel.family)
+        dx, dv = torch.autograd.grad(lse, leaves, dlse, materialize_grads=True)
+    assert dx.any()
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("layout", ["heads last", "expanded"])
+def test_dout_of_any_strides_under_autocast(kernel, layout):
+    """Where the backward runs in autocast, that changes the type of no product."""
+    x, v, (dout, _) = problem(kernel.device, shape=SMALL)
+    dout = dout.transpose(1, 2).contiguous().transpose(1, 2) if layout == "heads last" else dout[:1, :, :1]
+    dout, found = dout.expand(2, 4, 50, 64), []
+    for given in (dout, dout.contiguous()):
+        leaves = x.detach().requires_grad_(), v.detach().requires_grad_()
+        out, _ = flash_cute.softmax_matmul(*leaves, family=kernel.family)
+        with torch.autocast(kernel.device.type, torch.float16, enabled=given is dout):
+            found.append(torch.autograd.grad(out, leaves, given))
+    for name, *pair in zip(("dx", "dv"), *found, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-2, atol=1e-2, msg=lambda text, n=name: n + text)
+        assert pair[0].dtype == torch.bfloat16
 
 
 def test_infinities(kernel):
@@ -319,19 +379,24 @@ def test_rows_of_one_large_number_on_the_cpu(value):
 
 
 WRONG_WHILE_TRACED = {
-    "dtype": (torch.float64, 1.0, "x must have dtype torch.float16, torch.bfloat16 or torch.float32, got"),
-    "scale": (torch.bfloat16, 0.0, "scale is 0; a finite number > 0"),
-    "large scale": (torch.bfloat16, 1e39, r"scale is 1e\+39; a finite number > 0"),
+    "dtype": ({"dtype": torch.float64}, {}, "x must have dtype torch.float16, torch.bfloat16 or"),
+    "scale": ({}, {"scale": 0.0}, "scale is 0; a finite number > 0"),
+    "large scale": ({}, {"scale": 1e39}, r"scale is 1e\+39; a finite number > 0"),
+    "family": (
+        {"device": "cpu"},
+        {"family": "sm90"},
+        "family is 'sm90', but x is on the CPU; None is accepted",
+    ),
 }
 
 
-@pytest.mark.parametrize(("dtype", "scale", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
-def test_what_is_wrong_while_traced_has_its_own_name(device, dtype, scale, sentence):
+@pytest.mark.parametrize(("kind", "options", "sentence"), WRONG_WHILE_TRACED.values(), ids=WRONG_WHILE_TRACED)
+def test_what_is_wrong_while_traced_has_its_own_name(device, kind, options, sentence):
     """Not q's and bias_scale's, as the operator calls them: compilers can't trace the change of names."""
     compiled = torch.compile(flash_cute.softmax_matmul, backend="eager", fullgraph=True)
-    x, v = (torch.ones(1, 2, 8, 8, dtype=dtype, device=device) for _ in range(2))
+    x, v = (torch.ones(1, 2, 8, 8, **{"device": device, "dtype": torch.bfloat16} | kind) for _ in range(2))
     with pytest.raises(Exception, match=rf"flash_cute\.softmax_matmul: {sentence}"):
-        compiled(x, v, scale=scale)
+        compiled(x, v, **options)
 
 
 def test_dynamic_shapes_compile_once(kernel):

@@ -36,6 +36,7 @@ from benchmarks import (
     results,
     scores,
     softmax,
+    softmax_matmul,
     timing,
     training,
 )
@@ -681,6 +682,33 @@ def test_softmax(tmp_path):
     assert {cell["element"] for cell in cells} == {"fp32", "fp16", "bf16"}
     assert all(cell["of_a_copy"] > 0 for cell in cells)
     assert all(0 < cell["over_torch"]["q25"] <= cell["over_torch"]["q75"] for cell in cells)
+
+
+def test_softmax_matmul(tmp_path, monkeypatch):
+    """What runs out of memory is left out with a reason; the share is of the higher of two read rates."""
+    operators = softmax_matmul.operators
+
+    def fails(x, v):
+        if x.shape[1] == 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("out of memory\nat a line")
+        return operators(x, v)
+
+    monkeypatch.setattr(softmax_matmul, "operators", fails)
+    path = softmax_matmul.main([*TINY, "--output", str(tmp_path)])
+    whole, partly = json.loads(path.read_text())["cells"]
+    for way in ("forward", "both"):
+        assert whole["passes"][way]["times_us"].keys() == {"ours", "torch"}
+        assert whole["passes"][way]["speedup"]["ours"]["torch"] > 0
+    assert partly["passes"]["both"]["times_us"].keys() == {"ours"}
+    assert (whole["excluded"], partly["excluded"]) == ({}, {"torch, both": "out of memory"})
+    assert "- torch, both left out of some cells: out of memory" in path.with_suffix(".md").read_text()
+    monkeypatch.setattr(softmax_matmul, "attempt", lambda _: attempt(partial(fails, torch.ones(1, 1), None)))
+    found = json.loads(softmax_matmul.main([*TINY, "--output", str(tmp_path)]).read_text())
+    assert [cell["excluded"] for cell in found["cells"]] == [{"all": "out of memory"}] * 2
+    whole["passes"]["forward"]["times_us"]["ours"] = {"median": 1.0}
+    rates = [{"read_bytes": whole["problem"]["bytes"] * rate} for rate in (2e6, 4e6)]
+    told = report.markdown(found | {"cells": [whole], "rates": rates})
+    assert told.endswith(" | 0.25 |")
 
 
 def test_training(tmp_path, monkeypatch):

@@ -49,6 +49,18 @@ def test_refused_values_meet_in_refused_cases_and_all_others_in_others(family, k
             assert sentence in alone or not there_are, sentence
 
 
+@pytest.mark.parametrize("kind", sorted(table.KINDS_OF_CASES))
+@pytest.mark.parametrize("family", [None, "sm80", "sm90"])
+def test_random_cases(family, kind):
+    """As many as asked for, the same of the same seed; each value in some, of which none is refused."""
+    cases = table.crossed(family, kind, 1500, "7")
+    assert len(set(cases)) == 1500
+    assert cases[:20] == table.crossed(family, kind, 20, "7") != table.crossed(family, kind, 20, "8")
+    assert not any(table.refusals(asdict(case), family) for case in cases)
+    for axis, values in table.axes(family, kind).items():
+        assert {getattr(case, axis) for case in cases} == {*values}
+
+
 @pytest.mark.parametrize("kind", ["forward_case", "gradient_case"])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_widths_of_v_meet_in_every_two_buckets(family, kind):

@@ -322,6 +322,18 @@ def drawn(family: str | None, kind: str) -> list[Case]:
     return [Case(**dict(zip(names, row, strict=True))) for row in rows]
 
 
+def crossed(family: str | None, kind: str, count: int, seed: str) -> list[Case]:
+    """So many random cases that nothing refuses. Each axis has its plain value, or one of all, as likely."""
+    generator = random.Random(f"{seed} {family} {kind}")
+    named = {axis: [*values] for axis, values in axes(family, kind).items()}
+    plain, found = asdict(Case()), {}
+    while len(found) < count:
+        values = {axis: generator.choice([plain[axis], generator.choice(of)]) for axis, of in named.items()}
+        if not refusals(values, family):
+            found[Case(**values)] = None
+    return [*found]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a sequence's rows that count, and its left padding, are: the entries and rows of tensors."""

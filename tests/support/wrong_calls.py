@@ -249,6 +249,10 @@ WRONG_PACKED = {
 }
 # Of flash_cute::_bias_gradient, beside those of other operators of the backward.
 WRONG_BIAS_GRADIENTS = {
+    "dv of a bias for all": (
+        lambda t: {"needs_dv": True},
+        "bias (1, 1, 1, 1) (2, 6, 150, 190) is accepted where needs_dv is True",
+    ),
     "no bias": (lambda t: {"bias": None}, "bias is None; a tensor is accepted"),
     "a bias of float32": (lambda t: {"bias": t["bias"].float()}, "bias dtype of q, torch.bfloat16 float32"),
     "a bias for heads of k": (lambda t: {"bias": t["bias"].expand(1, 2, 1, 1)}, "bias (1, 2, 1, 1)"),

@@ -135,16 +135,15 @@ struct PairMemory {
     });
   }
 
-  // Stores a warp's part of a tile's values, which have no sums to be added up; column: of the accumulator's
-  // first.
+  // Stores a warp's part of a tile's values, times scale, to rows that are `stride` apart; column: of the
+  // accumulator's first.
   template <int kColumns, class Steps, class Coords, class Values>
   CUTE_DEVICE void store(Steps const& steps, int first_row, int first_column, Coords const& cS,
-                         Values const& acc) {
-    PairParams const& params = steps.params;
-    PairShape const& shape = params.shape;
-    float const scale = params.are_weights ? 1.f : params.call.scores.bias_scale;
+                         Values const& acc, void* all, int stride, float scale) {
+    PairShape const& shape = steps.params.shape;
     auto const coords = row_col_view(cS);
     auto const values = row_col_view(acc);
+    asm volatile("" : "+r"(first_column));  // the compiler would else keep all addresses in registers
     __syncwarp();
     CUTE_UNROLL
     for (int row = 0; row < size<0>(values); ++row) {
@@ -155,14 +154,14 @@ struct PairMemory {
       }
     }
     __syncwarp();
-    auto* const target = static_cast<Element*>(params.values) + steps.first_value();
+    auto* const target = static_cast<Element*>(all) + steps.first_value(stride);
     int const rows = shape.rows - steps.m_block * PairTile::kBlockM,
               columns = shape.columns - steps.n_block * kTileN;
     for_each_chunk<kColumns>(first_row, first_column, [&](int row, int column) {
       if (row >= rows) return;
-      Element* const of_row = target + int64_t(row) * shape.columns + column;
+      Element* const of_row = target + int64_t(row) * stride + column;
       Chunk const& found = chunk(row, column);
-      if (shape.columns % kChunk == 0) {
+      if (stride % kChunk == 0) {
         if (column < columns) *reinterpret_cast<Chunk*>(of_row) = found;
       } else {
         CUTE_UNROLL
@@ -172,6 +171,22 @@ struct PairMemory {
       }
     });
     __syncwarp();
+  }
+
+  // Stores what is asked for of a tile but sums that are to be added up; returns whether these are.
+  template <int kColumns, class Steps, class Coords, class Values>
+  CUTE_DEVICE bool store(Steps const& steps, int first_row, int first_column, Coords const& cS,
+                         Values const& weights, Values const& sums) {
+    PairParams const& params = steps.params;
+    if (params.weights) {
+      store<kColumns>(steps, first_row, first_column, cS, weights, params.weights, params.weights_stride,
+                      1.f);
+    }
+    if (params.sums && steps.stores_values()) {
+      store<kColumns>(steps, first_row, first_column, cS, sums, params.sums, params.shape.columns,
+                      params.call.scores.bias_scale);
+    }
+    return params.sums && !steps.stores_values();
   }
 };
 
@@ -239,16 +254,13 @@ struct PairBlock {
     }
   }
 
-  // Adds dS = P (dP - delta), which is 0 where P is: neither factor counts then, whatever it is.
+  // Adds dS = P (dP - delta), which is 0 where P is: neither factor counts then, whatever it is. P becomes
+  // what multiplies V, where that is asked for.
   template <class Probabilities, class Gradients, class Values>
-  CUTE_DEVICE void add_gradients(Probabilities const& acc_p, Gradients& acc_dp, Values& values) const {
-    BackwardParams const& call = params.call;
-    if (call.scores.dropout.drops()) {
-      Dropout const dropout(call.scores, step.place(), call.shape.heads_q, step.m_begin, n_begin, cS);
-      CUTE_UNROLL
-      for (int i = 0; i < size(acc_dp); ++i) acc_dp(i) *= call.scores.dropout.inverse_keep;
-      dropout.clear(acc_dp);
-    }
+  CUTE_DEVICE void add_gradients(Probabilities& acc_p, Gradients& acc_dp, Values& values) const {
+    Dropout const dropout(params.call.scores, step.place(), params.call.shape.heads_q, step.m_begin, n_begin,
+                          cS);
+    drop(dropout, acc_dp);
     auto const p = row_col_view(acc_p);
     auto const dp = row_col_view(acc_dp);
     auto sums = row_col_view(values);
@@ -267,6 +279,17 @@ struct PairBlock {
     } else {
       add(std::false_type{});
     }
+    if (params.weights) drop(dropout, acc_p);
+  }
+
+ private:
+  template <class Values>
+  CUTE_DEVICE void drop(Dropout const& dropout, Values& acc) const {
+    BackwardParams const& call = params.call;
+    if (!dropout.drops) return;
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); ++i) acc(i) *= call.scores.dropout.inverse_keep;
+    dropout.clear(acc);
   }
 };
 
@@ -289,8 +312,8 @@ CUTE_DEVICE void store_sums(Steps const& steps, float* tile, int stride, int thr
   }
   int const rows = smaller(Steps::kBlockM, shape.rows - steps.m_block * Steps::kBlockM),
             columns = smaller(Steps::kTileN, shape.columns - steps.n_block * Steps::kTileN);
-  float const scale = params.are_weights ? 1.f : params.call.scores.bias_scale;
-  int64_t const first = steps.first_value();
+  float const scale = params.call.scores.bias_scale;
+  int64_t const first = steps.first_value(shape.columns);
   for (int i = thread; i < rows * columns; i += kThreads) {
     int const row = i / columns, column = i - row * columns;
     float sum = tile[row * stride + column];
@@ -299,7 +322,7 @@ CUTE_DEVICE void store_sums(Steps const& steps, float* tile, int stride, int thr
     if (params.parts) {
       params.parts[at] = sum;
     } else {
-      static_cast<Element*>(params.values)[at] = Element(scale * sum);
+      static_cast<Element*>(params.sums)[at] = Element(scale * sum);
     }
   }
 }
@@ -311,7 +334,7 @@ __global__ void sum_pair_parts(__grid_constant__ PairParams const params, int co
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     float sum = 0;
     for (int part = 0; part < parts; ++part) sum += params.parts[part * count + i];
-    static_cast<Element*>(params.values)[i] = Element(params.call.scores.bias_scale * sum);
+    static_cast<Element*>(params.sums)[i] = Element(params.call.scores.bias_scale * sum);
   }
 }
 

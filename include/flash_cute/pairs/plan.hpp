@@ -62,7 +62,7 @@ struct PairPlan {
     // Two rounds of thread blocks, but no parts of less than a few steps.
     constexpr int kFewSteps = 4;
     int64_t const wanted = 2 * int64_t(device.multiprocessors), tiles = plan.tiles(shape);
-    if (!params.are_weights && tiles < wanted)
+    if (tiles < wanted)
       plan.parts = int(larger<int64_t>(1, smaller<int64_t>(wanted / tiles, plan.steps / kFewSteps)));
     int64_t const most_blocks = traits_of(family).persistent ? device.multiprocessors : kMaxTiles;
     plan.blocks = int(smaller(plan.tiles(shape), most_blocks));

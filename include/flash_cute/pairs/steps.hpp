@@ -63,15 +63,15 @@ struct PairSteps {
 
   CUTE_DEVICE int sequences_of_entry() const { return params.call.shape.batch / params.shape.entries; }
 
-  // Are there no sums of a tile, but its own values?
+  // Are a tile's sums those of its own values?
   CUTE_DEVICE bool stores_values() const {
     return !params.parts && params.shape.rows > 1 && params.shape.columns > 1;
   }
-  // Of the tile, among all of a part's.
-  CUTE_DEVICE int64_t first_value() const {
+  // Of the tile, among all of a part's. stride: from one row to the next.
+  CUTE_DEVICE int64_t first_value(int stride) const {
     PairShape const& shape = params.shape;
     int64_t const row = ((int64_t(part) * shape.entries + entry) * shape.heads + head) * shape.rows;
-    return (row + m_block * kBlockM) * shape.columns + n_block * kTileN;
+    return (row + m_block * kBlockM) * stride + n_block * kTileN;
   }
 
   // The first of the steps, and the one after the last.

@@ -67,6 +67,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   Tensor cS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kBlockM>, Int<kGroupKeys>>{}));
   typename Traits::Values values = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kGroupKeys>>{});
   clear(values);
+  Tensor acc_s = make_fragment_like(values);  // of the last step, for the weights
+  clear(acc_s);
 
   // The first thread's warp finds steps when all that were found are being loaded.
   int tried = steps.begin(), found = 0;
@@ -142,16 +144,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PairStep const step = shared.steps[index % Traits::kMostSteps];
     PairBlock<Element, kBlockM, kTileN, decltype(cS)> const block(params, plan, step, first_column, cS);
     // (1) S = Q K^T
-    Tensor acc_s = make_fragment_like(values);
     clear(acc_s);
     for_each_slice(slices_k,
                    [&](auto const& sQ, auto const& sK) { add_scores<Group>(thread, sQ, sK, acc_s); });
     // (3) P = exp2(S c - LSE)
     block.weigh(shared.tile, acc_s);
-    if (params.are_weights) {
-      copy(acc_s, values);
-      continue;
-    }
+    if (!params.sums) continue;
     // (2) dP = dO V^T
     Tensor acc_dp = make_fragment_like(values);
     clear(acc_dp);
@@ -162,10 +160,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 
   cp_async_wait<0>();  // for the bias of a tile without a step, too
-  if (steps.stores_values()) {
-    shared.tile.template store<kGroupKeys>(steps, first_row, first_column, cS, values);
-    return;
-  }
+  if (!shared.tile.template store<kGroupKeys>(steps, first_row, first_column, cS, acc_s, values)) return;
   __syncthreads();
   constexpr int kStride = Traits::kSumsStride;
   auto* const sums = reinterpret_cast<float*>(shared.slices);

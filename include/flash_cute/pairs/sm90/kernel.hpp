@@ -126,6 +126,8 @@ struct PairConsumerSm90 {
     Tensor cS = mma.get_slice(thread).partition_C(make_identity_tensor(TileS{}));
     Tensor values = partition_fragment_C(mma, TileS{});
     clear(values);
+    Tensor acc_s = make_fragment_like(values);  // of the last step, for the weights
+    clear(acc_s);
     int const first_row = thread / 32 * 16;  // of the warp
     if (params.call.scores.bias.given) shared.tile.template load_bias<Traits::kTileN>(steps, first_row, 0);
     auto weigh = [&](auto const& block, auto& acc_s) {
@@ -161,7 +163,6 @@ struct PairConsumerSm90 {
       PairBlock<Element, Traits::kBlockM, Traits::kTileN, decltype(cS)> const block(params, plan, step, 0,
                                                                                     cS);
       // (1) S = Q K^T
-      Tensor acc_s = partition_fragment_C(mma, TileS{});
       multiply(params.call.shape.head_dim, acc_s, [] {});
       auto const last_of_s = at;
       at.advance();
@@ -169,9 +170,7 @@ struct PairConsumerSm90 {
         wait_products<0>(acc_s);
         release(last_of_s);
         weigh(block, acc_s);
-        if (params.are_weights) {
-          copy(acc_s, values);
-        } else {
+        if (params.sums) {
           Tensor acc_dp = make_fragment_like(values);
           clear(acc_dp);
           block.add_gradients(acc_s, acc_dp, values);
@@ -193,10 +192,7 @@ struct PairConsumerSm90 {
       block.add_gradients(acc_s, acc_dp, values);
     }
     cp_async_wait<0>();  // for the bias of a tile without a step, too
-    if (steps.stores_values()) {
-      shared.tile.template store<Traits::kTileN>(steps, first_row, 0, cS, values);
-      return;
-    }
+    if (!shared.tile.template store<Traits::kTileN>(steps, first_row, 0, cS, acc_s, values)) return;
     constexpr int kStride = Traits::kSumsStride;
     sync();  // all have read the bias
     CUTE_UNROLL
@@ -226,21 +222,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
   unsigned const tiles = unsigned(plan.tiles(params.shape));
-  auto for_each_tile = [&](auto&& visit) {
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-      visit(PairSteps<Traits::kTileN>(params, limits, plan, tile));
-  };
+  auto steps_of = [&](unsigned tile) { return PairSteps<Traits::kTileN>(params, limits, plan, tile); };
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (cutlass::canonical_warp_idx_sync() == 0) {
       PairProducerSm90<Traits> producer{shared, params, maps};
-      for_each_tile([&](auto const& steps) { producer.load(steps); });
+      for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) producer.load(steps_of(tile));
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     PairConsumerSm90<Traits> consumer{shared, params, plan, int(threadIdx.x) - kWarpgroupThreads};
-    for_each_tile([&](auto const& steps) { consumer.compute(steps); });
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) consumer.compute(steps_of(tile));
   }
 }
 
