@@ -16,17 +16,18 @@ using MaybeTensor = std::optional<Tensor>;
 using MaybeSizes = std::optional<std::vector<int64_t>>;
 using Part = AppendOperand;
 
-constexpr char const* kNames[] = {"k",           "v",        "k_cache",    "v_cache", "cache_seqlens",
-                                  "block_table", "slots",    "cu_seqlens", "q",       "rotary_cos",
-                                  "rotary_sin",  "positions"};
+constexpr char const* kNames[] = {"k",           "v",         "k_cache",    "v_cache", "cache_seqlens",
+                                  "block_table", "slots",     "cu_seqlens", "q",       "rotary_cos",
+                                  "rotary_sin",  "positions", "k_scale",    "v_scale"};
 static_assert(std::size(kNames) == size_t(Part::count));
 
 template <auto function>
 auto boxed(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, MaybeTensor cache_seqlens,
            MaybeTensor block_table, MaybeTensor slots, MaybeTensor cu_seqlens, MaybeTensor q,
-           MaybeTensor rotary_cos, MaybeTensor rotary_sin, bool rotary_interleaved, MaybeTensor positions) {
+           MaybeTensor rotary_cos, MaybeTensor rotary_sin, bool rotary_interleaved, MaybeTensor positions,
+           MaybeTensor k_scale, MaybeTensor v_scale) {
   return function({k, v, k_cache, v_cache, cache_seqlens, block_table, slots, cu_seqlens, q, rotary_cos,
-                   rotary_sin, positions, rotary_interleaved});
+                   rotary_sin, positions, rotary_interleaved, k_scale, v_scale});
 }
 
 // The CPU's kernel itself is Python's, which calls these checks.
@@ -38,9 +39,9 @@ void check_traced(std::vector<ScalarType> dtypes, std::vector<Device> devices, s
                   std::vector<int64_t> k, std::vector<int64_t> v, std::vector<int64_t> k_cache,
                   std::vector<int64_t> v_cache, MaybeSizes cache_seqlens, MaybeSizes block_table,
                   MaybeSizes slots, MaybeSizes cu_seqlens, MaybeSizes q, MaybeSizes rotary_cos,
-                  MaybeSizes rotary_sin, MaybeSizes positions) {
-  MaybeSizes const sizes[] = {k,     v,          k_cache, v_cache,    cache_seqlens, block_table,
-                              slots, cu_seqlens, q,       rotary_cos, rotary_sin,    positions};
+                  MaybeSizes rotary_sin, MaybeSizes positions, MaybeSizes k_scale, MaybeSizes v_scale) {
+  MaybeSizes const sizes[] = {k,          v, k_cache,    v_cache,    cache_seqlens, block_table, slots,
+                              cu_seqlens, q, rotary_cos, rotary_sin, positions,     k_scale,     v_scale};
   AppendOperands operands;
   size_t next = 0;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -88,8 +89,13 @@ AppendProblem validate_append(AppendOperands const& operands) {
 
   require(k.type == ScalarType::Half || k.type == ScalarType::BFloat16 || k.type == ScalarType::Float,
           "k has dtype ", DtypeOf{k.type}, "; torch.float16, torch.bfloat16 and torch.float32 are accepted");
+  bool const fp8 = is_fp8(k_cache.type);
+  if (fp8) {
+    require(v_cache.type == k_cache.type, "v_cache has dtype ", DtypeOf{v_cache.type}, " and k_cache ",
+            DtypeOf{k_cache.type}, "; they must be the same");
+  }
   for (Part const part : {Part::v, Part::k_cache, Part::v_cache, Part::q}) {
-    if (!given(part)) continue;
+    if (!given(part) || (fp8 && (part == Part::k_cache || part == Part::v_cache))) continue;
     require(given(part)->type == k.type, kNames[size_t(part)], " has dtype ", DtypeOf{given(part)->type},
             " and k ", DtypeOf{k.type}, "; they must be the same");
   }
@@ -119,6 +125,8 @@ AppendProblem validate_append(AppendOperands const& operands) {
           "; they must be the same");
   for (int64_t const width : {head_dim, head_dim_v}) {
     require(width % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", width);
+    require(!fp8 || width % kRowAlignment == 0, "head_dim must be a multiple of ", kRowAlignment,
+            " where k_cache has dtype ", DtypeOf{k_cache.type}, ", got ", width);
   }
   if (cu_seqlens) {
     require_type(*cu_seqlens, ScalarType::Int);
@@ -138,6 +146,12 @@ AppendProblem validate_append(AppendOperands const& operands) {
     require(cos.has_value(), "q is given without rotary_cos; nothing would be done with it");
   }
 
+  for (Part const part : {Part::k_scale, Part::v_scale}) {
+    if (!given(part)) continue;
+    require(!slots || given(part)->sizes.size() < 2, kNames[size_t(part)],
+            " must have shape () or (heads_kv,) with slots, got ", ShapeOf{given(part)->sizes});
+    validate_scale(*given(part), k_cache, batch, heads);
+  }
   if (cache_seqlens) {
     require_type(*cache_seqlens, ScalarType::Int);
     require_entries(*cache_seqlens, batch, batch);
@@ -207,14 +221,16 @@ AppendProblem validate_append(AppendOperands const& operands) {
           .rotary_dim = cos ? rotary_dim(*cos, *sin, k) : 0,
           .rotary_length = cos ? cos->sizes[0] : 0,
           .element = element_of(k.type),
-          .rotary_is_fp32 = cos && cos->type == ScalarType::Float};
+          .rotary_is_fp32 = cos && cos->type == ScalarType::Float,
+          .is_fp8 = fp8};
 }
 
 AppendProblem validate(AppendArguments const& arguments) {
   auto const& [k, v, k_cache, v_cache, cache_seqlens, block_table, slots, cu_seqlens, q, cos, sin, positions,
-               interleaved] = arguments;
-  std::optional<Tensor> const tensors[] = {k,     v,          k_cache, v_cache, cache_seqlens, block_table,
-                                           slots, cu_seqlens, q,       cos,     sin,           positions};
+               interleaved, k_scale, v_scale] = arguments;
+  std::optional<Tensor> const tensors[] = {k,           v,         k_cache,    v_cache, cache_seqlens,
+                                           block_table, slots,     cu_seqlens, q,       cos,
+                                           sin,         positions, k_scale,    v_scale};
   AppendOperands operands;
   for (size_t i = 0; i < operands.size(); ++i) {
     if (tensors[i]) operands[i].emplace(operand(kNames[i], *tensors[i]));
@@ -258,7 +274,7 @@ Tensor append_kv_cuda(AppendArguments const&) { refuse_gpu("k"); }
   "Tensor k, Tensor v, " cache_k " k_cache, " cache_v                                               \
   " v_cache, Tensor? cache_seqlens=None, *, Tensor? block_table=None, Tensor? slots=None, Tensor? " \
   "cu_seqlens=None, Tensor? q=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool "        \
-  "rotary_interleaved=False, Tensor? positions=None) "
+  "rotary_interleaved=False, Tensor? positions=None, Tensor? k_scale=None, Tensor? v_scale=None) "
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_cute, library) {
   library.def("append_kv(" FLASH_CUTE_APPEND("Tensor(a!)", "Tensor(b!)") "-> Tensor");
@@ -267,7 +283,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_cute, library) {
       "_append_kv_check(ScalarType[] dtypes, Device[] devices, int[] steps, int[] k, int[] v, int[] k_cache, "
       "int[] v_cache, int[]? cache_seqlens=None, int[]? block_table=None, int[]? slots=None, int[]? "
       "cu_seqlens=None, int[]? q=None, int[]? rotary_cos=None, int[]? rotary_sin=None, int[]? "
-      "positions=None) -> ()");
+      "positions=None, int[]? k_scale=None, int[]? v_scale=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, library) {

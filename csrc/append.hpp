@@ -14,6 +14,7 @@ struct AppendArguments {
   Tensor k_cache, v_cache;  // (batch, heads_kv, capacity, head_dim), or pages with block_table or slots
   std::optional<Tensor> cache_seqlens, block_table, slots, cu_seqlens, q, rotary_cos, rotary_sin, positions;
   bool rotary_interleaved;
+  std::optional<Tensor> k_scale, v_scale;  // of a cache of 8 bits, as in AttentionArguments
 };
 
 // Those of AppendArguments, in its order.
@@ -30,6 +31,8 @@ enum class AppendOperand {
   rotary_cos,
   rotary_sin,
   positions,
+  k_scale,
+  v_scale,
   count
 };
 using AppendOperands = std::array<std::optional<Operand>, size_t(AppendOperand::count)>;
@@ -46,6 +49,7 @@ struct AppendProblem {
   int64_t rotary_length;
   ElementType element;
   bool rotary_is_fp32;
+  bool is_fp8;  // the cache
 
   int widest() const { return larger(head_dim, head_dim_v); }
   bool is_empty() const {

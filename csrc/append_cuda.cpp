@@ -89,6 +89,9 @@ Tensor append_kv_cuda(AppendArguments const& arguments) {
   params.v = v.view();
   params.k_cache = view_of_cache(arguments.k_cache);
   params.v_cache = view_of_cache(arguments.v_cache);
+  params.is_fp8 = problem.is_fp8;
+  params.k_scale = cache_scale(arguments.k_scale);
+  params.v_scale = cache_scale(arguments.v_scale);
   std::optional<Readable> q;
   if (rotated) {
     params.q = q.emplace(readable("a copy of q", *arguments.q, false)).view();

@@ -29,7 +29,7 @@ ForwardCall plan_call(AttentionArguments const& arguments) {
 
 ForwardResult forward_cuda(AttentionArguments const& arguments) {
   auto const& [q_whole, k_whole, v_whole, options, lengths, ranges, given_out, given_sinks, mask, bias,
-               alibi_slopes, dropout_seed] = arguments;
+               alibi_slopes, dropout_seed, k_scale, v_scale] = arguments;
   ForwardCall call = plan_call(arguments);
   int const device_index = q_whole.get_device_index();
   torch::stable::accelerator::DeviceGuard const guard(device_index);
@@ -65,6 +65,8 @@ ForwardResult forward_cuda(AttentionArguments const& arguments) {
   std::optional<Tensor> sinks;
   if (given_sinks) params.sinks = sink_params(sinks.emplace(as_contiguous("a copy of sinks", *given_sinks)));
 
+  params.cache.k_scale = cache_scale(k_scale);
+  params.cache.v_scale = cache_scale(v_scale);
   if (ranges) params.ranges = range_params(ranges);
   bool const takes_tiles = has_bias_tiles(call.problem, lengths) &&
                            call.launch.kernel.takes_bias_tiles(call.kernel.family, call.kernel.bucket);

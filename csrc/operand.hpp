@@ -37,11 +37,17 @@ inline ElementType element_of(ScalarType type) {
   }
 }
 
+// Is it a type of a cache of 8 bits, whose codes are e4m3?
+inline bool is_fp8(ScalarType type) {
+  return type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte;
+}
+
 // Of the types that are accepted, those of lengths, places and masks among them.
 inline int element_bytes(ScalarType type) {
   switch (type) {
     case ScalarType::Bool:
-    case ScalarType::Byte: return 1;
+    case ScalarType::Byte:
+    case ScalarType::Float8_e4m3fn: return 1;
     case ScalarType::Int: return sizeof(int);
     case ScalarType::Long: return sizeof(int64_t);
     default: return element_bytes(element_of(type));

@@ -36,7 +36,7 @@ struct TracedCall {
     Sizes q, k, v;
     AttentionOptions options;
     std::array<MaybeSizes, std::tuple_size_v<LengthOperands>> lengths;  // kLengthNames
-    MaybeSizes ranges, sinks, mask, bias, alibi_slopes, dropout_seed;
+    MaybeSizes ranges, sinks, mask, bias, alibi_slopes, dropout_seed, k_scale, v_scale;
   } attention = {};
   std::vector<ScalarType> dtypes;
   std::vector<Device> devices;
@@ -94,6 +94,7 @@ void visit_arguments(auto& next, CallOf<kind>& call) {
     next("bool needs_dv=False, ", call.needs_dv);
   } else if constexpr (kind != kWeights) {
     next("Tensor? block_table=None, bool batch_invariant=False, ", block_table, options.batch_invariant);
+    next("Tensor? k_scale=None, Tensor? v_scale=None, ", of.k_scale, of.v_scale);
   }
   next("Tensor? ranges=None, Tensor? mask=None, Tensor? bias=None, ", of.ranges, of.mask, of.bias);
   next("Tensor? alibi_slopes=None, Tensor? dropout_seed=None, ", of.alibi_slopes, of.dropout_seed);
@@ -167,7 +168,7 @@ void check_weights(BackwardArguments const& arguments) { validate_weights(argume
 // The checks of a call, of the backward if it has out and lse, of weights if it has an lse alone.
 void check_traced(TracedCall const& call) {
   auto const& [q_sizes, k_sizes, v_sizes, options, lengths_sizes, ranges_sizes, sinks_sizes, mask, bias,
-               alibi_slopes, dropout_seed] = call.attention;
+               alibi_slopes, dropout_seed, k_scale, v_scale] = call.attention;
   size_t next = 0, next_step = 0;
   auto operand = [&](char const* name, Sizes const& sizes) {
     Operand const found{name, sizes, call.dtypes.at(next), call.devices.at(next)};
@@ -190,7 +191,12 @@ void check_traced(TracedCall const& call) {
   for (size_t i = 0; i < scores.size(); ++i) {
     if (*scores_sizes[i]) scores[i].emplace(operand(kScoreNames[i], **scores_sizes[i]));
   }
-  AttentionProblem const problem = validate(q, k, v, options, lengths, ranges, scores);
+  ScaleOperands scales;
+  MaybeSizes const* const scales_sizes[] = {&k_scale, &v_scale};
+  for (size_t i = 0; i < scales.size(); ++i) {
+    if (*scales_sizes[i]) scales[i].emplace(operand(kScaleNames[i], **scales_sizes[i]));
+  }
+  AttentionProblem const problem = validate(q, k, v, options, lengths, ranges, scores, scales);
   if (sinks) validate_sinks(q, *sinks);
   BackwardOperands results;
   for (size_t i = 0; i < results.size(); ++i) {

@@ -45,6 +45,7 @@ struct AttentionProblem {
   bool varlen;                                       // tensors of lengths were given, packed or not
   bool cached = false;                               // k and v are a cache, which is never copied
   int pages = 0, page_size = 0;                      // of a cache in pages
+  bool is_fp8 = false;                               // a cache of codes of 8 bits
   bool batch_invariant = false;
   int ranges = 0;  // of keys that each query sees, cut by the rest of the mask; 0: it sees all of them
   // Without memory: what a plan asks of them.

@@ -153,6 +153,14 @@ SinkParams sink_params(Tensor const& sinks) {
   return {sinks.const_data_ptr(), sinks.scalar_type() == ScalarType::Float};
 }
 
+CacheScale cache_scale(std::optional<Tensor> const& scale) {
+  if (!scale) return {};
+  int64_t const dims = scale->dim();
+  return {.data = static_cast<float const*>(scale->const_data_ptr()),
+          .entry_stride = dims == 2 ? scale->stride(0) : 0,
+          .head_stride = dims > 0 ? scale->stride(dims - 1) : 0};
+}
+
 LengthParams length_params(Lengths const& lengths, bool cached) {
   auto pointer = [](std::optional<Tensor> const& tensor) {
     return tensor ? static_cast<int const*>(tensor->const_data_ptr()) : nullptr;

@@ -57,6 +57,9 @@ LengthParams length_params(Lengths const& lengths, bool cached = false);
 // sinks: contiguous; they must outlive what is returned.
 SinkParams sink_params(Tensor const& sinks);
 
+// Of a cache of 8 bits; it must outlive what is returned.
+CacheScale cache_scale(std::optional<Tensor> const& scale);
+
 // The tensors that change scores or hide pairs of them, where kernels can read them.
 class ScoreTensors {
  public:

@@ -132,11 +132,12 @@ PairMaskParams pair_mask_of(Operand const& mask, ProblemShape const& shape) {
           .columns = int(smaller<int64_t>(shape.seqlen_k, is_packed ? 8 * sizes[3] : sizes[3]))};
 }
 
-void validate_bias(Operand const& q, Operand const& bias, LengthOperands const& lengths,
+void validate_bias(Operand const& q, Operand const& k, Operand const& bias, LengthOperands const& lengths,
                    ProblemShape const& shape, AttentionOptions const& options) {
   require(!lengths[0], "bias must be None with cu_seqlens_q, got a tensor");
   require(!lengths[5], "bias must be None with block_table, got a tensor");
   require(!options.batch_invariant, "bias must be None with batch_invariant, got a tensor");
+  require(!is_fp8(k.type), "bias must be None where k has dtype ", DtypeOf{k.type}, ", got a tensor");
   require(bias.type == q.type, "bias must have the dtype of q, ", DtypeOf{q.type}, ", got ",
           DtypeOf{bias.type});
   require_same_device(bias, q);
@@ -171,7 +172,7 @@ float softcap_of(AttentionOptions const& options) {
 }
 
 // Returns how many of DropoutParams::kAll weights are kept.
-int dropout_keep_of(Operand const& q, LengthOperands const& lengths, bool cached,
+int dropout_keep_of(Operand const& q, Operand const& k, LengthOperands const& lengths, bool cached,
                     AttentionOptions const& options, std::optional<Operand> const& seed) {
   double const p = options.dropout_p;
   require(p >= 0 && p < 1, "dropout_p is ", p, "; a number from 0 to less than 1 is accepted");
@@ -183,6 +184,7 @@ int dropout_keep_of(Operand const& q, LengthOperands const& lengths, bool cached
   }
   if (p == 0) return DropoutParams::kAll;
   require(!lengths[5], "dropout_p must be 0 with block_table, got ", p);
+  require(!is_fp8(k.type), "dropout_p must be 0 where k has dtype ", DtypeOf{k.type}, ", got ", p);
   require(!cached, "dropout_p must be 0 where k is a cache beside packed queries, got ", p);
   require(!options.batch_invariant, "dropout_p must be 0 with batch_invariant, got ", p);
   require(seed.has_value(), "dropout_seed is None; a tensor is accepted where dropout_p is ", p);
@@ -190,6 +192,23 @@ int dropout_keep_of(Operand const& q, LengthOperands const& lengths, bool cached
   require(keep > 0, "dropout_p is ", p, ", which keeps no weight, as one is kept with a multiple of 1 / ",
           DropoutParams::kAll, "; less than ", 1 - 0.5 / DropoutParams::kAll, " is accepted");
   return keep;
+}
+
+// Keys and values have the type of q, or are codes of a cache.
+void validate_types(Operand const& q, Operand const& k, Operand const& v, LengthOperands const& lengths) {
+  if (!is_fp8(k.type)) {
+    for (Operand const* operand : {&k, &v}) {
+      require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
+              DtypeOf{q.type}, "; they must be the same");
+    }
+    return;
+  }
+  require(v.type == k.type, "v has dtype ", DtypeOf{v.type}, " and k ", DtypeOf{k.type},
+          "; they must be the same");
+  require(q.type != ScalarType::Float, "q must have dtype torch.float16 or torch.bfloat16 where k has dtype ",
+          DtypeOf{k.type}, ", got ", DtypeOf{q.type});
+  require(lengths[3] || lengths[5], "seqused_k or block_table must be given where k has dtype ",
+          DtypeOf{k.type}, ", as caches alone may have it");
 }
 
 // Each entry of a batch lies without gaps; one may stand for all of them.
@@ -224,7 +243,12 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   for (size_t index = 0; index < scores.size(); ++index) {
     if (*given_scores[index]) scores[index].emplace(operand(kScoreNames[index], **given_scores[index]));
   }
-  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths, ranges, scores);
+  std::optional<Tensor> const* const given_scales[] = {&arguments.k_scale, &arguments.v_scale};
+  ScaleOperands scales;
+  for (size_t index = 0; index < scales.size(); ++index) {
+    if (*given_scales[index]) scales[index].emplace(operand(kScaleNames[index], **given_scales[index]));
+  }
+  AttentionProblem const problem = validate(q, k, v, arguments.options, lengths, ranges, scores, scales);
   require_stored(q, arguments.q);
   require_stored(k, arguments.k);
   require_stored(v, arguments.v);
@@ -233,6 +257,9 @@ AttentionProblem validate(AttentionArguments const& arguments) {
   }
   for (size_t index = 0; index < scores.size(); ++index) {
     if (scores[index]) require_stored(*scores[index], **given_scores[index]);
+  }
+  for (size_t index = 0; index < scales.size(); ++index) {
+    if (scales[index]) require_stored(*scales[index], **given_scales[index]);
   }
   if (ranges && arguments.ranges->numel() > 0) {
     require_contiguous_entries(*arguments.ranges);
@@ -264,16 +291,18 @@ AttentionProblem validate(AttentionArguments const& arguments) {
 
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths,
-                          std::optional<Operand> const& ranges, ScoreOperands const& scores) {
+                          std::optional<Operand> const& ranges, ScoreOperands const& scores,
+                          ScaleOperands const& scales) {
   require(lengths[0] || !lengths[1], "cu_seqlens_k is given without cu_seqlens_q");
   bool const packed = lengths[0].has_value(), paged = lengths[5].has_value();
-  // Beside packed queries keys may be a cache of (batch, heads, capacity, head_dim).
-  bool const cached = paged || (packed && k.sizes.size() == 4);
+  // Beside packed queries keys may be a cache of (batch, heads, capacity, head_dim), as those of 8 bits are.
+  bool const fp8 = is_fp8(k.type), cached = paged || fp8 || (packed && k.sizes.size() == 4);
   size_t const dims = packed ? 3 : 4, dims_k = cached ? 4 : dims;
   for (Operand const* operand : {&q, &k, &v}) {
     char const* const accepted =
         operand != &q && paged    ? "4, (pages, heads, page_size, head_dim), are accepted with block_table"
         : operand == &q && packed ? "3, (total, heads, head_dim), are accepted with cu_seqlens_q"
+        : operand != &q && fp8    ? "4, (batch, heads, capacity, head_dim), are accepted of 8 bits each"
         : packed ? "3, (total, heads, head_dim), or 4, (batch, heads, capacity, head_dim), are "
                    "accepted with cu_seqlens_q"
                  : "4, (batch, heads, seqlen, head_dim), are accepted";
@@ -284,11 +313,8 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
           "cu_seqlens_k must be None where k is a cache of 4 dimensions; seqused_k has its "
           "lengths");
   ElementType const element = element_type(q, options);
-  for (Operand const* operand : {&k, &v}) {
-    require(operand->type == q.type, operand->name, " has dtype ", DtypeOf{operand->type}, " and q ",
-            DtypeOf{q.type}, "; they must be the same");
-    require_same_device(*operand, q);
-  }
+  validate_types(q, k, v, lengths);
+  for (Operand const* operand : {&k, &v}) require_same_device(*operand, q);
 
   auto const &sizes_q = q.sizes, &sizes_k = k.sizes, &sizes_v = v.sizes;
   require_alike_but_for_the_last(v, k);
@@ -319,7 +345,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
             " keys of a sequence, got ", width, " pages of ", seqlen_k);
     seqlen_k *= width;
   } else if (cached) {
-    require(sizes_k[0] == batch, "k has batch ", sizes_k[0], " and cu_seqlens_q ", batch,
+    require(sizes_k[0] == batch, "k has batch ", sizes_k[0], packed ? " and cu_seqlens_q " : " and q ", batch,
             "; they must be the same");
   }
   require(!options.batch_invariant || q.device.type() != DeviceType::CPU,
@@ -327,6 +353,11 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
   if (ranges) validate_ranges(q, *ranges, batch, packed, options);
   for (int64_t const width : {head_dim, head_dim_v}) {
     require(!cached || width % 8 == 0, "head_dim of a cache must be a multiple of 8, got ", width);
+    require(!fp8 || width % kRowAlignment == 0, "head_dim must be a multiple of ", kRowAlignment,
+            " where k has dtype ", DtypeOf{k.type}, ", got ", width);
+  }
+  for (auto const& scale : scales) {
+    if (scale) validate_scale(*scale, k, batch, sizes_k[1]);
   }
   require(batch * sizes_q[1] <= kMaxLength, "q has ", batch * sizes_q[1], " (batch, head) pairs; at most ",
           kMaxLength, " are accepted");
@@ -345,7 +376,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                            int(seqlen_k), int(head_dim),   int(head_dim_v)};
   auto const& [mask, bias, alibi_slopes, dropout_seed] = scores;
   if (mask) validate_mask(q, *mask, lengths, shape);
-  if (bias) validate_bias(q, *bias, lengths, shape, options);
+  if (bias) validate_bias(q, k, *bias, lengths, shape, options);
   if (alibi_slopes) validate_alibi_slopes(q, *alibi_slopes, shape);
 
   return {
@@ -360,6 +391,7 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
       .cached = cached,
       .pages = paged ? int(sizes_k[0]) : 0,
       .page_size = paged ? int(sizes_k[2]) : 0,
+      .is_fp8 = fp8,
       .batch_invariant = options.batch_invariant,
       .ranges = ranges ? int(ranges->sizes[ranges->sizes.size() - 2]) : 0,
       .pair_mask = mask ? pair_mask_of(*mask, shape) : PairMaskParams{},
@@ -368,8 +400,20 @@ AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                  .has_slopes = alibi_slopes.has_value(),
                  .bias_scale = float(options.bias_scale),
                  .bias = {.given = bias.has_value()},
-                 .dropout = {.keep = dropout_keep_of(q, lengths, cached, options, dropout_seed)}},
+                 .dropout = {.keep = dropout_keep_of(q, k, lengths, cached, options, dropout_seed)}},
   };
+}
+
+void validate_scale(Operand const& scale, Operand const& k_cache, int64_t batch, int64_t heads_kv) {
+  require(is_fp8(k_cache.type), scale.name, " must be None where ", k_cache.name, " has dtype ",
+          DtypeOf{k_cache.type}, ", got a tensor");
+  require_type(scale, ScalarType::Float);
+  require_same_device(scale, k_cache);
+  auto const& sizes = scale.sizes;
+  bool const fits = sizes.empty() || (sizes.back() == heads_kv &&
+                                      (sizes.size() == 1 || (sizes.size() == 2 && sizes[0] == batch)));
+  require(fits, scale.name, " must have shape (), (heads_kv,) or (batch, heads_kv), here (), (", heads_kv,
+          ",) or (", batch, ", ", heads_kv, "), got ", ShapeOf{sizes});
 }
 
 SizesOfOut::SizesOfOut(Operand const& q, Operand const& v) : count_(q.sizes.size()) {
@@ -435,6 +479,7 @@ AttentionProblem validate_weights(BackwardArguments const& arguments) {
 }
 
 void validate_keys_of_backward(AttentionProblem const& problem) {
+  require(!problem.is_fp8, "k must have the dtype of q but in a forward, got one of 8 bits");
   ProblemShape const& shape = problem.shape;
   require_rows("k", problem.packed ? 1 : shape.batch, shape.heads_q, shape.seqlen_k);
 }

@@ -48,6 +48,8 @@ struct AttentionArguments {
   std::optional<Tensor> bias = {};
   std::optional<Tensor> alibi_slopes = {};  // float32 (heads_q,) or (batch, heads_q)
   std::optional<Tensor> dropout_seed = {};  // int64 (2,)
+  // float32 (), (heads_kv,) or (batch, heads_kv): what the numbers of a cache of 8 bits are multiplied by
+  std::optional<Tensor> k_scale = {}, v_scale = {};
 
   bool packed() const { return lengths.cu_seqlens_q.has_value(); }
 };
@@ -63,11 +65,16 @@ inline constexpr char const* kLengthNames[] = {"cu_seqlens_q", "cu_seqlens_k", "
 using ScoreOperands = std::array<std::optional<Operand>, 4>;
 inline constexpr char const* kScoreNames[] = {"mask", "bias", "alibi_slopes", "dropout_seed"};
 
+// Those of a cache of 8 bits.
+using ScaleOperands = std::array<std::optional<Operand>, 2>;
+inline constexpr char const* kScaleNames[] = {"k_scale", "v_scale"};
+
 // Throws if the call makes no sense: the sentence names the argument, what it was, and what is accepted.
 // Values of lengths are not looked at: they are on the device.
 AttentionProblem validate(Operand const& q, Operand const& k, Operand const& v,
                           AttentionOptions const& options, LengthOperands const& lengths,
-                          std::optional<Operand> const& ranges = {}, ScoreOperands const& scores = {});
+                          std::optional<Operand> const& ranges = {}, ScoreOperands const& scores = {},
+                          ScaleOperands const& scales = {});
 AttentionProblem validate(AttentionArguments const& arguments);
 
 // Those that a backward has besides: out and lse of its forward, and their gradients, of which one may be
@@ -92,7 +99,11 @@ void validate_out(Operand const& q, Operand const& v, Operand const& out);
 // Throws if there is not a sink for each head of q.
 void validate_sinks(Operand const& q, Operand const& sinks);
 
-// Throws if a backward has too many keys for its tiles, where a forward counts none of them.
+// Throws if scales are not what a cache of 8 bits, of such a shape, may have; names: of tensors in errors.
+void validate_scale(Operand const& scale, Operand const& k_cache, int64_t batch, int64_t heads_kv);
+
+// Throws if a backward has too many keys for its tiles, where a forward counts none of them, or no keys that
+// it reads.
 void validate_keys_of_backward(AttentionProblem const& problem);
 
 // Throws if these do not belong to q and v, packed or not.

@@ -7,11 +7,12 @@ from typing_extensions import Unpack
 
 from flash_cute import lengths
 from flash_cute._torch import checks, ops
-from flash_cute.options import ARGUMENTS, LENGTHS, READERS, SCORES, OptionsAndOut, spelled_out
+from flash_cute.options import ARGUMENTS, LENGTHS, READERS, SCALES, SCORES, OptionsAndOut, spelled_out
 from flash_cute.precision import is_tf32
 from flash_cute.wording import OURS, misnamed, require_bool, require_number
 
 _BOOLS = bool, torch.SymBool
+_OF_KEYS = frozenset((*LENGTHS, *SCALES))
 
 
 @spelled_out(OptionsAndOut)
@@ -30,9 +31,10 @@ def forward(
         q: (batch, heads_q, seqlen_q, head_dim), float16, bfloat16 or float32, any strides; head_dim up to
             256. On a CUDA GPU, Ampere or newer, or on the CPU. Or nested with layout torch.jagged: q, k and v
             (batch, heads, ragged, head_dim), as x.transpose(1, 2) gives them; then out and lse are, too.
-        k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q. heads_q is a multiple of heads_kv:
-            each K/V head serves heads_q / heads_kv neighbouring query heads. v may have a head dim of its
-            own, head_dim_v up to 256, which out then has, and may be columns of k's memory.
+        k, v: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q, but for a cache of 8 bits a number
+            (k_scale). heads_q is a multiple of heads_kv: each K/V head serves heads_q / heads_kv neighbouring
+            query heads. v may have a head dim of its own, head_dim_v up to 256, which out then has, and may
+            be columns of k's memory.
         causal: hide the keys after each query; the last query stands at the last key.
         softmax_scale: multiplies the scores; finite and > 0. Default 1 / sqrt(head_dim), that of q.
         window: (left, right), how many keys a query sees before and after its own. None is unlimited, w means
@@ -48,6 +50,11 @@ def forward(
             block_table[b, j // page_size]. Pages may be shared. Entries after a sequence's seqused_k, and
             what its pages hold there, are never used. There are no gradients, and nothing is copied: the last
             dimension must be contiguous and other strides multiples of 16 bytes.
+        k_scale, v_scale: float32 (), (heads_kv,) or (batch, heads_kv), on q's device, finite and > 0, by
+            default 1: where k and v are a cache of torch.float8_e4m3fn, or of torch.uint8 with its bits,
+            beside 16-bit q, a number of them is its code times its scale. Such a cache has seqused_k or
+            block_table, and a head_dim that is a multiple of 16; it is never copied and has no gradients. On
+            a GPU it needs Hopper's kernels.
         batch_invariant: a query's out and LSE don't depend, to the bit, on what else is in the call, in which
             chunks queries come and where keys lie, at a price (docs/decoding.md). It needs a GPU.
         ranges: int32 (batch or 1, 1, seqlen_q, R, 2), R from 1 to 4, on q's device: R ranges [start, end) of
@@ -152,7 +159,7 @@ def forward_varlen(
         seqused_q, seqused_k: int32 (batch,), on q's device: how many of a sequence's rows count, from its
             first. Default all.
         leftpad_k: int32 (batch,), on q's device: how many keys at a sequence's begin don't count. Default 0.
-        block_table, batch_invariant: as in forward.
+        block_table, k_scale, v_scale, batch_invariant: as in forward.
         ranges: int32 (total_q, R, 2), as in forward. Keys are counted from each sequence's own first row.
         causal, softmax_scale, window, deterministic, family, out, sinks, alibi_slopes, softcap, dropout_p,
             dropout_seed, precision: as in forward. The mask is that of each sequence alone, by its own
@@ -220,7 +227,7 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
             if option in READERS:
                 READERS[option](name, option, value, passed)
             elif value is not None:
-                (tensors if option in LENGTHS else others)[option] = value
+                (tensors if option in _OF_KEYS else others)[option] = value
         precision = passed.pop("precision", None)
         scored = "dropout_p" in passed
         if others:
@@ -236,8 +243,8 @@ def call(name, op, q, k, v, tensors, causal, softmax_scale, options):
             if not isinstance(value, torch.Tensor):
                 raise TypeError("named below")
         if q.is_nested and "cu_seqlens_q" not in given:
-            for argument in ("out", "mask", "bias"):
-                if argument in others:
+            for argument in ("out", "mask", "bias", *SCALES):
+                if argument in others or argument in given:
                     raise ValueError(f"{OURS}{argument} must be None where q is nested, got a tensor")
             nested = q
             q, k, v, given = lengths.unwrapped(q, k, v, given)

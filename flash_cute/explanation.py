@@ -17,7 +17,7 @@ from flash_cute._cpu.windows import Window
 from flash_cute._torch import ops
 from flash_cute._torch.autocast import autocast_dtype, is_rounded
 from flash_cute.dot_product_attention import call, offsets_of
-from flash_cute.options import LENGTHS, Options, spelled_out
+from flash_cute.options import FP8, LENGTHS, Options, spelled_out
 from flash_cute.reference import visible
 from flash_cute.wording import require_bool
 
@@ -166,9 +166,10 @@ def work(
     else:
         row_read, written = head_dim, q.numel() // head_dim * (head_dim_v + lse_row)
         products = head_dim + head_dim_v
-    read = heads_q * rows_read * row_read + heads_kv * keys_read * (head_dim + head_dim_v)
+    read = heads_q * rows_read * row_read
+    element_k = k.element_size() if k.dtype in FP8 else element
     sizes_of_elements = {"mask": 1, "bias": element, "alibi_slopes": torch.float32.itemsize}
-    read_besides = sum(
+    read_besides = heads_kv * keys_read * (head_dim + head_dim_v) * element_k + sum(
         size * given[name].numel() for name, size in sizes_of_elements.items() if name in given
     )
     return {
@@ -211,10 +212,10 @@ class Explanation(dict):
     """The plan of a call: a dict that prints as a table.
 
     Keys: device, backward (or is it the forward?), family ("cpu" where there is no kernel), head_dim, of q
-    and k, and head_dim_v, softmax_scale, window_left and window_right (None is unlimited), ranges (of keys,
-    how many each query has), sinks (are there any?), mask ("bool", "bits" or None), bias (its shape, or
-    None), alibi_slopes (likewise), softcap (0 for none), dropout_keep (the share of weights that dropout
-    keeps, 1 without), copies (inputs that are copied first, and why),
+    and k, and head_dim_v, softmax_scale, window_left and window_right (None is unlimited), fp8 (are k and v a
+    cache of 8 bits?), ranges (of keys, how many each query has), sinks (are there any?), mask ("bool", "bits"
+    or None), bias (its shape, or None), alibi_slopes (likewise), softcap (0 for none), dropout_keep (the
+    share of weights that dropout keeps, 1 without), copies (inputs that are copied first, and why),
     flops (for each visible pair 2 for each column of k and of v, in the backward 6 and 4), bytes (each input
     read and each output written once) and of these written_bytes, roofline (None where the device's rates are
     unknown, else seconds, bound_by "compute" or "memory", and the rates).
@@ -303,8 +304,9 @@ class Explanation(dict):
         serves = f"for head_dim up to {self['bucket']}"
         if self["bucket_v"] != self["bucket"]:
             serves += f" and, of v, up to {self['bucket_v']}"
+        element = f"{self['element']} over a cache of fp8" if self.get("fp8") else self["element"]
         return {
-            "kernel": f"{self['family']}{direction}, {self['element']}, {serves}",
+            "kernel": f"{self['family']}{direction}, {element}, {serves}",
             **(self._internal_rows() if "block_m" in self else {}),
             **({"keys": f"cut into parts, up to {parts} partial results"} if parts else {}),
             "workspace": self._workspace_text(),
@@ -378,6 +380,7 @@ def explain(
     window = plan["window_left"], plan["window_right"]
     plan |= work(q, k, v, window, given, backward, autocast_dtype(q).itemsize)
     plan["ranges"] = given["ranges"].shape[-2] if "ranges" in given else 0
+    plan["fp8"] = k.dtype in FP8
     plan["sinks"] = options.get("sinks") is not None
     if backward:
         plan.setdefault("bias_gradient", None)

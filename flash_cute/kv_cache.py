@@ -11,13 +11,14 @@ from flash_cute import lengths
 from flash_cute._cpu import append_kv as cpu
 from flash_cute._torch import autograd, checks, fakes, library, private, vmap
 from flash_cute._torch.autocast import autocast_concerns
+from flash_cute.options import SCALES
 from flash_cute.wording import OURS, hinting, require_bool
 
 _append = torch.ops.flash_cute.append_kv.default
 _check = torch.ops.flash_cute._append_kv_check.default
 _TENSORS = (
     *("k", "v", "k_cache", "v_cache", "cache_seqlens", "block_table", "slots", "cu_seqlens", "q"),
-    *("rotary_cos", "rotary_sin", "positions"),
+    *("rotary_cos", "rotary_sin", "positions", *SCALES),
 )
 _DTYPES = torch.float16, torch.bfloat16, torch.float32
 _INTEGERS = dict.fromkeys(("cache_seqlens", "block_table", "cu_seqlens"), torch.int32)
@@ -40,6 +41,8 @@ def append_kv(
     rotary_sin: torch.Tensor | None = None,
     rotary_interleaved: bool = False,
     positions: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Writes new keys and values into a cache, in place, and rotates keys and queries on the way.
 
@@ -52,8 +55,9 @@ def append_kv(
             of 8. v may have one of its own, a multiple of 8, too. What autocast would cast of them, and of q,
             is cast to the cache's dtype.
         k_cache, v_cache: (batch, heads_kv, capacity, head_dim), or pages (pages, heads_kv, page_size,
-            head_dim) with block_table or slots; k's dtype and device, v_cache of v's head_dim. A cache is
-            never copied: the last dimension must be contiguous, and other strides multiples of 16 bytes.
+            head_dim) with block_table or slots; k's dtype and device, v_cache of v's head_dim. Or both of
+            torch.float8_e4m3fn, or of torch.uint8 with its bits, where head_dim is a multiple of 16. A cache
+            is never copied: the last dimension must be contiguous, other strides multiples of 16 bytes.
         cache_seqlens: int32 (batch,), how many rows each sequence has before the call: its row i of k goes
             to cache_seqlens + i. Default 0. Rows for which there is no room are not written; more rows of
             padded k than a sequence's capacity raise, as caches passed in the place of new rows do.
@@ -69,6 +73,8 @@ def append_kv(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or k's dtype. The first rotary_dim
             columns of k and q, a multiple of 16, are rotated: column i with column i + rotary_dim / 2.
         rotary_interleaved: column 2i with column 2i + 1 instead.
+        k_scale, v_scale: of caches of 8 bits, as in flash_cute.forward; with slots () or (heads_kv,).
+            Numbers, rotated before, are divided by them, rounded once, and cut to 448, the largest one.
         positions: int64 (batch, rows), packed (total,): the position of each row of k and q in the table.
             Default the row's place in its sequence; slots need it. Positions outside of the table are
             cut to it.
@@ -82,7 +88,7 @@ def append_kv(
         NotImplementedError: gradients or vmap are asked for.
     """
     values = (k, v, k_cache, v_cache, cache_seqlens, block_table, slots, cu_seqlens, q, rotary_cos)
-    values = (*values, rotary_sin, positions)
+    values = (*values, rotary_sin, positions, k_scale, v_scale)
     tensors = {
         name: x for name, x in zip(_TENSORS, values, strict=True) if x is not None or name in _TENSORS[:4]
     }
@@ -113,6 +119,8 @@ def append_kv(
 def _accepted(argument: str) -> str:
     if argument in _INTEGERS:
         return f"{_INTEGERS[argument]} is"
+    if argument in SCALES:
+        return "torch.float32 is"
     *others, last = map(str, _DTYPES)
     return f"{', '.join(others)} and {last} are"
 
@@ -137,7 +145,10 @@ def _check_values(**tensors: torch.Tensor) -> None:
     """Raises ValueError for a row without a place, or a position that the table of rotations has not."""
     _check_shapes(**tensors)
     checks.require_stored("append_kv", **tensors)
-    k, _, k_cache, _, used, table, slots, offsets, q, cos, _, positions = map(tensors.get, _TENSORS)
+    for name in SCALES:
+        if tensors.get(name) is not None:
+            lengths.check_scale(name, tensors[name])
+    k, _, k_cache, _, used, table, slots, offsets, q, cos, _, positions, *_ = map(tensors.get, _TENSORS)
     pages, page_size = k_cache.shape[0], k_cache.shape[2]
     if slots is not None:
         _require("slots must be less than the cache's rows,", slots, None, pages * page_size)

@@ -10,6 +10,7 @@ import torch
 from flash_cute._torch import fakes, private
 from flash_cute._torch.autocast import as_cast
 from flash_cute._torch.checks import require_stored
+from flash_cute.options import SCALES
 from flash_cute.wording import OURS
 
 # Whether calls look at what their tensors of lengths hold, which waits for the device.
@@ -115,6 +116,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Lengths) -> 
     require_stored("forward", **given)
     _check_side("q", q, given)
     _check_side("k", k, given)
+    for name in SCALES:
+        if name in given:
+            check_scale(name, given[name])
 
 
 def are_known(q: torch.Tensor, *given: torch.Tensor) -> bool:
@@ -136,6 +140,12 @@ def check_offsets(name: str, offsets: list[int], side: str, total: int) -> None:
                 f"sequence {sequence} has {name} {begin} to {end}; offsets that do not decrease, "
                 f"from 0 to {side}'s total {total}, are accepted"
             )
+
+
+def check_scale(name: str, scale: torch.Tensor) -> None:
+    for value in scale.flatten().tolist():
+        if not 0 < value < float("inf"):
+            raise _error(f"{name} has {value:g}; finite numbers > 0 are accepted")
 
 
 def _check_side(side: str, tensor: torch.Tensor, given: Lengths) -> None:

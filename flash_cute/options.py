@@ -16,8 +16,11 @@ from flash_cute.wording import require_bool, require_number, shown
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k", "block_table", "ranges"
 # Those that change scores and weights.
 SCORES = "mask", "bias", "alibi_slopes", "dropout_seed"
+# What the numbers of a cache of 8 bits are multiplied by, and the types that it may have.
+SCALES = "k_scale", "v_scale"
+FP8 = torch.float8_e4m3fn, torch.uint8
 # All that operators take beside q, k, v and results, in the order of csrc/ops.cpp's checks.
-OPERANDS = *LENGTHS, "sinks", *SCORES
+OPERANDS = *LENGTHS, "sinks", *SCORES, *SCALES
 
 _LARGEST = torch.finfo(torch.float32).max
 _INTEGERS = int, torch.SymInt  # a tuple, as a union is made anew each time, in 0.5 us
@@ -41,6 +44,8 @@ class Options(TypedDict, total=False):
     seqused_k: torch.Tensor | None
     leftpad_k: torch.Tensor | None
     block_table: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     batch_invariant: bool
     ranges: torch.Tensor | None
     deterministic: bool

@@ -165,7 +165,8 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
                        .table_stride = table_stride,
                        .table_width = problem.page_size > 0 ? problem.shape.seqlen_k / problem.page_size : 0,
                        .pages = problem.pages,
-                       .page_size = problem.page_size};
+                       .page_size = problem.page_size,
+                       .is_fp8 = problem.is_fp8};
   ForwardParams planned = call.params;
   WindowMask mask = call.mask;
   if (is_empty(planned.shape)) {
@@ -176,6 +177,8 @@ ForwardCall plan_forward_call(AttentionProblem const& problem, LengthParams cons
     planned.cache = {};
   }
   ForwardEntry const split = split_entry(problem, call.kernel.family);
+  require(!problem.is_fp8 || call.kernel.family == Family::sm90,
+          "k must have the dtype of q with the kernels of the Ampere family, got one of 8 bits");
   require(split.run || !(problem.cached || problem.batch_invariant), "this build has no ",
           name_of(call.kernel.family), " kernel for caches and batch_invariant with ",
           name_of(problem.element), " and ", described(problem.shape), kBuildAll);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flash_cute import lengths
+from flash_cute.options import FP8
 
 
 def places_of(x, cache_seqlens, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,15 +51,25 @@ def turned_by(x, cos, sin, interleaved: bool) -> torch.Tensor:
     return torch.cat((turned.to(x.dtype), x[..., columns:]), -1)
 
 
+def _codes_of(numbers: torch.Tensor, scale: torch.Tensor | None, sequence: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, head_dim) as bits of e4m3, uint8; sequence: of each row."""
+    if scale is not None:
+        scale = scale[sequence] if scale.dim() == 2 else scale
+        numbers = numbers.float() / (scale if scale.dim() == 0 else scale.unsqueeze(-1))
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return numbers.float().clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 def append_kv(k, v, k_cache, v_cache, cache_seqlens=None, *, block_table=None, slots=None,
               cu_seqlens=None, q=None, rotary_cos=None, rotary_sin=None, rotary_interleaved=False,
-              positions=None) -> torch.Tensor:  # fmt: skip
+              positions=None, k_scale=None, v_scale=None) -> torch.Tensor:  # fmt: skip
     """flash_cute::append_kv: q rotated, or an empty tensor."""
     places = {"block_table": block_table, "slots": slots, "cu_seqlens": cu_seqlens}
     rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     torch.ops.flash_cute._append_kv_cpu.default(
-        k, v, k_cache, v_cache, cache_seqlens, **places, q=q, **rotary, positions=positions
-    )
+        k, v, k_cache, v_cache, cache_seqlens, **places, q=q, **rotary, positions=positions,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x if x.dim() == 3 else x.transpose(1, 2).flatten(0, 1)
@@ -72,8 +83,14 @@ def append_kv(k, v, k_cache, v_cache, cache_seqlens=None, *, block_table=None, s
 
     page, row = _rows_of_cache(k, k_cache, cache_seqlens, **places)
     written = page >= 0
-    for cache, new in ((k_cache, rotated(k)), (v_cache, rows(v))):
-        cache[page[written], :, row[written]] = new[written]
+    of_fp8 = k_cache.dtype in FP8
+    new_k = rotated(k.float() if of_fp8 else k)
+    for cache, new, scale in ((k_cache, new_k, k_scale), (v_cache, rows(v), v_scale)):
+        new = new[written]
+        if of_fp8:
+            sequence = places_of(k, cache_seqlens, cu_seqlens)[0] if slots is None else page
+            cache, new = cache.view(torch.uint8), _codes_of(new, scale, sequence[written])
+        cache[page[written], :, row[written]] = new
     if q is None:
         return k.new_empty(0)
     result = torch.empty_like(q)

@@ -49,12 +49,14 @@ def forward_out(q, k, v, out, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=N
 
 
 def _forward(q, k, v, causal=False, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-             leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, ranges=None, mask=None,
-             bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0, bias_scale=1.0, dropout_p=0.0,
-             **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+             leftpad_k=None, sinks=None, block_table=None, batch_invariant=False, k_scale=None, v_scale=None,
+             ranges=None, mask=None, bias=None, alibi_slopes=None, dropout_seed=None, softcap=0.0,
+             bias_scale=1.0, dropout_p=0.0, **options) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The forward, padded or packed (both cu_seqlens are given), of checked arguments."""
     if block_table is not None:
         k, v = _gathered(k, block_table), _gathered(v, block_table)
+    if k.dtype != q.dtype:
+        k, v = _widened(k, k_scale, q.dtype), _widened(v, v_scale, q.dtype)
     window = scale_and_window(q, causal, **options)
     changed = Scores.of(mask, bias, alibi_slopes, dropout_seed, softcap, bias_scale, dropout_p)
     packed = cu_seqlens_q is not None
@@ -103,11 +105,22 @@ def _gathered(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     return pages.transpose(1, 2).flatten(2, 3)
 
 
+def _widened(codes: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a cache of 8 bits, (batch, heads, rows, head_dim): of dtype, or of float32 where that
+    does not hold them all.
+    """
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    if scale is not None:
+        numbers *= scale if scale.dim() == 0 else scale[..., None, None]
+    rounded = numbers.to(dtype)
+    return rounded if torch.equal(rounded.float().nan_to_num(), numbers.nan_to_num()) else numbers
+
+
 def _part(
     q, k, v, softmax_scale, window_left, window_right, ranges=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """forward of some of a call's rows, which may allow what all of them did not."""
-    if ranges is not None:
+    if ranges is not None or {k.dtype, v.dtype} != {q.dtype}:
         return _dense(q, k, v, softmax_scale, window_left, window_right, ranges)
     window = {"window_left": window_left, "window_right": window_right}
     return forward(q, k, v, softmax_scale=softmax_scale, **window)

@@ -6,6 +6,7 @@ import torch
 
 from flash_cute._torch import private
 from flash_cute._torch.checks import require_stored
+from flash_cute.options import FP8
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -14,7 +15,8 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def autocast_concerns(tensor: torch.Tensor) -> bool:
     device = tensor.device.type
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    # Codes of a cache are what they are.
+    eligible = tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.float8_e4m3fn)
     # Not any device that autocast is available for: dynamo can't trace that question.
     return eligible and device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
 
@@ -62,4 +64,6 @@ def rounded_bias(bias: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def is_cache(k: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
-    return "block_table" in lengths or ("cu_seqlens_q" in lengths and k.dim() == 4 and not k.is_nested)
+    if "block_table" in lengths or k.dtype in FP8:
+        return True
+    return "cu_seqlens_q" in lengths and k.dim() == 4 and not k.is_nested

@@ -13,6 +13,8 @@ _ACCEPTED = {
     "mask": "torch.bool and torch.uint8 are",
     "alibi_slopes": "torch.float32 is",
     "dropout_seed": "torch.int64 is",
+    "k_scale": "torch.float32 is",
+    "v_scale": "torch.float32 is",
 }
 
 

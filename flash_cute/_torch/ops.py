@@ -30,7 +30,7 @@ from flash_cute._torch.autograd import (
     refuse_gradients,
 )
 from flash_cute._torch.checks import require_memory_of_its_own, require_stored
-from flash_cute.options import OPERANDS
+from flash_cute.options import FP8, OPERANDS
 
 GENERAL = {"ranges", "mask", "bias", "alibi_slopes"}
 
@@ -71,6 +71,8 @@ def forward_into(q, k, v, lengths, options, out):
 
 def weights(q, k, v, lengths, options):
     """softmax of the scores, without gradients: of a forward by its LSE. v has any columns."""
+    if k.dtype in FP8:
+        raise ValueError(f"{wording.OURS}k has dtype {k.dtype} and q {q.dtype}; they must be the same")
     q, k, v, lengths = cast(q, k, v, lengths)
     differentiable = {name: lengths.get(name) for name in ("sinks", "bias", "alibi_slopes")}
     refuse_gradients("of weights", q=q, k=k, **differentiable)

@@ -10,7 +10,7 @@ import torch
 
 from flash_cute._torch import library, private
 from flash_cute._torch.fakes import RESULTS
-from flash_cute.options import LENGTHS, OPERANDS
+from flash_cute.options import LENGTHS, OPERANDS, SCALES
 from flash_cute.wording import OURS
 
 TENSORS = "q", "k", "v", *OPERANDS, *RESULTS
@@ -117,6 +117,13 @@ def _folded_slopes(name: str, slopes: torch.Tensor, dim: int | None, info, batch
     return (slopes.unsqueeze(1).expand(-1, batch, -1) if for_all else slopes).flatten(0, 1)
 
 
+def _folded_scale(name: str, scale: torch.Tensor, dim: int | None, info, batch: int) -> torch.Tensor:
+    """As _folded_slopes, of the scales of a cache, which may be one number."""
+    if dim is None and scale.dim() == 0:
+        return scale
+    return _folded_slopes(name, scale, dim, info, batch)
+
+
 def _require_dimension(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for one that has nothing but what vmap maps over."""
     if tensor.dim() < 2:
@@ -124,6 +131,7 @@ def _require_dimension(name: str, tensor: torch.Tensor) -> None:
 
 
 _FOLDS = dict.fromkeys(("ranges", "mask", "bias"), _folded_by_entry) | {"alibi_slopes": _folded_slopes}
+_FOLDS |= dict.fromkeys(SCALES, _folded_scale)
 
 
 def _one_by_one(op, info, in_dims, tensors, options):

@@ -20,20 +20,23 @@ from flash_cute.compat._translate import (
     require_device,
     require_int32,
 )
+from flash_cute.options import FP8
 from flash_cute.wording import shown
 
 _NAMES = NAMES | {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
 _forward = renaming(flash_cute.forward, _NAMES)
 _forward_varlen = renaming(flash_cute.forward_varlen, _NAMES)
 _check_lengths = renaming(flash_cute.lengths.check, _NAMES)
-_append_kv = renaming(flash_cute.append_kv, {"cu_seqlens": "cu_seqlens_k_new"})
+_append_kv = renaming(
+    flash_cute.append_kv, {"cu_seqlens": "cu_seqlens_k_new", "k_scale": "k_descale", "v_scale": "v_descale"}
+)
 
 
 @torch.no_grad()
 def with_cache(
     q, cache, new, rotary, softmax_scale, causal, window_size, num_splits, *, cache_seqlens, cache_batch_idx,
     cache_leftpad, block_table, cu_seqlens_q=None, cu_seqlens_k_new=None, rotary_seqlens=None, sinks=None,
-    lse_is_read=False, **others,
+    k_descale=None, v_descale=None, lse_is_read=False, **others,
 ):  # fmt: skip
     """(out, lse) as of dense or, with cu_seqlens_q, of packed, after what is new is written into the cache.
 
@@ -60,6 +63,8 @@ def with_cache(
 
     rows, count = _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_k_new)
     room = capacity - count
+    if cache_seqlens is None and cache[0].dtype in FP8:  # which has lengths or pages
+        cache_seqlens = capacity
     used = _rows_of_cache(cache_seqlens, q, batch, capacity if cu_seqlens_k_new is not None else room)
     if rows is not None:
         # Meta tensors, which say the rest, would not tell it.
@@ -67,7 +72,8 @@ def with_cache(
         _check_rows(q, used, room)
         # Those for which the cache has no room are cut to those for which it has.
         used = used.clamp(0, room) if cu_seqlens_k_new is None else torch.minimum(used.clamp(min=0), room)
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "leftpad_k": cache_leftpad, "block_table": table}
+    scales = {"k_scale": k_descale, "v_scale": v_descale}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "leftpad_k": cache_leftpad, "block_table": table, **scales}
     lengths["seqused_k"] = used if rows is None else used + count
     lengths = {name: x for name, x in lengths.items() if x is not None}
     if cache_batch_idx is not None:
@@ -84,7 +90,7 @@ def with_cache(
         follows = causal or options["window"] != (None, None) or (not packed and q.shape[1] == 1)
         offsets = cu_seqlens_q, cu_seqlens_k_new
         begins = used, None if rotary_seqlens is cache_seqlens else rotary_seqlens
-        tensors[0] = _write(*tensors, rows, table, offsets, begins, rotary, follows)
+        tensors[0] = _write(*tensors, rows, table, offsets, begins, rotary, follows, scales)
     out, lse = forward(*tensors, **lengths, **options)
     if lse_is_read and adds_keys(options, capacity):  # of FlashAttention-2, whose queries are not packed
         keys = lengths.get("seqused_k", torch.full((batch,), capacity, device=q.device))
@@ -154,10 +160,11 @@ def _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_
         rows, count, leading = [k, v], cu_seqlens_k_new.diff(), tuple(k.shape[:1])
     for name, mine, whole in (("k", k, cache[0]), ("v", v, cache[1])):
         expected = (*leading, *whole.shape[2:])
-        if tuple(mine.shape) != expected or mine.dtype != whole.dtype:
+        dtype, why = (q.dtype, "as q") if whole.dtype in FP8 else (whole.dtype, "as the cache")
+        if tuple(mine.shape) != expected or mine.dtype != dtype:
             raise ValueError(
                 f"flash_cute.compat: {name} is {mine.dtype} of shape {tuple(mine.shape)}; "
-                f"{whole.dtype} of shape {expected}, as the cache, is accepted"
+                f"{dtype} of shape {expected}, {why}, is accepted"
             )
     return rows, count
 
@@ -165,7 +172,8 @@ def _new_rows(q, batch, capacity, cache, new, cache_seqlens, rotary, cu_seqlens_
 def _check_on_meta(forward, tensors, lengths, options):
     """Says what else is wrong with a call, before a row is written: by one of meta tensors."""
     q, *cache = tensors
-    stays = "cu_seqlens_q" in lengths or "block_table" in lengths  # under autocast
+    # Under autocast.
+    stays = "cu_seqlens_q" in lengths or "block_table" in lengths or cache[0].dtype in FP8
     operands = [q.to("meta", autocast_dtype(q))]
     operands += [x.to("meta", x.dtype if stays else autocast_dtype(x)) for x in cache]
     options = {name: _on_meta(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -222,29 +230,29 @@ def _check_entries(q, cache_batch_idx, entries, used):
             )
 
 
-def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows):
+def _write(q, k_cache, v_cache, rows, table, offsets, begins, rotary, follows, scales):
     """Writes rows, (k, v), into the cache, and gives q back, rotated where rotary asks for it.
 
     offsets: cu_seqlens_q and cu_seqlens_k_new. begins: how many rows the cache had, int32 (batch,), and the
     position of the first new one where it is another, or None. follows: does query i of a sequence stand i
-    rows behind the first new key? Otherwise all stand there.
+    rows behind the first new key? Otherwise all stand there. scales: of the cache.
     """
     cos, sin, interleaved = rotary
     (cu_seqlens_q, cu_seqlens_k), (used, first) = offsets, begins
     places = {"cache_seqlens": used, "block_table": table, "cu_seqlens": cu_seqlens_k}
     turning = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
     if cos is None:
-        _append_kv(*rows, k_cache, v_cache, **places)
+        _append_kv(*rows, k_cache, v_cache, **places, **scales)
         return q
     if first is None and follows and cu_seqlens_q is cu_seqlens_k:
-        return _append_kv(*rows, k_cache, v_cache, **places, **turning, q=q)
+        return _append_kv(*rows, k_cache, v_cache, **places, **turning, **scales, q=q)
     if first is not None:
         require_int32(q, used.shape[0], rotary_seqlens=first)
         positions = places_of(rows[0], first, cu_seqlens_k)[1]
         padded = rows[0].shape[:3:2]  # batch and rows
         places["positions"] = positions if cu_seqlens_k is not None else positions.view(padded)
     q = _turned(q, used if first is None else first, cu_seqlens_q, follows, k_cache, v_cache, turning)
-    _append_kv(*rows, k_cache, v_cache, **places, **turning)
+    _append_kv(*rows, k_cache, v_cache, **places, **turning, **scales)
     return q
 
 

@@ -21,7 +21,7 @@ _ACCEPTED = {
     "attention_chunk": (0,),  # beside a cache
 }
 # What flash_cute.forward calls otherwise than flash_attn does.
-NAMES = {"window": "window_size", "sinks": "s_aux"}
+NAMES = {"window": "window_size", "sinks": "s_aux", "k_scale": "k_descale", "v_scale": "v_descale"}
 
 
 def renaming(function: Callable, names: dict[str, str]) -> Callable:

@@ -3,7 +3,8 @@
     from flash_cute.compat.flash_attn_interface import flash_attn_func
 
 v, as v_cache, may have a head_dim of its own, which out then has.
-What flash_cute has not (qv, descales, attention_chunk beside a cache) raises NotImplementedError.
+What flash_cute has not (qv, descales but of a cache, attention_chunk beside a cache) raises
+NotImplementedError.
 What only says how to compute (num_splits but that of flash_attn_with_kvcache, pack_gqa, sm_margin,
 scheduler_metadata) may hold anything. Each function takes s_aux as well, as builds of FlashAttention-3 with
 sinks do.
@@ -120,6 +121,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 (batch + 1,), of packed queries, (total_q, heads_q, head_dim), as in
             flash_cute.forward_varlen; cu_seqlens_k_new likewise of k and v, (total_new, heads_kv, head_dim).
         rotary_seqlens: int32 (batch,), the position of each sequence's first new row. Default cache_seqlens.
+        k_descale, v_descale: float32 (batch, heads_kv), of a cache of torch.float8_e4m3fn beside 16-bit q,
+            as k_scale and v_scale in flash_cute.forward; new rows, of q's dtype, are divided by them.
         max_seqlen_q, scheduler_metadata: not needed. attention_chunk: 0. The others: as in flash_attn_func.
 
     Returns:
@@ -129,9 +132,8 @@ def flash_attn_with_kvcache(
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": page_table, "rotary_seqlens": rotary_seqlens}
     places |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}
-    places |= {"sinks": s_aux, "softcap": softcap}
-    refused = {"qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    refused |= {"attention_chunk": attention_chunk}
+    places |= {"sinks": s_aux, "softcap": softcap, "k_descale": k_descale, "v_descale": v_descale}
+    refused = {"qv": qv, "q_descale": q_descale, "attention_chunk": attention_chunk}
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     mask = softmax_scale, causal, window_size
     out, lse = with_cache(q, (k_cache, v_cache), (k, v), rotary, *mask, num_splits, **places, **refused)

@@ -82,6 +82,17 @@ struct LengthParams {
   bool given = false;                                          // else the batch is uniform, as the shape says
 };
 
+// What a number of a cache of 8 bits is multiplied by, for each sequence and head of K and V. Strides are 0
+// where one entry stands for all.
+struct CacheScale {
+  float const* data = nullptr;  // null: 1
+  int64_t entry_stride = 0, head_stride = 0;
+
+  FLASH_CUTE_HOST_DEVICE float of(int entry, int head_kv) const {
+    return data ? data[entry * entry_stride + head_kv * head_stride] : 1.f;
+  }
+};
+
 // Keys and values in a cache, whose rows are read where they lie. In pages, k and v of ForwardParams are
 // (pages, heads, page_size, head_dim).
 struct CacheParams {
@@ -89,6 +100,8 @@ struct CacheParams {
   int const* table = nullptr;  // (batch, table_width) numbers of pages; null where keys are not in pages
   int64_t table_stride = 0;    // from one sequence to the next
   int table_width = 0, pages = 0, page_size = 0;
+  bool is_fp8 = false;  // numbers of k and v are codes of e4m3, times their scales
+  CacheScale k_scale = {}, v_scale = {};
 };
 
 // The keys [begin, end).

@@ -507,6 +507,7 @@ REFUSALS = [
     for module, name in SIGNATURES
     for option in inspect.signature(getattr(module, name)).parameters
     if option in REFUSED and (option != "attention_chunk" or name == "flash_attn_with_kvcache")
+    if option not in ("k_descale", "v_descale") or name != "flash_attn_with_kvcache"
 ]
 
 
@@ -859,6 +860,73 @@ def test_new_rows_with_each_other_option(device, name, dtype):
     expected = fa3.flash_attn_with_kvcache(q, *written, cache_seqlens=8, **options)
     assert all(map(torch.equal, result, expected))
     assert all(map(torch.equal, cache, written))
+
+
+@pytest.mark.parametrize("name", [name for name in BESIDE_NEW_ROWS if name != "padding"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+def test_caches_of_8_bits(kernel, name, scaled, rotary):
+    """What is read, and what is written of new rows, are codes times their descales."""
+    if kernel.family == "sm80":
+        pytest.skip("has no such kernels")
+    device = kernel.device
+    q = torch.randn(2, 3, 4, 16, device=device).to(DTYPE)
+    codes = [torch.randn(2, 20, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
+    new = [torch.randn(2, 3, 2, 16, device=device).to(DTYPE) for _ in "kv"]
+    descales = {f"{x}_descale": torch.tensor([[0.5, 1], [2, 0.25]], device=device) for x in "kv"}
+    descales = descales if scaled else {}
+    options = {
+        option: torch.randn(4, device=device).to(value)
+        if option == "s_aux"
+        else value
+        if option in ("causal", "window_size", "softmax_scale", "num_splits")
+        else int32(value, device)
+        for option, value in BESIDE_NEW_ROWS[name].items()
+    }
+    if rotary:
+        angles = torch.rand(30, 8, device=device)
+        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    q = q.flatten(0, 1) if name == "packed queries" else q
+
+    def numbers(whole):
+        """Of an entry, which is the sequence of that number, or the other one."""
+        order = [1, 0] if name in ("entries", "pages") else [0, 1]
+        scale = descales.get("k_descale", torch.ones(2, 2, device=device))[order]
+        return (whole.float() * scale[:, None, :, None]).to(DTYPE)
+
+    out = fa3.flash_attn_with_kvcache(q, *codes, *new, cache_seqlens=5, **options, **descales)
+    options = {key: x for key, x in options.items() if not key.startswith("rotary")}
+    if not rotary:  # which turns queries on the way
+        wide = [numbers(x) for x in codes]
+        expected = fa3.flash_attn_with_kvcache(q, *wide, cache_seqlens=8, **options)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        again = fa3.flash_attn_with_kvcache(q, *codes, cache_seqlens=8, **options, **descales)
+        assert torch.equal(again, out)
+    entries = [1, 0] if name in ("entries", "pages") else [0, 1]
+    found = numbers(codes[1])[entries, 5:8].float()
+    torch.testing.assert_close(found, new[1].float(), rtol=2**-4 + 1e-2, atol=2**-8)
+
+
+def test_a_whole_cache_of_8_bits(kernel):
+    if kernel.family == "sm80":
+        pytest.skip("has no such kernels")
+    device = kernel.device
+    q = torch.randn(2, 3, 4, 16, device=device).to(DTYPE)
+    codes = [torch.randn(2, 20, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
+    out = fa3.flash_attn_with_kvcache(q, *codes, causal=True)
+    used = int32([20, 20], device)
+    expected = flash_cute.attention(
+        q.transpose(1, 2), *(x.transpose(1, 2) for x in codes), causal=True, seqused_k=used
+    )
+    assert torch.equal(out, expected.transpose(1, 2))
+    with pytest.raises(ValueError, match="k_descale must be None where k_cache has dtype torch"):
+        fa3.flash_attn_with_kvcache(
+            q, *(x.to(DTYPE) for x in codes), k_descale=torch.ones(2, 2, device=device)
+        )
+    with pytest.raises(
+        ValueError, match=r"k is torch\.float8_e4m3fn of shape .*; torch\..* of shape .*, as q, is"
+    ):
+        fa3.flash_attn_with_kvcache(q, *codes, *(x[:, :3] for x in codes), cache_seqlens=5)
 
 
 @pytest.mark.parametrize("s_aux", [torch.float16, torch.bfloat16])

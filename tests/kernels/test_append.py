@@ -54,6 +54,41 @@ def test_two_widths(device, place, rotary, layout, dtype, widths):
     assert_appended(call, flash_cute.append_kv(**call.arguments))
 
 
+@pairs(
+    place=PLACES,
+    rotary=ROTARIES,
+    layout=LAYOUTS,
+    dtype=ALL_DTYPES,
+    head_dim=[16, 64, 80, 128, 256],
+    heads=HEADS,
+    rows=NEW_ROWS,
+    scale=["none", "one", "of heads", "of sequences and heads"],
+    stored=[torch.float8_e4m3fn, torch.uint8],
+)
+def test_rows_of_codes(device, place, rotary, layout, dtype, head_dim, heads, rows, scale, stored):
+    if place == "slots" and scale == "of sequences and heads":
+        scale = "of heads"
+    call = make_append(
+        device, place, rotary, layout, dtype, head_dim, heads, rows, scale=scale, stored=stored
+    )
+    assert_appended(call, flash_cute.append_kv(**call.arguments))
+
+
+def test_codes_are_cut_and_rounded_to_even(device):
+    """What is larger than the largest code becomes that one, and NaN stays NaN."""
+    nan, inf = torch.nan, torch.inf
+    numbers = torch.tensor(
+        [0, 448, 463, 465, 1e6, inf, -inf, nan, 17, 19, -17, 2**-9, 2**-10, 3 * 2**-10, 1, -1]
+    )
+    codes = torch.tensor([0, 448, 448, 448, 448, 448, -448, nan, 16, 20, -16, 2**-9, 0, 2**-8, 1, -1])
+    k = numbers.to(device).view(1, 1, 1, 16)
+    cache = torch.zeros(2, 1, 1, 4, 16, device=device).to(torch.float8_e4m3fn)
+    flash_cute.append_kv(k, 0.25 * k, *cache, v_scale=torch.tensor(0.25, device=device))
+    for found in cache.float().cpu()[:, 0, 0]:
+        torch.testing.assert_close(found[0], codes, equal_nan=True, rtol=0, atol=0)
+        assert (found[1:] == 0).all()
+
+
 @pytest.mark.parametrize("transposed", ["k", "v", "q"])
 def test_rows_of_any_layout(device, transposed):
     """New rows and queries may have any strides; the rotated q has those of torch.empty_like."""
@@ -329,8 +364,44 @@ WRONG_ROTARY = {
         "q has 1 rows and k 5; they must be the same where positions are given",
     ),
 }
+WRONG_CODES = {
+    "v_cache of another type": (
+        lambda t: t | {"k_cache": t["k_cache"].to(torch.float8_e4m3fn)},
+        "v_cache has dtype torch.bfloat16 and k_cache torch.float8_e4m3fn; they must be the same",
+    ),
+    "a scale of a cache of 16 bits": (
+        lambda t: t | {"v_scale": torch.ones(())},
+        "v_scale must be None where k_cache has dtype torch.bfloat16, got a tensor",
+    ),
+    "a scale of another type": (
+        lambda t: {**t, **codes(t), "k_scale": torch.ones(2).double()},
+        "k_scale has dtype torch.float64; torch.float32 is accepted",
+    ),
+    "scales of other heads": (
+        lambda t: {**t, **codes(t), "k_scale": torch.ones(5, 3)},
+        "k_scale must have shape (), (heads_kv,) or (batch, heads_kv), here (), (2,) or (5, 2), got (5, 3)",
+    ),
+    "a head_dim of 8": (
+        lambda t: {name: x[..., :8] for name, x in (t | codes(t)).items() if name[:1] in "kv"},
+        "head_dim must be a multiple of 16 where k_cache has dtype torch.float8_e4m3fn, got 8",
+    ),
+}
+WRONG_SLOTS = {
+    "scales of sequences with slots": (
+        lambda t: {**t, **codes(t), "k_scale": torch.ones(5, 2)},
+        "k_scale must have shape () or (heads_kv,) with slots, got (5, 2)",
+    ),
+}
+
+
+def codes(given: dict) -> dict[str, torch.Tensor]:
+    return {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+
+
 CALLS = {name: (place, "none", change, words) for name, (place, change, words) in WRONG.items()}
 CALLS |= {name: ("padded", "halves", *rest) for name, rest in WRONG_ROTARY.items()}
+CALLS |= {name: ("padded", "none", *rest) for name, rest in WRONG_CODES.items()}
+CALLS |= {name: ("slots", "none", *rest) for name, rest in WRONG_SLOTS.items()}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -53,9 +53,13 @@ def make_cache(
 
 def make_append(
     device, place="padded", rotary="none", layout="heads first", dtype=torch.bfloat16, head_dim=64,
-    heads=(4, 2), rows=5, page_size=16, wide_table=False, positions=False, head_dim_v=None,
+    heads=(4, 2), rows=5, page_size=16, wide_table=False, positions=False, head_dim_v=None, scale="none",
+    stored=None,
 ) -> Append:  # fmt: skip
-    """Sequences of unequal lengths before the call; some rows of some have no room."""
+    """Sequences of unequal lengths before the call; some rows of some have no room.
+
+    stored: the type of the caches, if not that of the rows.
+    """
     batch, (heads_q, heads_kv) = 5, heads
     width, capacity = 4, 4 * page_size
     if place.startswith("padded"):  # all of them must fit into an empty cache
@@ -68,12 +72,17 @@ def make_append(
     paged = place.endswith("pages")
     pages = batch * width + 2 if paged or place == "slots" else batch
     page_rows = page_size if paged or place == "slots" else capacity
-    cache = make_cache(pages, heads_kv, page_rows, head_dim, dtype, device, layout, head_dim_v)
+    of_codes = torch.float8_e4m3fn if stored else dtype
+    cache = make_cache(pages, heads_kv, page_rows, head_dim, of_codes, device, layout, head_dim_v)
+    cache = tuple(x.view(stored or dtype) for x in cache)
 
     def whole(values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=device)
 
     arguments = {"k": k, "v": v, "k_cache": cache[0], "v_cache": cache[1]}
+    if scale != "none":
+        size = {"one": (), "of heads": (heads_kv,), "of sequences and heads": (batch, heads_kv)}[scale]
+        arguments |= {f"{name}_scale": torch.rand(size, device=device) / 9 + 0.003 for name in "kv"}
     if place == "slots":
         slots = torch.randperm(pages * page_rows)[: total - 2].tolist()
         arguments["slots"] = whole([-1 if i % 3 == 1 else slot for i, slot in enumerate(slots)], torch.int64)
@@ -127,7 +136,7 @@ def turned_row(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 def expected(call: Append) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """float64: the caches after the call, and the rotated q, NaN where it has no meaning."""
     given = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in call.arguments.items()}
-    caches = [x.cpu().double() for x in call.before]
+    caches = [numbers_of(x) for x in call.before]
     k, v, q, slots = (given.get(name) for name in ("k", "v", "q", "slots"))
     page_size, packed = caches[0].shape[2], k.dim() == 3
     of_sequence = {}
@@ -173,13 +182,23 @@ def expected(call: Append) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
     def of_row(x: torch.Tensor, entry: int, row: int) -> torch.Tensor:
         return x[row] if packed else x[entry, :, row]
 
+    def scaled(name: str, x: torch.Tensor, entry: int, row: int) -> torch.Tensor:
+        """(heads, head_dim), as codes have it."""
+        if call.before[0].element_size() > 1:
+            return x
+        scale = given.get(f"{name}_scale", torch.ones(()))
+        if scale.dim() == 2:
+            scale = scale[place(entry, row)[0]]
+        return (x / (scale if scale.dim() == 0 else scale[:, None]).double()).clamp(-448, 448)
+
     entries = 1 if packed else k.shape[0]
     for entry in range(entries):
         for row in range(k.shape[0 if packed else 2]):
             if (found := in_cache(entry, row)) is None:
                 continue
-            caches[0][found[0], :, found[1]] = turned(of_row(k, entry, row), entry, row)
-            caches[1][found[0], :, found[1]] = of_row(v, entry, row).double()
+            new = turned(of_row(k, entry, row), entry, row), of_row(v, entry, row).double()
+            for cache, name, x in zip(caches, "kv", new, strict=True):
+                cache[found[0], :, found[1]] = scaled(name, x, entry, row)
     if q is None:
         return *caches, None
     rotated = torch.empty_like(q, dtype=torch.float64)
@@ -189,11 +208,23 @@ def expected(call: Append) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
     return *caches, rotated
 
 
+def numbers_of(cache: torch.Tensor) -> torch.Tensor:
+    """In float64, those of codes without their scales."""
+    cache = cache.cpu()
+    return (cache.view(torch.float8_e4m3fn) if cache.element_size() == 1 else cache).double()
+
+
 def assert_appended(call: Append, rotated: torch.Tensor | None) -> None:
     """Do the caches, and the rotated q, hold what they should?"""
     k_cache, v_cache, of_q = expected(call)
-    assert torch.equal(call.arguments["v_cache"].cpu().double(), v_cache)
-    results = {"k_cache": (call.arguments["k_cache"], k_cache)}
+    results = {}
+    if call.before[0].element_size() == 1:
+        for name, oracle in (("k_cache", k_cache), ("v_cache", v_cache)):
+            ours = numbers_of(call.arguments[name])  # half a unit in the last place, and float32's rounding
+            torch.testing.assert_close(ours, oracle, rtol=2**-4 + 1e-4, atol=2**-10 + 1e-6)
+    else:
+        assert torch.equal(call.arguments["v_cache"].cpu().double(), v_cache)
+        results = {"k_cache": (call.arguments["k_cache"], k_cache)}
     if of_q is None:
         assert rotated is None
     else:
@@ -203,5 +234,7 @@ def assert_appended(call: Append, rotated: torch.Tensor | None) -> None:
         results["q"] = rotated.cpu().where(known, 0), of_q.where(known, 0)
     for name, (ours, oracle) in results.items():
         assert_within_rule(name, ours.cpu(), oracle.to(ours.dtype), oracle)
-    unchanged = k_cache == call.before[0].cpu().double()
-    assert torch.equal(call.arguments["k_cache"].cpu()[unchanged], call.before[0].cpu()[unchanged])
+    unchanged = k_cache == numbers_of(call.before[0])
+    assert torch.equal(
+        numbers_of(call.arguments["k_cache"])[unchanged], numbers_of(call.before[0])[unchanged]
+    )

@@ -68,7 +68,7 @@ SOME_WIDTHS_OF_V = 8, 40, 57, 128, 256
 # Where scores are changed, which knows nothing of them.
 FEW_HEAD_DIMS = 64, 8, 40, 96, 128, 192, 256, 33, 130
 FEW_LAYOUTS = "contiguous", "mixed", "rows_not_16_bytes", "every_second_element", "expanded_heads"
-FEW_PAGES = "pages of 1", "pages of 17", "pages of 128"
+FEW_PAGES = "pages of 1", "pages of 17", "pages of 128", "scaled fp8 in pages of 64"
 SCALES = {"default": None, "1e-3": 1e-3, "0.3": 0.3}
 PRECISIONS = {"torch's": None, "highest": "highest", "high": "high"}
 SINKS = "none", "float32", "of q's type", "some -inf"
@@ -88,7 +88,10 @@ LENGTHS = {
     "packed, used and left padding": OF_BOTH + USED + LEFTPAD,
 }
 PACKED = [name for name in LENGTHS if name.startswith("packed")]
-PAGES = {f"pages of {size}": size for size in (1, 2, 5, 16, 17, 64, 100, 128, 256)}
+WIDE_PAGES = {f"pages of {size}": size for size in (1, 2, 5, 16, 17, 64, 100, 128, 256)}
+SCALED = "scaled fp8 in pages of 64"  # by numbers of sequences and heads; the other has none
+FP8_PAGES = {"fp8 in pages of 17": 17, SCALED: 64}
+PAGES = WIDE_PAGES | FP8_PAGES
 MARGINS = (0, 0), (3, 5), (1, 1), (0, 300), (200, 0)
 NESTED = "jagged", "jagged with holes"
 SHARED = "shared"  # the layout in which the narrower of k and v is the other's first columns
@@ -193,17 +196,20 @@ def axes(family: str | None, kind: str) -> dict[str, Iterable[str]]:
         found |= {"pairs": PAIRS, "bias": BIASES, "alibi": SLOPES, "softcap": SOFTCAPS, "dropout": DROPS}
     if kind.endswith("gradient_case"):
         return found | {"deterministic": ["no", "yes"], "given": GIVEN, "dout": GRADIENT_LAYOUTS}
-    found |= {"cache": ["none", "contiguous", *(FEW_PAGES if changed else PAGES)], "out": ["new", "given"]}
+    pages = [name for name in (FEW_PAGES if changed else PAGES) if family != "sm80" or name in WIDE_PAGES]
+    found |= {"cache": ["none", "contiguous", *pages], "out": ["new", "given"]}
     return found | ({"batch_invariant": ["no", "yes"]} if on_gpu else {})
 
 
 NOT_NESTED = [name for name in LENGTHS if name not in (*PACKED, "none")]
 CACHES = ["contiguous", *PAGES]
+UNSCALED_CACHES = [name for name in CACHES if name != SCALED]
 # Those whose K or V has columns apart, or a start or strides that are no multiples of 16 bytes.
 NOT_OF_CACHES = [
     "rows_not_16_bytes", "misaligned_start", "every_second_element", "columns_of_rows", "expanded_columns",
 ]  # fmt: skip
 ODD = [str(size) for size in ODD_HEAD_DIMS if size % 8]
+NOT_OF_FP8 = [str(size) for size in range(8, 257, 16)]
 ODD_WIDTHS_OF_V = [str(size) for size in {*WIDTHS_OF_V, *SOME_WIDTHS_OF_V} if size % 8]
 CHANGED = {
     "pairs": [name for name in PAIRS if name != "none"],
@@ -225,7 +231,8 @@ REFUSALS = (
     ({"nested": NESTED, "lengths": NOT_NESTED}, "is given with nested tensors, which have lengths", ""),
     ({"nested": NESTED, "lengths": PACKED}, "q is nested; dense tensors are accepted", ""),
     ({"nested": NESTED, "ranges": KINDS}, "ranges is given with nested tensors; pack the sequences", ""),
-    ({"nested": NESTED, "cache": CACHES}, "q is nested and k is not; they must be alike", ""),
+    ({"nested": NESTED, "cache": UNSCALED_CACHES}, "q is nested and k is not; they must be alike", ""),
+    ({"nested": NESTED, "cache": [SCALED]}, "k_scale must be None where q is nested, got a tensor", ""),
     *(
         ({argument: CHANGED[argument]} | others, sentence, where)
         for argument, others, sentence, where in (
@@ -250,9 +257,19 @@ REFUSALS = (
             ({"head_dim": ODD}, "head_dim of a cache must be a multiple of 8, got", ""),
             ({"width_v": ODD_WIDTHS_OF_V}, "head_dim of a cache must be a multiple of 8, got", ""),
             ({"layout": NOT_OF_CACHES}, "[kv] is a cache, which is not copied; it", ""),
-            ({"element": ["fp32"]}, NO_KERNEL, "gpu"),
         )
         for cached in ({"cache": PAGES}, {"cache": ["contiguous"], "lengths": PACKED})
+    ),
+    ({"element": ["fp32"], "cache": WIDE_PAGES}, NO_KERNEL, "gpu"),
+    ({"element": ["fp32"], "cache": ["contiguous"], "lengths": PACKED}, NO_KERNEL, "gpu"),
+    *(
+        ({"cache": FP8_PAGES} | refused, sentence, "")
+        for refused, sentence in (
+            ({"element": ["fp32"]}, "q must have dtype torch.float16 or torch.bfloat16 where k has dtype"),
+            ({"head_dim": NOT_OF_FP8}, "head_dim must be a multiple of 16 where k has dtype torch.float8"),
+            ({"width_v": NOT_OF_FP8}, "head_dim must be a multiple of 16 where k has dtype torch.float8"),
+            ({"layout": ["aligned_start", "expanded_rows"]}, "[kv] is a cache, which is not copied; it"),
+        )
     ),
     ({"batch_invariant": ["yes"], "element": ["fp32"]}, NO_KERNEL, "gpu"),
     ({"batch_invariant": ["yes"], "ranges": KINDS}, "ranges must be None with batch_invariant", "gpu"),
@@ -449,8 +466,10 @@ def make_call(case: Case, device: torch.device) -> Call:
     places = [Place(at("q", i), at("k", i), leftpads[i]) for i in range(batch)]
     heads, dtype = (HEADS | HEADS_OF_KERNELS)[case.heads], ALL_DTYPES[case.element]
     shapes = {side: (entries[side], heads[side == "k"], sizes[side]) for side in "qk"}
+    of_keys = torch.float8_e4m3fn if case.cache in FP8_PAGES else dtype
+    types = {"q": dtype, "k": of_keys, "v": of_keys}
     tensors = [
-        layout.make((*shapes["q" if name == "q" else "k"], case.widths[name]), dtype, device, generator)
+        layout.make((*shapes["q" if name == "q" else "k"], case.widths[name]), types[name], device, generator)
         for name, layout in _layouts(case).items()
     ]
     if case.layout == SHARED:
@@ -469,6 +488,10 @@ def make_call(case: Case, device: torch.device) -> Call:
         names = [{"cu_seqlens_k": "seqused_k"}.get(name, name) for name in names]
     arguments = {name: int32(values[name]) for name in names}
     arguments |= {} if table is None else {"block_table": table.to(device)}
+    scales = {}
+    if case.cache == SCALED:
+        scales = {name: 0.3 + torch.rand(batch, heads[1], device=device) for name in "kv"}
+        arguments |= {f"{name}_scale": scale for name, scale in scales.items()}
     arguments |= MASKS[case.mask].options
     if SCALES[case.scale] is not None:
         arguments["softmax_scale"] = SCALES[case.scale]
@@ -500,13 +523,17 @@ def make_call(case: Case, device: torch.device) -> Call:
     arguments |= given.arguments()
     sequences = [
         Sequence(
-            *(place.taken(x, side) for x, side in zip(tensors, "qkk", strict=True)),
+            place.taken(tensors[0], "q"),
+            *(
+                _numbers(place.taken(x, "k"), scales[name][number] if scales else None)
+                for name, x in zip("kv", tensors[1:], strict=True)
+            ),
             pairs,
             sinks,
             SCALES[case.scale] or int(case.head_dim) ** -0.5,
             case.element == "fp32" and case.precision == "high",
         )
-        for place, pairs in zip(places, seen, strict=True)
+        for number, (place, pairs) in enumerate(zip(places, seen, strict=True))
     ]
     if not (packed and (given.mask is not None or given.bias is not None)):
         sequences = [
@@ -543,6 +570,13 @@ def _in_pages(counts: list[int], most: int, used: bool, page: int):
     return table, counts, len(counts) * width + 2, page
 
 
+def _numbers(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """(heads, rows, head_dim); of codes in float32. scale: (heads,)."""
+    if rows.element_size() > 1:
+        return rows
+    return rows.float() * (1 if scale is None else scale[:, None, None])
+
+
 def _poison(tensor: torch.Tensor, places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Makes NaN of the rows that are none of these; one that is repeated, with stride 0, is one."""
     counts = torch.zeros(tensor.shape[0], tensor.shape[2], dtype=torch.bool, device=tensor.device)
@@ -553,7 +587,10 @@ def _poison(tensor: torch.Tensor, places: list[tuple[torch.Tensor, torch.Tensor]
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
             if dim in (0, 2):
                 counts = counts.any(dim // 2, keepdim=True)
-    tensor.transpose(1, 2)[~counts] = torch.nan
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).transpose(1, 2)[~counts] = 0x7F  # the code of NaN
+    else:
+        tensor.transpose(1, 2)[~counts] = torch.nan
 
 
 def _ranges(case: Case, entries: int, rows: int, places: list[Place]) -> torch.Tensor:

@@ -7,10 +7,10 @@
 
 namespace flash_cute {
 
-template <class Element, class Table>
+template <class Element, class Table, class Stored>
 void launch_append_kv(AppendParams const& params, cudaStream_t stream) {
   constexpr int kThreads = 256, kWarp = 32, kMostSlices = 65535;
-  constexpr auto kernel = append_kv_kernel<Element, Table>;
+  constexpr auto kernel = append_kv_kernel<Element, Table, Stored>;
   int const items = params.items();
   int const threads_x = smaller(kThreads, kWarp * ceil_div(items, kWarp)), threads_y = kThreads / threads_x;
   cudaLaunchAttribute early{};
@@ -29,11 +29,14 @@ void launch_append_kv(AppendParams const& params, cudaStream_t stream) {
 template <ElementType element>
 void AppendLaunch<element>::run(AppendParams const& params, cudaStream_t stream) {
   using Element = typename RowElement<element>::type;
-  if (params.rotary.is_fp32) {
-    launch_append_kv<Element, float>(params, stream);
-  } else {
-    launch_append_kv<Element, Element>(params, stream);
-  }
+  auto launch = [&]<class Stored>() {
+    if (params.rotary.is_fp32) {
+      launch_append_kv<Element, float, Stored>(params, stream);
+    } else {
+      launch_append_kv<Element, Element, Stored>(params, stream);
+    }
+  };
+  params.is_fp8 ? launch.template operator()<uint8_t>() : launch.template operator()<Element>();
 }
 
 }  // namespace flash_cute

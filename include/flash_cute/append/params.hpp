@@ -12,6 +12,7 @@ constexpr int kAppendChunkBytes = 16;  // a thread moves two of these of a row
 // A new row, with its place in the cache.
 struct NewToken {
   int entry, row;         // of k, v and q
+  int sequence;           // -1: of none, or it is not known
   int page, row_in_page;  // of the cache; page < 0: it is not written
   int64_t position;       // for the rotation
 };
@@ -62,6 +63,8 @@ struct AppendParams {
   Divisor pairs;             // of chunks in the widest row
   TensorView k, v, k_cache, v_cache;
   TensorView q, rotated_q;  // of tokens.heads_q > 0
+  bool is_fp8 = false;      // the cache has codes of 8 bits, which times their scales are its numbers
+  CacheScale k_scale, v_scale;
   DeviceInfo device;
 
   // Of a token: one for each pair of chunks of each row of q, k and v.
@@ -93,7 +96,7 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
   NewTokens const& tokens = params.tokens;
   CachePages const& cache = params.cache;
   int const entry = tokens.rows.quotient(index), row = tokens.rows.remainder(index);
-  NewToken token{entry, row, -1, 0, 0};
+  NewToken token{entry, row, -1, -1, 0, 0};
   Rotary const& rotary = params.rotary;
   // Asked for before slots are looked at, so that both are on their way at once.
   int64_t const* const positions = rotary.dim > 0 ? rotary.positions : nullptr;
@@ -107,6 +110,7 @@ FLASH_CUTE_HOST_DEVICE NewToken token_of(AppendParams const& params, int index) 
     }
   } else {
     int const sequence = tokens.cu_seqlens ? sequence_of_row(tokens.cu_seqlens, cache.sequences, row) : entry;
+    token.sequence = sequence;
     if (sequence >= 0) {
       int const begin = tokens.cu_seqlens ? tokens.cu_seqlens[sequence] : 0;
       token.position = int64_t(cache.cache_seqlens ? cache.cache_seqlens[sequence] : 0) + row - begin;

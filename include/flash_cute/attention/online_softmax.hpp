@@ -102,6 +102,12 @@ struct OnlineSoftmax {
     }
   }
 
+  // Then what O is multiplied by has one more factor.
+  CUTE_DEVICE void scale_output(float factor) {
+    CUTE_UNROLL
+    for (int row = 0; row < kRows; ++row) row_sum[row] *= factor;
+  }
+
   // Then divides O by the row sums. Fully masked rows become zeros even where a hidden V was not finite; they
   // are rare, and a select for every element would cost 1 to 2%. Rows that see scores of -inf alone have a
   // sum of 0, too: they become NaN, without a sink.

@@ -17,78 +17,91 @@ constexpr int kCombineWarps = 4, kCombineThreads = 32 * kCombineWarps;
 
 // One row, by a team of warps that share its splits: the mean of the splits' O, weighted by exp(LSE). A split
 // in which the row sees nothing has an LSE of -inf and an O of zeros. The order of additions depends on the
-// numbers of the splits alone.
+// numbers of the splits alone. A warp has little to do but to wait, so instructions count: a lane has as many
+// columns side by side as a load takes, and addresses go from split to split.
 template <class Element, int kHeadDimV>
 struct CombineRow {
-  static constexpr int kLanes = 32, kWidth = 2;  // columns that a lane has side by side
+  static constexpr int kLanes = 32, kWidth = kHeadDimV % 128 == 0 ? 4 : 2;  // columns side by side
   static constexpr int kChunks = (kHeadDimV + kLanes * kWidth - 1) / (kLanes * kWidth);
+  static constexpr int kColumns = kChunks * kWidth;         // of a lane
   static constexpr int kAtOnce = kHeadDimV <= 128 ? 8 : 4;  // splits of a warp whose loads overlap
-  using Sums = float2[kCombineWarps][kChunks][kLanes];
-  PartialResults const& partial;
-  int slot, stride;  // of the tile's first split, and from one to the next
-  int begin, end;    // the splits, of which lane i of 32 has those that are i modulo 32
-  int row;
+  using Chunk = std::conditional_t<kWidth == 4, float4, float2>;
+  using Sums = Chunk[kCombineWarps][kChunks][kLanes];
+  float const *out, *lse;      // of the first split
+  int64_t out_step, lse_step;  // from one split to the next
+  int begin, end;              // the splits, of which lane i of 32 has those that are i modulo 32
+  int head_dim_v;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % kLanes; }
-  CUTE_DEVICE int slot_of(int split) const { return slot + (split - begin) * stride; }
-  CUTE_DEVICE bool exists(int split) const { return begin <= split && split < end; }
+  CUTE_DEVICE int column(int chunk) const { return (chunk * kLanes + lane()) * kWidth; }
   CUTE_DEVICE float lse_of(int split) const {
-    return exists(split) ? partial.lse_of(slot_of(split), row) : -INFINITY;
+    return begin <= split && split < end ? lse[(split - begin) * lse_step] : -INFINITY;
   }
 
-  CUTE_DEVICE float highest_lse() const {
-    float highest = -INFINITY;
-    for (int split = lane(); split < end; split += kLanes) highest = fmaxf(highest, lse_of(split));
+  CUTE_DEVICE float highest_lse(float own) const {
+#pragma unroll 1
+    for (int split = lane() + kLanes; split < end; split += kLanes) own = fmaxf(own, lse_of(split));
     CUTE_UNROLL
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-    }
-    return highest;
+    for (int step = kLanes / 2; step > 0; step /= 2) own = fmaxf(own, __shfl_xor_sync(~0u, own, step));
+    return own;
   }
 
-  // The splits member, member + team, member + 2 team, ... Returns the sum of all splits' weights.
-  CUTE_DEVICE float add(float reference, int member, int team, float2 (&total)[kChunks]) const {
+  // Adds the splits member, member + team, member + 2 team, ... weighted by exp(LSE - reference), where the
+  // reference is the highest LSE, or the sink. Returns the sum of all weights.
+  CUTE_DEVICE float add(float sink, int member, int team, float (&total)[kColumns], float& reference) const {
+    int split = begin + ((member - begin) & (team - 1));
+    float const* from = out + (split - begin) * out_step + column(0);
+    int64_t const step = team * out_step;
     float sum = 0.f;
     for (int first = 0; first < end; first += kLanes) {
-      float const own_weight = expf(lse_of(first + lane()) - reference);
-      for (int i = member; i < smaller(kLanes, end - first); i += kAtOnce * team) {
-        float2 values[kAtOnce][kChunks];
+      int const stop = smaller(first + kLanes, end);
+      float const own_lse = lse_of(first + lane());
+      float own_weight = 0.f;
+      bool is_weighted = false;
+      do {
+        Chunk values[kAtOnce][kChunks];
         CUTE_UNROLL
-        for (int n = 0; n < kAtOnce; ++n) {
-          int const split = first + i + n * team;
-          auto const* const out = reinterpret_cast<float2 const*>(partial.out_row(slot_of(split), row));
+        for (int n = 0; n < kAtOnce; ++n, from += step) {
           CUTE_UNROLL
           for (int chunk = 0; chunk < kChunks; ++chunk) {
-            int const column = chunk * kLanes + lane();
-            bool const is_value =
-                i + n * team < kLanes && exists(split) && column * kWidth < partial.head_dim_v;
-            values[n][chunk] = is_value ? out[column] : float2{};
+            if (split + n * team < stop && column(chunk) < head_dim_v)
+              values[n][chunk] = *reinterpret_cast<Chunk const*>(from + chunk * kLanes * kWidth);
           }
+        }
+        if (!is_weighted) {  // while these arrive
+          if (first == 0) {
+            float const highest = fmaxf(highest_lse(own_lse), sink);
+            reference = highest == -INFINITY ? 0.f : highest;
+          }
+          own_weight = expf(own_lse - reference);
+          sum += own_weight;
+          is_weighted = true;
         }
         CUTE_UNROLL
         for (int n = 0; n < kAtOnce; ++n) {
-          float const weight = __shfl_sync(~0u, own_weight, (i + n * team) % kLanes);
+          float const weight = __shfl_sync(~0u, own_weight, (split + n * team) % kLanes);
+          if (split + n * team >= stop) continue;
           CUTE_UNROLL
-          for (int chunk = 0; chunk < kChunks; ++chunk) {
-            total[chunk].x += weight * values[n][chunk].x;
-            total[chunk].y += weight * values[n][chunk].y;
-          }
+          for (int i = 0; i < kColumns; ++i)
+            total[i] += weight * reinterpret_cast<float const*>(&values[n][i / kWidth])[i % kWidth];
         }
-      }
-      sum += own_weight;
+        split += kAtOnce * team;
+      } while (split < stop);
+      int const next = first + kLanes + member;
+      from += (next - split) * out_step;
+      split = next;
     }
     CUTE_UNROLL
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return sum;
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    return sum + expf(sink - reference);
   }
 
-  CUTE_DEVICE void store(Element* target, float factor, float2 const (&total)[kChunks]) const {
+  CUTE_DEVICE void store(Element* target, float factor, float const (&total)[kColumns]) const {
     CUTE_UNROLL
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      int const column = (chunk * kLanes + lane()) * kWidth;
-      if (column < partial.head_dim_v) {
-        *reinterpret_cast<uint32_t*>(target + column) =
-            pack<Element>(total[chunk].x * factor, total[chunk].y * factor);
+    for (int i = 0; i < kColumns; i += 2) {
+      int const at = column(i / kWidth) + i % kWidth;
+      if (at < head_dim_v) {
+        *reinterpret_cast<uint32_t*>(target + at) = pack<Element>(total[i] * factor, total[i + 1] * factor);
       }
     }
   }
@@ -97,15 +110,18 @@ struct CombineRow {
 // The thread blocks of a slot, blockIdx.y of gridDim.y, combine the part's share of the tile's rows.
 // kStartsEarly: as launch_kernel has it.
 template <class Element, int kHeadDimV, bool kStartsEarly, class Source>
-__global__ void __launch_bounds__(kCombineThreads, 5)
+__global__ void __launch_bounds__(kCombineThreads, 4)
     combine_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ Source const source,
                    __grid_constant__ PartialResults const partial) {
   using Combine = CombineRow<Element, kHeadDimV>;
   __shared__ typename Combine::Sums sums;
-  // Also where nothing is cut: the kernel after this one waits for this one alone.
-  if constexpr (kStartsEarly) wait_for_grid_before();
   int const slot = blockIdx.x, lane = Combine::lane(), warp = threadIdx.x / 32;
-  if (slot >= source.order.cut_blocks() * int(source.order.packs_of_all.value)) return;
+  // What is known without lengths is found while the forward runs, as this takes a microsecond.
+  bool const is_known = source.order.is_uniform();
+  // Also where nothing is cut: the kernel after this one waits for this one alone.
+  if (kStartsEarly && !is_known) wait_for_grid_before();
+  bool const is_cut = slot < source.order.cut_blocks() * int(source.order.packs_of_all.value);
+  if (!is_known && !is_cut) return;
   SplitTile const tile = partial.tiles ? partial.tiles[slot] : source.tile(slot);
   auto const mask = source.mask(tile);
   PackGqa const& rows = source.rows();
@@ -115,35 +131,48 @@ __global__ void __launch_bounds__(kCombineThreads, 5)
   int const team = fixed_blocks == 0 && tile.splits <= Combine::kAtOnce       ? 1
                    : fixed_blocks == 0 && tile.splits <= 2 * Combine::kAtOnce ? 2
                                                                               : kCombineWarps;
-  int const teams = kCombineWarps / team, member = warp % team;
+  int const teams = kCombineWarps / team, member = warp & (team - 1);
   int const group_rows = partial.rows / rows.groups;
-
   int const share = tile.split * gridDim.y + blockIdx.y, shares = tile.splits * gridDim.y;
-  for (int first = share * teams; first < partial.rows; first += shares * teams) {
-    int const row = first + warp / team, group = row / group_rows, of_group = row - group * group_rows;
+  int const first_slot = slot - tile.split * tile.tiles_per_split;
+  int const warp_row = (team == 1 ? warp : team == 2 ? warp / 2 : 0);
+  struct Row {
+    int row, query, head;
+    bool exists;
+  };
+  auto row_of = [&](int first) -> Row {
+    int const row = first + warp_row, group = row / group_rows, of_group = row - group * group_rows;
     int const query = tile.m_begin + group * rows.queries + rows.query(of_group);
-    bool const is_row = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
-    Combine const combine{
-        partial, slot - tile.split * tile.tiles_per_split, tile.tiles_per_split, begin, begin + tile.splits,
-        row};
-    int const head = tile.head + rows.head(of_group);
+    return {row, query, tile.head + rows.head(of_group),
+            row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q};
+  };
+  Row at = row_of(share * teams);
+  if (kStartsEarly && is_known) wait_for_grid_before();
+  if (!is_cut) return;
+
+  for (int first = share * teams; first < partial.rows; first += shares * teams, at = row_of(first)) {
+    auto const [row, query, head, is_row] = at;
+    Combine const combine{.out = partial.out_row(first_slot, row),
+                          .lse = &partial.lse_of(first_slot, row),
+                          .out_step = int64_t(tile.tiles_per_split) * partial.rows * partial.head_dim_v,
+                          .lse_step = int64_t(tile.tiles_per_split) * partial.rows,
+                          .begin = begin,
+                          .end = begin + tile.splits,
+                          .head_dim_v = partial.head_dim_v};
     float const sink = params.sinks.logits && is_row ? params.sinks.logit<Element>(head) : -INFINITY;
-    float2 total[Combine::kChunks]{};
+    float total[Combine::kColumns]{};
     float sum = 0.f, reference = 0.f;
-    if (is_row) {
-      float const highest = fmaxf(combine.highest_lse(), sink);
-      reference = highest == -INFINITY ? 0.f : highest;
-      sum = combine.add(reference, member, team, total) + expf(sink - reference);
-    }
+    if (is_row) sum = combine.add(sink, member, team, total, reference);
     if (team > 1) {
+      auto& chunks = reinterpret_cast<typename Combine::Chunk(&)[Combine::kChunks]>(total);
       CUTE_UNROLL
-      for (int chunk = 0; chunk < Combine::kChunks; ++chunk) sums[warp][chunk][lane] = total[chunk];
+      for (int chunk = 0; chunk < Combine::kChunks; ++chunk) sums[warp][chunk][lane] = chunks[chunk];
       __syncthreads();
       for (int other = 1; member == 0 && other < team; ++other) {
         CUTE_UNROLL
-        for (int chunk = 0; chunk < Combine::kChunks; ++chunk) {
-          total[chunk].x += sums[warp + other][chunk][lane].x;
-          total[chunk].y += sums[warp + other][chunk][lane].y;
+        for (int i = 0; i < Combine::kColumns; ++i) {
+          total[i] += reinterpret_cast<float const*>(
+              &sums[warp + other][i / Combine::kWidth][lane])[i % Combine::kWidth];
         }
       }
       __syncthreads();

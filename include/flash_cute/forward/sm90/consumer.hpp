@@ -86,6 +86,7 @@ struct ForwardConsumerSm90 {
     bool const is_early = finalizes_early<Traits>(params);
     auto store_tile = [&](auto tile) {
       if (!is_early) softmax.finalize();
+      if constexpr (kSplitKeys) softmax.scale_output(params.cache.v_scale.of(tile.batch, tile.head_kv));
       tile.m_begin = first_query(tile);
       auto const& mask = source.mask(tile);
       if constexpr (kSplitKeys) {
@@ -116,6 +117,12 @@ struct ForwardConsumerSm90 {
       auto blocks = kv_blocks_of<Traits::kBlockN>(source, tile);
       auto const full_blocks = mask.full(first_query(tile), rows.queries, Traits::kBlockN);
       auto const upcoming = tiles.next();
+      [[maybe_unused]] float k_scale = 1.f;
+      if constexpr (kSplitKeys) {
+        k_scale = params.cache.k_scale.of(tile.batch, tile.head_kv);
+        bool const is_of_scores = kGeneral && params.scores.change();
+        softmax.scale_log2 = params.softmax.scale_log2 * (is_of_scores ? 1.f : k_scale);
+      }
       // What a table says of a block's pairs is loaded a block ahead, and found beside the product.
       typename Traits::PairTiles::template Visible<decltype(cS), kGeneral> visible;
       [[maybe_unused]] decltype(visible) kept;  // by dropout
@@ -145,7 +152,7 @@ struct ForwardConsumerSm90 {
       auto probabilities = [&](auto& acc_s) {
         release(shared.ring_k, at_k);
         if constexpr (kGeneral)
-          change_scores(source, tile, first_query(tile), blocks.block, cS, slopes, acc_s);
+          change_scores(source, tile, first_query(tile), blocks.block, cS, slopes, k_scale, acc_s);
         auto apply_table = [&](auto& acc) {
           if (is_partial) hide(visible, acc);
         };
@@ -228,8 +235,15 @@ struct ForwardConsumerSm90 {
   }
   template <class Source, class Coords, class Slopes, class Scores>
   CUTE_DEVICE void change_scores(Source const& source, typename Source::Tile const& tile, int m_begin,
-                                 int block, Coords const& cS, Slopes const& slopes, Scores& acc_s) {
+                                 int block, Coords const& cS, Slopes const& slopes, float k_scale,
+                                 Scores& acc_s) {
     if (!params.scores.change()) return;
+    if constexpr (kSplitKeys) {
+      if (params.cache.is_fp8) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(acc_s); ++i) acc_s(i) *= k_scale;
+      }
+    }
     constexpr BiasLoads kLoads = kSplitKeys                           ? BiasLoads::none
                                  : Traits::PairTiles::kBiasStages > 0 ? BiasLoads::tiles
                                                                       : BiasLoads::threads;
