@@ -45,16 +45,30 @@ struct SplitLengths {
     int const left = rest > 0 ? int(larger<int64_t>(0, tiles - fit)) : 0;
     return full * longer + ceil_div(left, blocks) * shorter + (split < of_tile ? kCombine : 0);
   }
-  // The blocks of keys of a split that take the least time, but no more splits for less than 3% of it. share:
-  // of the work, what a thread block has of it.
-  FLASH_CUTE_HOST_DEVICE int best_split(int tiles, int of_tile, int share) const {
-    int best = of_tile, least = time(tiles, of_tile, of_tile);
+  // Of a tile's blocks of keys those of a split that round `round` ends with, or all of them in round 0.
+  // share: of the work, what a thread block has of it.
+  FLASH_CUTE_HOST_DEVICE int split_of(int of_tile, int share, int round) const {
+    return round == 0 ? of_tile : smaller(of_tile, larger(least_blocks, ceil_div(share, round)));
+  }
+  struct Choice {
+    int split, time;
+  };
+  // The blocks of keys of a split that take the least time, but no more splits for less than 3% of it.
+  // choice(round): see split_of.
+  template <class ChoiceOf>
+  FLASH_CUTE_HOST_DEVICE int best_split(ChoiceOf&& choice) const {
+    Choice best = choice(0);
     for (int round = 1; round <= rounds; ++round) {
-      int const split = smaller(of_tile, larger(least_blocks, ceil_div(share, round)));
-      int const needed = time(tiles, of_tile, split);
-      if (33 * int64_t(needed) < 32 * int64_t(least)) best = split, least = needed;
+      Choice const other = choice(round);
+      if (33 * int64_t(other.time) < 32 * int64_t(best.time)) best = other;
     }
-    return best;
+    return best.split;
+  }
+  FLASH_CUTE_HOST_DEVICE int best_split(int tiles, int of_tile, int share) const {
+    return best_split([&](int round) {
+      int const split = split_of(of_tile, share, round);
+      return Choice{split, time(tiles, of_tile, split)};
+    });
   }
 };
 
