@@ -66,6 +66,11 @@ struct ForwardConsumerSm90 {
     products.begin();
 
     auto issue_scores = [&](auto& acc_s) {
+      if constexpr (kGeneral && !kSplitKeys) {  // scores that somebody else made have q and k of 8 columns
+        issue_narrow_product(params.shape.head_dim <= 16, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
+                             tSrK(_, _, _, at_k.stage), acc_s);
+        return;
+      }
       issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
                     tSrK(_, _, _, at_k.stage), acc_s);
     };
