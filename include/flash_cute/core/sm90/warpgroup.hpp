@@ -57,21 +57,6 @@ CUTE_DEVICE void issue_product(GMMA::ScaleOut scale, Mma& mma, A const& a, B con
   warpgroup_commit_batch();
 }
 
-// Likewise acc = A B^T, of the first slice alone if A's others are zeros.
-template <class Mma, class A, class B, class Acc>
-CUTE_DEVICE void issue_narrow_product(bool is_narrow, Mma& mma, A const& a, B const& b, Acc& acc) {
-  warpgroup_fence_operand(acc);
-  warpgroup_arrive();
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  gemm(mma, a(_, _, 0), b(_, _, 0), acc);
-  mma.accumulate_ = GMMA::ScaleOut::One;
-  if (!is_narrow) {
-    CUTE_UNROLL
-    for (int k = 1; k < size<2>(a); ++k) gemm(mma, a(_, _, k), b(_, _, k), acc);
-  }
-  warpgroup_commit_batch();
-}
-
 // Waits until at most kInFlight later products are unfinished, so that acc may be used again.
 template <int kInFlight, class Acc>
 CUTE_DEVICE void wait_products(Acc& acc) {

@@ -13,6 +13,21 @@
 
 namespace flash_cute {
 
+// Issues acc = A B^T, of the first slice of columns alone if there are no more.
+template <class Mma, class A, class B, class Acc>
+CUTE_DEVICE void issue_narrow_product(bool is_narrow, Mma& mma, A const& a, B const& b, Acc& acc) {
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  gemm(mma, a(_, _, 0), b(_, _, 0), acc);
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  if (!is_narrow) {
+    CUTE_UNROLL
+    for (int k = 1; k < size<2>(a); ++k) gemm(mma, a(_, _, k), b(_, _, k), acc);
+  }
+  warpgroup_commit_batch();
+}
+
 template <class Traits>
 struct ForwardConsumerSm90 {
   using Element = typename Traits::Element;
