@@ -28,7 +28,7 @@ REGIONS_BYTES = {"cuda": 300_000_000, "cpu": 50_000}  # of all regions together:
 ROUNDED_TO = 256  # rows of a sequence, so that any page that divides it fits
 CHECKED_QUERIES = 4  # of the last sequence, its last ones
 MOST_ERROR = 0.02  # of a result, relative, root mean square: several times what rounding P to 16 bits costs
-OURS, INVARIANT = "ours", "ours, batch invariant"
+OURS, INVARIANT, LENGTHS = "ours", "ours, batch invariant", "ours, lengths"
 PAGES = ", pages of "  # and their size, behind a contender's name
 CACHE_PEERS = tuple(named(CONTIGUOUS, PAGED))
 
@@ -171,12 +171,16 @@ class Cache:
 
 
 def names(cell: Cell, pages: list[int], peers: list[str]) -> list[str]:
-    """The contenders of a cell; sequences of mixed lengths are in pages only."""
+    """The contenders of a cell; sequences of mixed lengths are in pages only.
+
+    A chunk's calls have lengths anyway; of others contiguous ones have them as a contender of their own.
+    """
 
     def called_with(what: str) -> list[str]:
         return [peer for peer in peers if peer in named(what)]
 
-    contiguous = [] if cell.mixed else [OURS, INVARIANT, *called_with(CONTIGUOUS)]
+    mine = [OURS, INVARIANT] if cell.packed else [OURS, LENGTHS, INVARIANT]
+    contiguous = [] if cell.mixed else mine + called_with(CONTIGUOUS)
     paged = [OURS, *called_with(PAGED)]
     return contiguous + [f"{name}{PAGES}{page}" for name in paged for page in pages]
 
@@ -197,7 +201,8 @@ def prepare(name: str, cache: Cache, family: str | None) -> tuple[list[Run], flo
     page = int(rows) if rows else None
     who, options, tried = PEERS.get(base), {}, attempt_theirs
     if not who:
-        who, options, tried = Ours(family), {"batch_invariant": base == INVARIANT}, attempt
+        who, tried = Ours(family), attempt
+        options = {"batch_invariant": base == INVARIANT, "lengths": base == LENGTHS}
     call = tried(lambda: who.cached(cache, page, **options))
     calls = [partial(call, k, v) for k, v in cache.regions(page)]
     reference = cache.reference(page, cache.cell.queries > 1 and who.hides_keys)

@@ -11,10 +11,11 @@ other. The graphs of a cell are replayed in another random order every round; a 
 
 The share of the read rate is the bytes of K and V, read once, over the time and the rate at which a kernel
 that does nothing else reads 4 GiB, before or after all cells, whichever is higher. Queries after the first
-are causal, but for PyTorch's peers, which run them without a mask. Contenders are ours contiguous, with
-batch_invariant and with pages of each size; PyTorch's cuDNN and FlashAttention-2; and where they are
-installed FlashAttention-3 and FlashInfer ("flashinfer", its FlashAttention-2, and "xqa"), whose first run
-takes minutes to compile. What gives another result than float32 is left out.
+are causal, but for PyTorch's peers, which run them without a mask. Contenders are ours contiguous, without
+lengths, with lengths (seqused_k) and with batch_invariant, and in pages of each size; PyTorch's cuDNN and
+FlashAttention-2; and where they are installed FlashAttention-3 and FlashInfer ("flashinfer", its
+FlashAttention-2, and "xqa"), whose first run takes minutes to compile. What gives another result than float32
+is left out.
 
 Chunks are the next 512 tokens of prompts, packed, ours by forward_varlen, contiguous with the same cuts of
 the keys as in pages. append_kv writes new rows of K and V and rotates K and Q, beside a copy of the same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ..caches import INVARIANT, OURS, PAGES
+from ..caches import INVARIANT, LENGTHS, OURS, PAGES
 from .tables import (
     by_column,
     colour,
@@ -44,7 +44,8 @@ def page_of(name: str) -> int | None:
 
 
 def ratios(cell: dict) -> dict[str, float]:
-    """How many times as fast ours is as the best peer, on pages as contiguous, and batch invariant as free.
+    """How many times as fast ours is as the best peer, in every other way as contiguous, and in pages as that
+    with lengths.
 
     Of mixed lengths, which are in pages only, ours is that with the pages that are best for it.
     """
@@ -56,10 +57,10 @@ def ratios(cell: dict) -> dict[str, float]:
         peers = {other: ratio for other, ratio in speedup[best].items() if other not in speedup}
         if peers:
             found[BEST] = min(peers.values())
-    for name in speedup:
-        if name != OURS and OURS in speedup:
-            title = "batch invariant" if name == INVARIANT else f"pages of {page_of(name)}"
-            found[f"{title}/contiguous"] = speedup[name][OURS]
+    for base, title in ((OURS, "contiguous"), (LENGTHS, "lengths")):
+        for name in speedup:
+            if base in speedup[name] and (base == OURS or page_of(name)):
+                found[f"{name.removeprefix(f'{OURS}, ')}/{title}"] = speedup[name][base]
     return found
 
 
@@ -175,8 +176,8 @@ def plot(results: dict, path: Path) -> None:
 def style(name: str) -> dict:
     """Ours filled, peers hollow; a colour for each of them and a marker for where keys lie."""
     base = name.partition(PAGES)[0]
-    mine = base in (OURS, INVARIANT)
-    found = {OURS: colour("sm90"), INVARIANT: colour("sm80")}.get(base) or colour(base)
+    mine = base.startswith(OURS)
+    found = colour({OURS: "sm90", INVARIANT: "sm80", LENGTHS: "cpu"}.get(base, base))
     marker = MARKERS.get(page_of(name), "D") if page_of(name) else "o"
     fill = found if mine else "none"
     return {"color": found, "marker": marker, "linestyle": "", "markersize": 5, "markerfacecolor": fill}

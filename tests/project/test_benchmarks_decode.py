@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flash_cute
-from benchmarks import caches, decode, timing
+from benchmarks import caches, decode, report, timing
 from benchmarks.caches import Cache, Cell
 from benchmarks.peers import flash_infer, newer_flash
 from benchmarks.peers.base import CannotRun
@@ -138,9 +138,10 @@ def test_regions_share_no_memory(page, cell):
 def test_names_of_contenders():
     peers = ["cudnn", "flash3", "xqa"]
     found = caches.names(CELLS["equal"], [64, 1], peers)
-    assert found[:4] == ["ours", "ours, batch invariant", "cudnn", "flash3"]
+    assert found[:5] == ["ours", "ours, lengths", "ours, batch invariant", "cudnn", "flash3"]
     paged = [f"{name}, pages of {page}" for name in ("ours", "flash3", "xqa") for page in (64, 1)]
-    assert found[4:] == paged == caches.names(MIXED, [64, 1], peers)
+    assert found[5:] == paged == caches.names(MIXED, [64, 1], peers)
+    assert "ours, lengths" not in caches.names(CELLS["chunks"], [64, 1], peers)
 
 
 @each_cell
@@ -291,11 +292,15 @@ def test_a_small_run(tmp_path):
     assert [cell["problem"]["case"] for cell in found["cells"]] == ["2x40", "3x1-90"] * 2 + ["2x70"]
     equal, mixed = found["cells"][:2]
     pages = {f"ours, pages of {page}" for page in (64, 16, 1)}
-    assert set(equal["times_us"]) == pages | {"ours", "flash"}
+    assert set(equal["times_us"]) == pages | {"ours", "ours, lengths", "flash"}
     assert set(mixed["times_us"]) == pages
     assert set(equal["excluded"]) == {"ours, batch invariant"}
-    assert equal["speedup"].keys() == pages | {"ours"}
-    assert equal["speedup"]["ours"].keys() == pages | {"flash"}
+    assert equal["speedup"].keys() == pages | {"ours", "ours, lengths"}
+    assert equal["speedup"]["ours"].keys() == pages | {"ours, lengths", "flash"}
+    over = [f"pages of {page}/{what}" for what in ("contiguous", "lengths") for page in (64, 16, 1)]
+    assert list(report.decode.ratios(equal)) == ["ours/best peer", "lengths/contiguous", *over]
+    assert list(report.decode.ratios(mixed)) == []
+    assert list(report.decode.ratios(found["cells"][-1])) == ["ours/best peer", *over[:3]]
     paged = {f"ours, pages of {page}" for page in decode.APPEND_PAGES}
     assert [append["problem"]["tokens"] for append in found["appends"]] == [10, 3]
     for append in found["appends"]:
