@@ -74,6 +74,7 @@ class Ours(Peer):
     def cached(self, cache, page: int | None, batch_invariant: bool = False, lengths: bool = False) -> Call:
         cell = cache.cell
         options = {"causal": cell.queries > 1, "family": self.family, "batch_invariant": batch_invariant}
+        options |= cache.scales
         if page or lengths or cell.packed:
             options["seqused_k"] = cache.used
         if page:
