@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -28,9 +28,11 @@ REGIONS_BYTES = {"cuda": 300_000_000, "cpu": 50_000}  # of all regions together:
 ROUNDED_TO = 256  # rows of a sequence, so that any page that divides it fits
 CHECKED_QUERIES = 4  # of the last sequence, its last ones
 MOST_ERROR = 0.02  # of a result, relative, root mean square: several times what rounding P to 16 bits costs
-OURS, INVARIANT = "ours", "ours, batch invariant"
+OURS, INVARIANT, LENGTHS, CODES = "ours", "ours, batch invariant", "ours, lengths", "ours, fp8"
 PAGES = ", pages of "  # and their size, behind a contender's name
 CACHE_PEERS = tuple(named(CONTIGUOUS, PAGED))
+FP8 = torch.float8_e4m3fn
+SCALE = 2**-6  # of codes, which reach 448: normal numbers are below 7
 
 
 def parse_case(text: str) -> str:
@@ -62,6 +64,7 @@ class Cell:
     packed: bool = False
     dtype: str = "bf16"
     head_dim_v: int | None = None  # of v, where it has its own
+    fp8: bool = False  # codes of 8 bits are cached, beside q of dtype
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -90,7 +93,8 @@ class Cell:
     @property
     def bytes(self) -> int:
         """Of the keys and values of all sequences, read once."""
-        return sum(self.lengths) * self.heads_kv * sum(self.widths) * DTYPES[self.dtype].itemsize
+        size = (FP8 if self.fp8 else DTYPES[self.dtype]).itemsize
+        return sum(self.lengths) * self.heads_kv * sum(self.widths) * size
 
     @property
     def flops(self) -> int:
@@ -109,6 +113,17 @@ class Cell:
         return asdict(self) | {"tokens": sum(self.lengths), "bytes": self.bytes, "flops": self.flops}
 
 
+def pools(cells: Sequence[Cell], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Of keys and of values, for each of the cells, which cache the same type."""
+    largest = max((cell.numbers(device) for cell in cells), default=0)
+
+    def pool() -> torch.Tensor:
+        numbers = torch.randn(largest, dtype=DTYPES[cells[0].dtype], device=device)
+        return numbers.div_(SCALE).to(FP8) if cells[0].fp8 else numbers
+
+    return tuple(pool() for _ in range(2)) if cells else ()
+
+
 class Cache:
     """A cell's queries, lengths and regions. Every cell's regions lie in the same two pools."""
 
@@ -120,6 +135,8 @@ class Cache:
         self.q = q.to(DTYPES[cell.dtype]).transpose(1, 2)
         self.packed_q = self.q.transpose(1, 2).flatten(0, 1)
         self.used = torch.tensor(cell.lengths, dtype=torch.int32, device=self.device)
+        scale = torch.full((cell.heads_kv,), SCALE, device=self.device)
+        self.scales = dict.fromkeys(("k_scale", "v_scale"), scale) if cell.fp8 else {}
         self.references: dict[tuple, torch.Tensor] = {}
 
     def padded(self, packed: torch.Tensor) -> torch.Tensor:
@@ -165,19 +182,27 @@ class Cache:
             else:
                 k, v = k[-1], v[-1]
             k, v = (x[None, :, : self.cell.lengths[-1]] for x in (k, v))
+            if self.cell.fp8:
+                k, v = (x.float() * SCALE for x in (k, v))
             arguments = self.q[-1:, :, -CHECKED_QUERIES:], k, v, causal
             self.references[page, causal] = flash_cute.reference.forward(*arguments, dtype=torch.float32)[0]
         return self.references[page, causal]
 
 
 def names(cell: Cell, pages: list[int], peers: list[str]) -> list[str]:
-    """The contenders of a cell; sequences of mixed lengths are in pages only."""
+    """The contenders of a cell; sequences of mixed lengths are in pages only.
+
+    A chunk's calls have lengths anyway; of others contiguous ones have them as a contender of their own.
+    """
 
     def called_with(what: str) -> list[str]:
         return [peer for peer in peers if peer in named(what)]
 
-    contiguous = [] if cell.mixed else [OURS, INVARIANT, *called_with(CONTIGUOUS)]
-    paged = [OURS, *called_with(PAGED)]
+    mine = [OURS, INVARIANT] if cell.packed else [OURS, LENGTHS, INVARIANT]
+    contiguous, paged = mine + called_with(CONTIGUOUS), [OURS, *called_with(PAGED)]
+    if cell.fp8:
+        contiguous = paged = [CODES]
+    contiguous = [] if cell.mixed else contiguous
     return contiguous + [f"{name}{PAGES}{page}" for name in paged for page in pages]
 
 
@@ -197,7 +222,8 @@ def prepare(name: str, cache: Cache, family: str | None) -> tuple[list[Run], flo
     page = int(rows) if rows else None
     who, options, tried = PEERS.get(base), {}, attempt_theirs
     if not who:
-        who, options, tried = Ours(family), {"batch_invariant": base == INVARIANT}, attempt
+        who, tried = Ours(family), attempt
+        options = {"batch_invariant": base == INVARIANT, "lengths": base in (LENGTHS, CODES)}
     call = tried(lambda: who.cached(cache, page, **options))
     calls = [partial(call, k, v) for k, v in cache.regions(page)]
     reference = cache.reference(page, cache.cell.queries > 1 and who.hides_keys)

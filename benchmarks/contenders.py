@@ -71,15 +71,17 @@ class Ours(Peer):
         arguments = *arguments, offsets, None, problem.causal
         return partial(torch.ops.flash_cute._backward_varlen, *arguments, **options)
 
-    def cached(self, cache, page: int | None, batch_invariant: bool = False) -> Call:
+    def cached(self, cache, page: int | None, batch_invariant: bool = False, lengths: bool = False) -> Call:
         cell = cache.cell
         options = {"causal": cell.queries > 1, "family": self.family, "batch_invariant": batch_invariant}
+        options |= cache.scales
+        if page or lengths or cell.packed:
+            options["seqused_k"] = cache.used
         if page:
-            options |= {"seqused_k": cache.used, "block_table": cache.table(page)}
+            options["block_table"] = cache.table(page)
         if not cell.packed:
             return partial(flash_cute.attention, cache.q, **options)
         offsets = torch.arange(len(cell.lengths) + 1, dtype=torch.int32, device=cache.device) * cell.queries
-        options["seqused_k"] = cache.used
 
         def call(k, v):
             return cache.padded(flash_cute.attention_varlen(cache.packed_q, k, v, offsets, **options))

@@ -3,6 +3,7 @@
     python -m benchmarks.decode                                 all cells
     python -m benchmarks.decode --quick                         a few of them
     python -m benchmarks.decode --only decode --head-dims 128 --heads 32/8 --cases 1x8192,64x1-16384
+    python -m benchmarks.decode --cache fp8 --name decode-fp8   ours with caches of 8 bits, too
     python -m benchmarks.report benchmarks/results/<device>/decode.json    table and plot again
 
 A time is that of a call in a CUDA graph of calls back to back, 1 ms or longer, over regions of memory that
@@ -11,10 +12,14 @@ other. The graphs of a cell are replayed in another random order every round; a 
 
 The share of the read rate is the bytes of K and V, read once, over the time and the rate at which a kernel
 that does nothing else reads 4 GiB, before or after all cells, whichever is higher. Queries after the first
-are causal, but for PyTorch's peers, which run them without a mask. Contenders are ours contiguous, with
-batch_invariant and with pages of each size; PyTorch's cuDNN and FlashAttention-2; and where they are
-installed FlashAttention-3 and FlashInfer ("flashinfer", its FlashAttention-2, and "xqa"), whose first run
-takes minutes to compile. What gives another result than float32 is left out.
+are causal, but for PyTorch's peers, which run them without a mask. Contenders are ours contiguous, without
+lengths, with lengths (seqused_k) and with batch_invariant, and in pages of each size; PyTorch's cuDNN and
+FlashAttention-2; and where they are installed FlashAttention-3 and FlashInfer ("flashinfer", its
+FlashAttention-2, and "xqa"), whose first run takes minutes to compile. What gives another result than float32
+is left out.
+
+With --cache fp8 ours read a cache of 8 bits, too, with lengths and in pages. It has about twice as many
+regions, its share of the read rate is that of its own bytes, and its float32 result is of its own numbers.
 
 Chunks are the next 512 tokens of prompts, packed, ours by forward_varlen, contiguous with the same cuts of
 the keys as in pages. append_kv writes new rows of K and V and rotates K and Q, beside a copy of the same
@@ -25,7 +30,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -150,18 +155,21 @@ def rates(device: torch.device) -> dict[str, float]:
     return {"read_bytes": RATE_BYTES / min(us.values()) * 1e6, "copy_bytes": 2 * RATE_BYTES / copy * 1e6}
 
 
-def measure(cell: Cell, pools, options) -> dict:
-    cache = Cache(cell, pools)
-    names = caches.names(cell, options.pages, options.peers)
-    prepared, excluded = sifted(
-        {name: partial(caches.prepare, name, cache, options.family) for name in names}
-    )
+def measure(found: list[Cache], options) -> dict:
+    """Of a cell's cache, and of that of 8 bits where it is asked for."""
+    cell, device = found[0].cell, found[0].device
+    makers = {
+        name: partial(caches.prepare, name, cache, options.family)
+        for cache in found
+        for name in caches.names(cache.cell, options.pages, options.peers)
+    }
+    prepared, excluded = sifted(makers)
     running, errors = ({name: found[i] for name, found in prepared.items()} for i in range(2))
-    samples = replays(captured(running, excluded, cache.device), cache.device)
+    samples = replays(captured(running, excluded, device), device)
     mine = [name for name in samples if name.startswith(caches.OURS)]
     against = {name: [other for other in samples if other != name] for name in mine}
     measured = timing.compared(samples, against)
-    regions = cell.regions(cache.device)
+    regions = cell.regions(device)
     return {"problem": cell.to_json(), "regions": regions, **measured, "errors": errors, "excluded": excluded}
 
 
@@ -305,6 +313,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--head-dims", type=all_widths, metavar="D[xDV],...", help=HEAD_DIMS_HELP)
     args.add_argument("--queries", type=numbers, help="of a sequence")
     args.add_argument("--pages", type=pages, default=PAGES, help="default: 64,16,1")
+    args.add_argument("--cache", choices=["fp8"], help="ours with a cache of 8 bits, too")
     args.add_argument("--peers", type=listed(caches.CACHE_PEERS), help="of " + ", ".join(caches.CACHE_PEERS))
     args.add_argument("--family", help="ours (default: the device decides)")
     args.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -318,9 +327,12 @@ def main(arguments: list[str] | None = None) -> Path:
         options.peers = ["flash"] if device.type == "cpu" else list(caches.CACHE_PEERS)
     cells, writes = problems(options, device)
     found = [rates(device)]
-    largest = max((cell.numbers(device) for cell in cells), default=0)
-    pools = tuple(torch.randn(largest, dtype=DTYPES[options.dtype], device=device) for _ in range(2))
-    measured = [measure(cell, pools, options) for cell in timing.progress(cells, "decode")]
+    cached = [cells, [replace(cell, fp8=True) for cell in cells]][: 2 if options.cache else 1]
+    pools = [caches.pools(of_a_type, device) for of_a_type in cached]
+    measured = [
+        measure([Cache(*pair) for pair in zip(alike, pools, strict=True)], options)
+        for alike in timing.progress(zip(*cached, strict=True), "decode")
+    ]
     del pools
     written = [measure_append(cell, device) for cell in timing.progress(writes, "append")]
     found.append(rates(device))

@@ -1,6 +1,6 @@
 """Text from the GPT of char_gpt.py, served with a cache in pages and continuous batching.
 
-    python examples/generate.py [--check] [file ...]
+    python examples/generate.py [--check | --cache fp8] [file ...]
 
 Trains the model, then continues prompts of mixed lengths from text that it has not seen, always with the
 likeliest byte, in three ways, and prints tokens per second of each:
@@ -16,6 +16,10 @@ likeliest byte, in three ways, and prints tokens per second of each:
 With --check all but attention is computed in float32, and the text must be that of the model without a cache,
 but where it finds two bytes equally likely, within --tolerance. Exits with 1 where it is not. The model
 rotates q and k itself; `append_kv` could do that, too.
+
+With --cache fp8 the pages hold codes of 8 bits with a scale for each head, from the keys and values of the
+first prompt. The text may then differ from that of SDPA; the perplexity of unseen text is printed with keys
+and values that are read from a cache of 16 bits, and from one of codes.
 """
 
 from __future__ import annotations
@@ -43,7 +47,12 @@ NAMES = ("requests", "running", "pages", "page_size", "chunk", "prompt", "new")
 SIZES = {"cpu": (16, 8, 120, 16, 64, 160, 48), "cuda": (256, 64, 2048, 64, 2048, 2048, 256)}
 ARRIVALS = 2  # of requests, each step
 SHOWN_EVERY = 0.1  # seconds
+CODES = torch.float8_e4m3fn
+HEADROOM = 2  # of scales, for larger numbers than the first prompt has; codes are floating-point numbers
+SMALLEST = 1e-6  # of the numbers that scales are for, as a scale must be above 0
 ALONE = 16  # of so many sequences one is timed by itself, but at least four are
+
+Scales = list[dict[str, torch.Tensor]]  # of each layer, k_scale and v_scale; none where a cache has 16 bits
 
 
 @dataclass
@@ -58,12 +67,9 @@ class Request:
 class Server:
     """Continuous batching of at most `most` sequences over one pool of pages."""
 
-    def __init__(self, model: GPT, options: argparse.Namespace, most: int):
-        self.model, self.options, self.most = model, options, most
-        shape = options.layers, options.pages, options.kv_heads, options.page_size, options.head_dim
-        self.k_pages, self.v_pages = (
-            torch.zeros(shape, dtype=torch.bfloat16, device=options.device) for _ in range(2)
-        )
+    def __init__(self, model: GPT, options: argparse.Namespace, scales: Scales, most: int):
+        self.model, self.options, self.scales, self.most = model, options, scales, most
+        self.k_pages, self.v_pages = empty_caches(options, scales, options.pages, options.page_size)
         self.free = list(range(options.pages))  # the same pages in every layer
         self.running: list[Request] = []
 
@@ -102,15 +108,18 @@ class Server:
         new = [(one, i) for one, tokens in batch for i in range(one.cached, one.cached + tokens)]
         read, positions = on_device([one.tokens[i] for one, i in new]), on_device([i for _, i in new])
 
-        def attend(k_pages, v_pages, q, k, v):
+        def attend(k_pages, v_pages, scales, q, k, v):
             """The new rows of sequence b are offsets[b] to offsets[b + 1], behind before[b] in the cache."""
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (tokens, heads, head_dim)
-            flash_cute.append_kv(k, v, k_pages, v_pages, before, block_table=table, cu_seqlens=offsets)
-            lengths = {"seqused_k": after, "block_table": table}
-            out = flash_cute.attention_varlen(q, k_pages, v_pages, offsets, causal=True, **lengths)
+            flash_cute.append_kv(
+                k, v, k_pages, v_pages, before, block_table=table, cu_seqlens=offsets, **scales
+            )
+            given = {"seqused_k": after, "block_table": table, **scales}
+            out = flash_cute.attention_varlen(q, k_pages, v_pages, offsets, causal=True, **given)
             return out.transpose(0, 1).unsqueeze(0)
 
-        attentions = [partial(attend, *pages) for pages in zip(self.k_pages, self.v_pages, strict=True)]
+        layers = zip(self.k_pages, self.v_pages, self.scales, strict=True)
+        attentions = [partial(attend, *layer) for layer in layers]
         last = offsets[1:] - 1
         best = next_tokens(self.model, read[None], positions, attentions, (0, last)).tolist()
         for (request, tokens), token in zip(batch, best, strict=True):
@@ -120,6 +129,42 @@ class Server:
             if len(request.tokens) == request.end:
                 self.running.remove(request)
                 self.free += request.pages
+
+
+def empty_caches(options: argparse.Namespace, scales: Scales, count: int, rows: int) -> list[torch.Tensor]:
+    """Keys and values of all layers: for each, count times so many rows."""
+    shape = options.layers, count, options.kv_heads, rows, options.head_dim
+    dtype = CODES if scales[0] else torch.bfloat16
+    return [torch.zeros(shape, dtype=dtype, device=options.device) for _ in range(2)]
+
+
+def scales_for(model: GPT, prompt: list[int], device: torch.device) -> Scales:
+    """Of each head, by the largest of its keys and values in a prompt."""
+    found: Scales = []
+
+    def attend(q, k, v):
+        largest = (x.float().abs().amax((0, 2, 3)).clamp_min(SMALLEST) for x in (k, v))
+        most = torch.finfo(CODES).max / HEADROOM
+        found.append({name: x / most for name, x in zip(("k_scale", "v_scale"), largest, strict=True)})
+        return char_gpt.ours(q, k, v)
+
+    positions = torch.arange(len(prompt), device=device)
+    model.hidden(torch.tensor([prompt], device=device), positions, [attend] * len(model.blocks))
+    return found
+
+
+def perplexity(model: GPT, text: char_gpt.Text, options: argparse.Namespace, scales: Scales) -> float:
+    """Of text whose keys and values are read from a cache."""
+    batch, length = text.read.shape
+    before, after = (torch.full((batch,), n, device=options.device).int() for n in (0, length))
+
+    def attend(k_cache, v_cache, scales, q, k, v):
+        flash_cute.append_kv(k, v, k_cache, v_cache, before, **scales)
+        return flash_cute.attention(q, k_cache, v_cache, causal=True, seqused_k=after, **scales)
+
+    layers = zip(*empty_caches(options, scales, batch, length), scales, strict=True)
+    hidden = model.hidden(text.read, text.positions, [partial(attend, *layer) for layer in layers])
+    return F.cross_entropy(model.logits(hidden).flatten(0, 1), text.targets.flatten()).exp().item()
 
 
 def next_tokens(model: GPT, read, positions, attentions: list[Attention], rows: tuple) -> torch.Tensor:
@@ -229,11 +274,14 @@ def report(
 def options() -> argparse.Namespace:
     parser = char_gpt.training_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the model without a cache")
+    parser.add_argument("--cache", choices=["fp8"], help="of 8 bits (default: of 16)")
     parser.add_argument("--tolerance", type=float, default=1e-2, help="of logits; default: 1e-2")
     for name in NAMES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N")
     defaults = {device: dict(zip(NAMES, sizes, strict=True)) for device, sizes in SIZES.items()}
     found = char_gpt.parse(parser, defaults)
+    if found.check and found.cache:
+        parser.error("--check: with --cache fp8 the text is not that of the model without a cache")
     if found.prompt + found.new > found.pages * found.page_size:
         room = f"{found.pages} pages of {found.page_size}"
         parser.error(f"--pages: {room} are too few for a prompt of {found.prompt} and {found.new} new tokens")
@@ -245,8 +293,16 @@ def compare(model: GPT, text: torch.Tensor, options: argparse.Namespace) -> bool
     requests = draw(text, options)
     new = [request.end - len(request.tokens) for request in requests]
     print(f"{len(requests)} prompts of up to {options.prompt} bytes, {sum(new)} bytes to generate")
+    plain: Scales = [{}] * options.layers
+    scales = scales_for(model, requests[0].tokens, options.device) if options.cache else plain
+    if options.cache:
+        number = min(options.running, (len(text) - 1) // options.prompt)
+        pieces = char_gpt.cut(text, torch.arange(number) * options.prompt, options.prompt, options.device)
+        found = [perplexity(model, pieces, options, given) for given in (plain, scales)]
+        told = f"{found[0]:.4f} from a cache of 16 bits, {found[1]:.4f} from one of 8"
+        print(f"perplexity of {pieces.read.numel()} unseen bytes: {told}")
     batching, alone = (
-        partial(serve, title, Server(model, options, most))
+        partial(serve, title, Server(model, options, scales, most))
         for title, most in (("continuous batching", options.running), ("one at a time", 1))
     )
     print(f"\n{'':>20}{'sequences':>10}{'seconds':>10}{'tokens/s':>10}{'same text':>12}", flush=True)

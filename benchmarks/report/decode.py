@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ..caches import INVARIANT, OURS, PAGES
+from ..caches import CODES, INVARIANT, LENGTHS, OURS, PAGES
 from .tables import (
     by_column,
     colour,
@@ -34,8 +34,9 @@ def read_rate(results: dict) -> float | None:
 
 
 def share(cell: dict, name: str, read: float) -> float:
-    """Of the read rate."""
-    return cell["problem"]["bytes"] / us(cell, name) * 1e6 / read
+    """Of the read rate; codes of 8 bits are half of the problem's bytes."""
+    read_bytes = cell["problem"]["bytes"] / (2 if name.startswith(CODES) else 1)
+    return read_bytes / us(cell, name) * 1e6 / read
 
 
 def page_of(name: str) -> int | None:
@@ -44,22 +45,31 @@ def page_of(name: str) -> int | None:
 
 
 def ratios(cell: dict) -> dict[str, float]:
-    """How many times as fast ours is as the best peer, on pages as contiguous, and batch invariant as free.
+    """How many times as fast ours is as the best peer, and as ours in another way.
+
+    That is in all ways as contiguous, in pages as contiguous with lengths, with a cache of 8 bits as likewise
+    with one of 16.
 
     Of mixed lengths, which are in pages only, ours is that with the pages that are best for it.
     """
-    speedup = cell["speedup"]
+    all_of_ours = cell["speedup"]
+    speedup = {name: over for name, over in all_of_ours.items() if not name.startswith(CODES)}
     mine = sorted(speedup, key=lambda name: us(cell, name))
     found = {}
     if mine:
         best = OURS if OURS in speedup else mine[0]
-        peers = {other: ratio for other, ratio in speedup[best].items() if other not in speedup}
+        peers = {other: ratio for other, ratio in speedup[best].items() if other not in all_of_ours}
         if peers:
             found[BEST] = min(peers.values())
-    for name in speedup:
-        if name != OURS and OURS in speedup:
-            title = "batch invariant" if name == INVARIANT else f"pages of {page_of(name)}"
-            found[f"{title}/contiguous"] = speedup[name][OURS]
+    for base, title in ((OURS, "contiguous"), (LENGTHS, "lengths")):
+        for name in speedup:
+            if base in speedup[name] and (base == OURS or page_of(name)):
+                found[f"{name.removeprefix(f'{OURS}, ')}/{title}"] = speedup[name][base]
+    for name in (name for name in all_of_ours if name not in speedup):
+        where = name.removeprefix(CODES)
+        same = OURS + where if where or LENGTHS not in speedup else LENGTHS
+        if same in all_of_ours[name]:
+            found[f"fp8{where}/16 bits"] = all_of_ours[name][same]
     return found
 
 
@@ -175,8 +185,8 @@ def plot(results: dict, path: Path) -> None:
 def style(name: str) -> dict:
     """Ours filled, peers hollow; a colour for each of them and a marker for where keys lie."""
     base = name.partition(PAGES)[0]
-    mine = base in (OURS, INVARIANT)
-    found = {OURS: colour("sm90"), INVARIANT: colour("sm80")}.get(base) or colour(base)
+    mine = base.startswith(OURS)
+    found = colour({OURS: "sm90", INVARIANT: "sm80", LENGTHS: "cpu", CODES: "math"}.get(base, base))
     marker = MARKERS.get(page_of(name), "D") if page_of(name) else "o"
     fill = found if mine else "none"
     return {"color": found, "marker": marker, "linestyle": "", "markersize": 5, "markerfacecolor": fill}

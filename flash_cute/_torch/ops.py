@@ -33,6 +33,7 @@ from flash_cute._torch.checks import require_memory_of_its_own, require_stored
 from flash_cute.options import FP8, OPERANDS
 
 GENERAL = {"ranges", "mask", "bias", "alibi_slopes"}
+_WITHOUT_GRADIENTS = "alibi_slopes", "k_scale", "v_scale"  # numbers among OPERANDS
 
 _forward = torch.ops.flash_cute._forward.default
 _forward_varlen = torch.ops.flash_cute._forward_varlen.default
@@ -65,7 +66,7 @@ def forward_into(q, k, v, lengths, options, out):
     q, k, v, lengths = cast(q, k, v, lengths)
     differentiable = {name: lengths.get(name) for name in ("sinks", "bias")}
     refuse_gradients("with out", q=q, k=k, v=v, out=out, **differentiable)
-    _refuse_gradients_of_slopes(lengths)
+    _refuse_gradients_of_others(lengths)
     return out, _forward_out(q, k, v, out, **lengths, **options)
 
 
@@ -105,15 +106,19 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: dict[s
         or private.dual_levels_are_active()
         or (lengths and ("bias" in lengths or "alibi_slopes" in lengths))
         or (
-            (q.requires_grad or k.requires_grad or v.requires_grad or lengths.get("sinks", q).requires_grad)
+            (
+                (q.requires_grad or k.requires_grad or v.requires_grad)
+                or any(lengths.get(name, q).requires_grad for name in ("sinks", "k_scale", "v_scale"))
+            )
             and torch.is_grad_enabled()
         )
     )
 
 
-def _refuse_gradients_of_slopes(lengths: dict[str, torch.Tensor]) -> None:
-    if "alibi_slopes" in lengths:
-        refuse_gradients("of alibi_slopes", alibi_slopes=lengths["alibi_slopes"])
+def _refuse_gradients_of_others(lengths: dict[str, torch.Tensor]) -> None:
+    for name in _WITHOUT_GRADIENTS:
+        if name in lengths:
+            refuse_gradients(f"of {name}", **{name: lengths[name]})
 
 
 def _is_general(lengths, options) -> bool:
@@ -137,7 +142,7 @@ def _in_context(q, k, v, lengths, options, deterministic, composite=False):
     if cached:
         refuse_gradients("through a cache", q=q, k=k, v=v, sinks=lengths.get("sinks"))
     if not hidden:
-        _refuse_gradients_of_slopes(lengths)
+        _refuse_gradients_of_others(lengths)
     if cached or not (hidden or needs_gradient(q, k, v, sinks, bias)):
         return (_forward_varlen if packed else _forward)(q, k, v, **lengths, **options)
     if torch.compiler.is_compiling() and not composite:  # who runs the graph comes here by the operator

@@ -176,11 +176,12 @@ def _check_on_meta(forward, tensors, lengths, options):
     stays = "cu_seqlens_q" in lengths or "block_table" in lengths or cache[0].dtype in FP8
     operands = [q.to("meta", autocast_dtype(q))]
     operands += [x.to("meta", x.dtype if stays else autocast_dtype(x)) for x in cache]
-    options = {name: _on_meta(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    forward(*operands, **{name: _on_meta(x) for name, x in lengths.items()}, **options)
+    forward(*operands, **{name: _on_meta(x) for name, x in (lengths | options).items()})
 
 
 def _on_meta(x):
+    if not isinstance(x, torch.Tensor):
+        return x
     if x.is_nested or x.layout != torch.strided:  # which forward refuses
         return x.to("meta")
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

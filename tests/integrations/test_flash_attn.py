@@ -927,6 +927,9 @@ def test_a_whole_cache_of_8_bits(kernel):
         ValueError, match=r"k is torch\.float8_e4m3fn of shape .*; torch\..* of shape .*, as q, is"
     ):
         fa3.flash_attn_with_kvcache(q, *codes, *(x[:, :3] for x in codes), cache_seqlens=5)
+    new = (x[:, :3].to(DTYPE) for x in codes)
+    with pytest.raises(TypeError, match="v_descale is of type float; a torch.Tensor or None is accepted"):
+        fa3.flash_attn_with_kvcache(q, *codes, *new, cache_seqlens=5, v_descale=1.0)
 
 
 @pytest.mark.parametrize("s_aux", [torch.float16, torch.bfloat16])

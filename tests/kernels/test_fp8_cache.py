@@ -440,6 +440,12 @@ def test_gradients_and_weights_are_refused(device):
     call = make_call(device, "padded")
     with pytest.raises(NotImplementedError, match="no gradients through a cache"):
         flash_cute.forward(call.q.requires_grad_(), **call.codes, **call.lengths)
+    scale = torch.ones((), device=device, requires_grad=True)
+    for function in flash_cute.forward, flash_cute.attention:
+        with pytest.raises(NotImplementedError, match="no gradients of v_scale; detach v_scale"):
+            function(call.q.detach(), **call.codes, **call.lengths, v_scale=scale)
+        with torch.no_grad():
+            function(call.q, **call.codes, **call.lengths, v_scale=scale)
     with pytest.raises(ValueError, match=r"k has dtype torch\.float8_e4m3fn and q torch\.bfloat16"):
         flash_cute.attention_weights(call.q.detach(), call.codes["k"], **call.lengths)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flash_cute
-from benchmarks import caches, decode, timing
+from benchmarks import caches, decode, report, timing
 from benchmarks.caches import Cache, Cell
 from benchmarks.peers import flash_infer, newer_flash
 from benchmarks.peers.base import CannotRun
@@ -27,14 +27,16 @@ CELLS = {
     "chunks": Cell("2x300", 4, 2, 32, queries=20, packed=True),
     "narrower v": Cell("3x70", 4, 2, 32, queries=4, head_dim_v=16),
     "wider v": Cell("3x1-90", 4, 2, 32, queries=4, head_dim_v=48),
+    "fp8": Cell("3x70", 4, 2, 32, queries=4, fp8=True),
+    "fp8, mixed": Cell("3x1-90", 4, 2, 32, queries=1, fp8=True),
+    "fp8 chunks": Cell("2x300", 4, 2, 32, queries=20, packed=True, fp8=True),
 }
 each_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 
 
 def made(cell: Cell) -> Cache:
-    generator = torch.Generator().manual_seed(3)
-    pools = [torch.randn(cell.numbers(CPU), generator=generator).bfloat16() for _ in range(2)]
-    return Cache(cell, tuple(pools))
+    torch.manual_seed(3)
+    return Cache(cell, caches.pools([cell], CPU))
 
 
 def chosen(*arguments: str, device: torch.device = GPU) -> tuple[list, list]:
@@ -98,7 +100,7 @@ def test_lengths_are_drawn_as_those_of_the_measured_peers():
 def test_work_is_what_explain_tells(cell):
     cache = made(cell)
     k, v = next(cache.regions(4))
-    lengths = {"seqused_k": cache.used, "block_table": cache.table(4)}
+    lengths = {"seqused_k": cache.used, "block_table": cache.table(4), **cache.scales}
     plan = flash_cute.explain(cache.q, k, v, True, **lengths)
     assert cell.flops == plan["flops"]
     rows = cache.q[..., 0].numel()
@@ -122,7 +124,7 @@ def test_pages_are_each_sequences_own(cell, page):
     assert not torch.equal(numbers, numbers.sort().values)
 
 
-@pytest.mark.parametrize("cell", ["equal", "narrower v"])
+@pytest.mark.parametrize("cell", ["equal", "narrower v", "fp8"])
 @pytest.mark.parametrize("page", [None, 16])
 def test_regions_share_no_memory(page, cell):
     cache = made(CELLS[cell])
@@ -138,9 +140,13 @@ def test_regions_share_no_memory(page, cell):
 def test_names_of_contenders():
     peers = ["cudnn", "flash3", "xqa"]
     found = caches.names(CELLS["equal"], [64, 1], peers)
-    assert found[:4] == ["ours", "ours, batch invariant", "cudnn", "flash3"]
+    assert found[:5] == ["ours", "ours, lengths", "ours, batch invariant", "cudnn", "flash3"]
     paged = [f"{name}, pages of {page}" for name in ("ours", "flash3", "xqa") for page in (64, 1)]
-    assert found[4:] == paged == caches.names(MIXED, [64, 1], peers)
+    assert found[5:] == paged == caches.names(MIXED, [64, 1], peers)
+    assert "ours, lengths" not in caches.names(CELLS["chunks"], [64, 1], peers)
+    codes = ["ours, fp8, pages of 64", "ours, fp8, pages of 1"]
+    assert caches.names(CELLS["fp8"], [64, 1], peers) == ["ours, fp8", *codes]
+    assert caches.names(CELLS["fp8, mixed"], [64, 1], peers) == codes
 
 
 @each_cell
@@ -228,7 +234,9 @@ def installed(monkeypatch):
     monkeypatch.setattr(flash_infer, "XQA_GROUPS", (2,))
 
 
-@each_cell
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS.values() if not cell.fp8], ids=lambda cell: cell.case
+)
 def test_peers_are_called_rightly(cell, installed):
     cache = made(cell)
     called = Counter()
@@ -291,11 +299,15 @@ def test_a_small_run(tmp_path):
     assert [cell["problem"]["case"] for cell in found["cells"]] == ["2x40", "3x1-90"] * 2 + ["2x70"]
     equal, mixed = found["cells"][:2]
     pages = {f"ours, pages of {page}" for page in (64, 16, 1)}
-    assert set(equal["times_us"]) == pages | {"ours", "flash"}
+    assert set(equal["times_us"]) == pages | {"ours", "ours, lengths", "flash"}
     assert set(mixed["times_us"]) == pages
     assert set(equal["excluded"]) == {"ours, batch invariant"}
-    assert equal["speedup"].keys() == pages | {"ours"}
-    assert equal["speedup"]["ours"].keys() == pages | {"flash"}
+    assert equal["speedup"].keys() == pages | {"ours", "ours, lengths"}
+    assert equal["speedup"]["ours"].keys() == pages | {"ours, lengths", "flash"}
+    over = [f"pages of {page}/{what}" for what in ("contiguous", "lengths") for page in (64, 16, 1)]
+    assert list(report.decode.ratios(equal)) == ["ours/best peer", "lengths/contiguous", *over]
+    assert list(report.decode.ratios(mixed)) == []
+    assert list(report.decode.ratios(found["cells"][-1])) == ["ours/best peer", *over[:3]]
     paged = {f"ours, pages of {page}" for page in decode.APPEND_PAGES}
     assert [append["problem"]["tokens"] for append in found["appends"]] == [10, 3]
     for append in found["appends"]:
@@ -303,6 +315,26 @@ def test_a_small_run(tmp_path):
         assert append["excluded"] == {}
     draw([str(path)])
     assert not path.with_suffix(".png").exists()  # there is no read rate to draw a share of
+
+
+def test_a_small_run_with_caches_of_8_bits(tmp_path):
+    path = decode.main(
+        ["--device", "cpu", "--cache", "fp8", "--only", "decode,chunks", "--output", str(tmp_path)]
+    )
+    cells = json.loads(path.read_text())["cells"]
+    codes = {f"ours, fp8, pages of {page}" for page in (64, 16, 1)}
+    for cell in cells:
+        few = set() if "-" in cell["problem"]["case"] else {"ours, fp8"}
+        assert {name for name in cell["times_us"] if "fp8" in name} == codes | few
+        found = report.decode.ratios(cell)
+        over = [f"fp8, pages of {page}/16 bits" for page in (64, 16, 1)]
+        assert [title for title in found if "fp8" in title] == ["fp8/16 bits"] * len(few) + over
+        same = "ours" if cell["problem"]["packed"] else "ours, lengths"
+        assert found.get("fp8/16 bits") == cell["speedup"].get("ours, fp8", {}).get(same)
+        assert "fp8" not in "".join(cell["excluded"])
+    found, codes = (report.decode.share(cells[0], f"ours{kind}", 1e9) for kind in ("", ", fp8"))
+    times = [cells[0]["times_us"][name]["median"] for name in ("ours", "ours, fp8")]
+    assert codes / found == pytest.approx(times[0] / times[1] / 2)
 
 
 def test_who_cannot_be_captured_is_left_out():

@@ -82,8 +82,8 @@ def test_generate(device, tmp_path):
     assert "the text is that of the model without a cache" in ran.stdout
 
 
-def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
-    """Of a model whose attention decides: wrong lengths or pages change logits by 0.2 or more.
+def boosted(monkeypatch, device, **options) -> tuple:
+    """The program, its options, and a model whose attention decides.
 
     More sequences than run at a time, in a pool that is too small for those, and prompts in several chunks.
     """
@@ -92,13 +92,18 @@ def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
     import generate
 
     sizes = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-    options = SimpleNamespace(**sizes, **SERVING, device=device, check=True, tolerance=1e-2)
     torch.manual_seed(0)
     model = char_gpt.GPT(**sizes).to(device)
     with torch.no_grad():
         for block in model.blocks:
             for layer in (*block.qkv, block.project):
                 layer.weight *= 4
+    return generate, SimpleNamespace(**sizes, **SERVING | options, device=device), model
+
+
+def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
+    """Wrong lengths or pages change logits by 0.2 or more."""
+    generate, options, model = boosted(monkeypatch, device, check=True, tolerance=1e-2, cache=None)
     assert generate.compare(model, torch.randint(256, (500,), dtype=torch.uint8), options)
     assert "the text is that of the model without a cache" in capsys.readouterr().out
     append = flash_cute.append_kv
@@ -106,6 +111,36 @@ def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
         flash_cute, "append_kv", lambda k, v, *others, **more: append(k, 0 * v, *others, **more)
     )
     assert not generate.compare(model, torch.randint(256, (500,), dtype=torch.uint8), options)
+
+
+def test_generate_from_codes(device, monkeypatch, capsys):
+    """Right ones change logits by 0.6 at most, and the perplexity little; wrong ones by 2.5."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("other GPUs than Hopper do not read caches of 8 bits")
+    generate, options, model = boosted(monkeypatch, device, check=False, cache="fp8", requests=4, new=10)
+    text = torch.randint(256, (500,), dtype=torch.uint8)
+    assert generate.compare(model, text, options)
+    plain, codes = map(float, re.findall(r"([\d.]+) from", capsys.readouterr().out))
+    assert 0 < abs(codes - plain) < 0.03 * plain
+
+    @torch.inference_mode()
+    def most() -> float:
+        requests = generate.draw(text, options)
+        scales = generate.scales_for(model, requests[0].tokens, device)
+        server = generate.Server(model, options, scales, options.running)
+        assert server.k_pages.dtype == server.v_pages.dtype == torch.float8_e4m3fn
+        served, _ = generate.timed(partial(generate.serve, "", server), requests)
+        written = [new.end - len(new.tokens) for new in requests]
+        return max(map(partial(generate.check, model), served, written))
+
+    assert most() < 1
+    append = flash_cute.append_kv
+
+    def without_scales(*given, k_scale, v_scale, **options):
+        return append(*given, **options)
+
+    monkeypatch.setattr(flash_cute, "append_kv", without_scales)
+    assert most() > 1
 
 
 @pytest.mark.parametrize(
@@ -117,11 +152,12 @@ def test_generated_text_depends_on_the_cache(device, monkeypatch, capsys):
         ("char_gpt", "--plot=nowhere/curves.png", "there is no such folder"),
         ("generate", "--chunk=0", "--chunk: 0 is no number above 0"),
         ("char_gpt_parallel", "--steps=1", "start it by torchrun --nproc-per-node 2"),
+        ("generate", "--check --cache=fp8", "--check: with --cache fp8 the text is not that of the model"),
         ("generate", "--pages=2", "2 pages of 16 are too few for a prompt of 160 and 48 new tokens"),
     ],
 )
 def test_wrong_options(here, name, argument, sentence):
     """Before anything is computed."""
-    ran = here(f"{name}.py", argument, "--device=cpu")
+    ran = here(f"{name}.py", *argument.split(), "--device=cpu")
     assert ran.returncode == 2
     assert sentence in ran.stderr
