@@ -112,7 +112,7 @@ struct AppendRow {
   }
   template <class Target, class Numbers>
   FLASH_CUTE_HOST_DEVICE static void store(Numbers const& numbers, float scale, void* base, int64_t offset) {
-    if constexpr (std::is_same_v<Numbers, Chunk>) {
+    if constexpr (std::is_same_v<Target, Element>) {
       numbers.store(base, offset);
     } else {
       Values<Target, kWidth> codes;
