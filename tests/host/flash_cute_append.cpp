@@ -51,6 +51,13 @@ TensorView view(pybind11::dict const& values, char const* name) {
   return {reinterpret_cast<void*>(data), batch, head, row};
 }
 
+// (address, batch and head stride).
+CacheScale scale(pybind11::dict const& values, char const* name) {
+  if (!values.contains(name)) return {};
+  auto const [data, batch, head] = values[name].cast<std::array<int64_t, 3>>();
+  return {reinterpret_cast<float const*>(data), batch, head};
+}
+
 template <class T = int64_t>
 T number(pybind11::dict const& values, char const* name, T otherwise = 0) {
   return values.contains(name) ? values[name].cast<T>() : otherwise;
@@ -97,6 +104,9 @@ void append_kv(std::string const& element, pybind11::dict const& values) {
   params.v_cache = view(values, "v_cache");
   params.q = view(values, "q");
   params.rotated_q = view(values, "rotated_q");
+  params.is_fp8 = number<bool>(values, "is_fp8");
+  params.k_scale = scale(values, "k_scale");
+  params.v_scale = scale(values, "v_scale");
   if (element == "fp16") {
     AppendLaunch<ElementType::fp16>::run(params, nullptr);
   } else if (element == "bf16") {

@@ -56,6 +56,11 @@ def run(kernel, call, dtype) -> torch.Tensor | None:
             if name in given
         },
     }
+    values["is_fp8"] = cache.element_size() == 1
+    for name in {"k_scale", "v_scale"} & given.keys():
+        scale = given[name].expand(*[1] * (2 - given[name].dim()), *given[name].shape)
+        steps = [0 if size == 1 else step for size, step in zip(scale.shape, scale.stride(), strict=True)]
+        values[name] = scale.data_ptr(), *steps
     if table is not None:
         values |= {"width": table.shape[1], "table_stride": table.stride(0)}
     if "slots" in given:
@@ -107,6 +112,25 @@ def test_rotary(kernel_on_host, place, rotary, page_size, wide_table, positions,
     call = make_append(
         torch.device("cpu"), place, rotary, page_size=page_size, wide_table=wide_table, positions=positions,
         head_dim=32, dtype=ALL_DTYPES[dtype],
+    )  # fmt: skip
+    assert_appended(call, run(kernel_on_host, call, dtype))
+
+
+@pairs(
+    place=PLACES,
+    rotary=ROTARIES,
+    layout=LAYOUTS,
+    dtype=list(ALL_DTYPES),
+    head_dim=[16, 64, 80],
+    heads=HEADS,
+    scale=["none", "one", "of heads", "of sequences and heads"],
+)
+def test_codes(kernel_on_host, place, rotary, layout, dtype, head_dim, heads, scale):
+    if place == "slots" and scale == "of sequences and heads":
+        scale = "of heads"
+    call = make_append(
+        torch.device("cpu"), place, rotary, layout, ALL_DTYPES[dtype], head_dim, heads, scale=scale,
+        stored=torch.float8_e4m3fn,
     )  # fmt: skip
     assert_appended(call, run(kernel_on_host, call, dtype))
 
