@@ -85,6 +85,8 @@ inline char const* name_of(ElementType element) {
   }
 }
 
+constexpr int64_t kMaxMaskHeads = 65535;  // a grid's second dimension
+
 // Sums of sequence lengths and window limits, and tile counts, stay within int.
 constexpr int64_t kMaxLength = int64_t(1) << 28;
 

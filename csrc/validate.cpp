@@ -119,6 +119,8 @@ void validate_mask(Operand const& q, Operand const& mask, LengthOperands const& 
           may_be_short ? "1 to " : "", bits ? "seqlen_k / 8, rounded up" : "seqlen_k", "), here (",
           shape.batch, " or 1, ", shape.heads_q, " or 1, ", shape.seqlen_q, " or 1, ",
           may_be_short ? "1 to " : "", columns, "), got ", ShapeOf{sizes});
+  require(q.device.type() == DeviceType::CPU || sizes[1] <= kMaxMaskHeads, "mask has ", sizes[1],
+          " heads; 1, or at most ", kMaxMaskHeads, ", are accepted on a GPU");
 }
 
 PairMaskParams pair_mask_of(Operand const& mask, ProblemShape const& shape) {

@@ -450,6 +450,23 @@ def test_gradients_and_weights_are_refused(device):
         flash_cute.attention_weights(call.q.detach(), call.codes["k"], **call.lengths)
 
 
+def test_scales_of_zeros(kernel):
+    """A cache of zeros has a scale of 0 by its largest number, and a sequence without keys may have any."""
+    if kernel.family == "sm80":
+        pytest.skip("has no such kernels")
+    call = make_call(kernel.device, used=(300, 0, 129))
+    scales = {name: torch.zeros(3, 2, device=kernel.device) for name in ("k_scale", "v_scale")}
+    for value in (0.0, torch.nan):
+        for scale in scales.values():
+            scale[1] = value
+        out, lse = flash_cute.forward(call.q, **call.codes, **call.lengths, **scales, family=kernel.family)
+        assert (out == 0).all()
+        found = lse[[0, 2]].exp()  # the number of keys
+        expected = torch.tensor([300.0, 129.0], device=kernel.device).view(2, 1, 1).expand_as(found)
+        torch.testing.assert_close(found, expected)
+        assert (lse[1] == -torch.inf).all()
+
+
 def test_scales_are_checked_on_request(device, monkeypatch):
     monkeypatch.setattr(flash_cute.lengths, "CHECKED", True)
     call = make_call(device)

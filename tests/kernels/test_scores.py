@@ -341,3 +341,16 @@ def test_blocks_of_the_cpu(monkeypatch):
     for other in results[1:]:
         for result, right in zip(other, results[0], strict=True):
             torch.testing.assert_close(result, right)
+
+
+def test_a_mask_of_too_many_heads(kernel):
+    q = torch.zeros(1, 65536, 1, 8, device=kernel.device, dtype=torch.bfloat16)
+    mask = torch.ones(1, 65536, 1, 1, device=kernel.device, dtype=torch.bool)
+    if kernel.family is None:
+        assert flash_cute.forward(q, q, q, mask=mask)[0].shape == q.shape
+    else:
+        with pytest.raises(
+            ValueError, match="mask has 65536 heads; 1, or at most 65535, are accepted on a GPU"
+        ):
+            flash_cute.forward(q, q, q, mask=mask, family=kernel.family)
+    assert flash_cute.forward(q, q, q, mask=mask[:, :1], family=kernel.family)[0].shape == q.shape

@@ -102,10 +102,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // Then what O is multiplied by has one more factor.
+  // Then what O is multiplied by has one more factor, but of rows that see nothing, which an infinity tells.
   CUTE_DEVICE void scale_output(float factor) {
     CUTE_UNROLL
-    for (int row = 0; row < kRows; ++row) row_sum[row] *= factor;
+    for (int row = 0; row < kRows; ++row) {
+      if (row_sum[row] != INFINITY) row_sum[row] *= factor;
+    }
   }
 
   // Then divides O by the row sums. Fully masked rows become zeros even where a hidden V was not finite; they

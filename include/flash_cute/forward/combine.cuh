@@ -120,9 +120,11 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
   bool const is_known = source.order.is_uniform();
   // Also where nothing is cut: the kernel after this one waits for this one alone.
   if (kStartsEarly && !is_known) wait_for_grid_before();
+  SplitTile tile;
+  if (partial.tiles) tile = partial.tiles[slot];  // on its way beside what says whether there is one
   bool const is_cut = slot < source.order.cut_blocks() * int(source.order.packs_of_all.value);
   if (!is_known && !is_cut) return;
-  SplitTile const tile = partial.tiles ? partial.tiles[slot] : source.tile(slot);
+  if (!partial.tiles) tile = source.tile(slot);
   auto const mask = source.mask(tile);
   PackGqa const& rows = source.rows();
   // Splits of a fixed length are added up as their place among all splits of the sequence says.

@@ -139,9 +139,10 @@ struct ForwardConsumerSm90 {
       auto const upcoming = tiles.next();
       [[maybe_unused]] float k_scale = 1.f;
       if constexpr (kSplitKeys) {
-        k_scale = params.cache.k_scale.of(tile.batch, tile.head_kv);
+        if (tile.seqlen_k > 0) k_scale = params.cache.k_scale.of(tile.batch, tile.head_kv);
         bool const is_of_scores = kGeneral && params.scores.change();
-        softmax.scale_log2 = params.softmax.scale_log2 * (is_of_scores ? 1.f : k_scale);
+        float const scale = params.softmax.scale_log2 * (is_of_scores ? 1.f : k_scale);
+        softmax.scale_log2 = scale < FLT_MIN ? FLT_MIN : scale;  // times -inf it must not be NaN
       }
       // What a table says of a block's pairs is loaded a block ahead, and found beside the product.
       typename Traits::PairTiles::template Visible<decltype(cS), kGeneral> visible;

@@ -219,22 +219,12 @@ struct ForwardRowProducerSm90 {
       CUTE_UNROLL
       for (int i = 0; i < kAtOnce; ++i)
         codes[i] = *reinterpret_cast<uint4 const*>(first + offsets[begin + i]);
-      auto store = [&](auto&& widen) {
-        CUTE_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) {
-          uint4 chunks[2];
-          widen(codes[i], chunks);
-          *reinterpret_cast<uint4*>(first + offsets[begin + i]) = chunks[0];
-          *reinterpret_cast<uint4*>(second + offsets[begin + i]) = chunks[1];
-        }
-      };
-      bool has_nan = false;
       CUTE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) has_nan |= have_nan(codes[i]);
-      if (has_nan) {
-        store([](auto const& from, auto& to) { widen_any<Element>(from, to); });
-      } else {
-        store([](auto const& from, auto& to) { widen_numbers<Element>(from, to); });
+      for (int i = 0; i < kAtOnce; ++i) {
+        uint4 chunks[2];
+        widen<Element>(codes[i], chunks);
+        *reinterpret_cast<uint4*>(first + offsets[begin + i]) = chunks[0];
+        *reinterpret_cast<uint4*>(second + offsets[begin + i]) = chunks[1];
       }
     }
     operand.ring.full[stage].arrive();
