@@ -13,21 +13,6 @@
 
 namespace flash_cute {
 
-// Issues acc = A B^T, of the first slice of columns alone if there are no more.
-template <class Mma, class A, class B, class Acc>
-CUTE_DEVICE void issue_narrow_product(bool is_narrow, Mma& mma, A const& a, B const& b, Acc& acc) {
-  warpgroup_fence_operand(acc);
-  warpgroup_arrive();
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  gemm(mma, a(_, _, 0), b(_, _, 0), acc);
-  mma.accumulate_ = GMMA::ScaleOut::One;
-  if (!is_narrow) {
-    CUTE_UNROLL
-    for (int k = 1; k < size<2>(a); ++k) gemm(mma, a(_, _, k), b(_, _, k), acc);
-  }
-  warpgroup_commit_batch();
-}
-
 template <class Traits>
 struct ForwardConsumerSm90 {
   using Element = typename Traits::Element;
@@ -81,11 +66,6 @@ struct ForwardConsumerSm90 {
     products.begin();
 
     auto issue_scores = [&](auto& acc_s) {
-      if constexpr (kGeneral && !kSplitKeys) {  // scores that somebody else made have q and k of 8 columns
-        issue_narrow_product(params.shape.head_dim <= 16, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
-                             tSrK(_, _, _, at_k.stage), acc_s);
-        return;
-      }
       issue_product(GMMA::ScaleOut::Zero, mma_qk, hide_address(tSrQ(_, _, _, at_q.stage)),
                     tSrK(_, _, _, at_k.stage), acc_s);
     };
