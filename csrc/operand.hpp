@@ -38,9 +38,7 @@ inline ElementType element_of(ScalarType type) {
 }
 
 // Is it a type of a cache of 8 bits, whose codes are e4m3?
-inline bool is_fp8(ScalarType type) {
-  return type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte;
-}
+inline bool is_fp8(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte; }
 
 // Of the types that are accepted, those of lengths, places and masks among them.
 inline int element_bytes(ScalarType type) {

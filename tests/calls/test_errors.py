@@ -698,7 +698,7 @@ def test_large_softmax_matmuls(monkeypatch, sizes, sentence):
 
 def test_zeros_of_softmax_matmul_beyond_memory(monkeypatch):
     one = torch.ones(1, 1, 1, 1)
-    monkeypatch.setattr(torch, "zeros", lambda size, **options: torch.empty(2**50, **options))
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: torch.empty(2**50, **options))
     with pytest.raises(torch.OutOfMemoryError, match=r"^flash_cute\.softmax_matmul: out of memory: .* bytes"):
         flash_cute.softmax_matmul(one, one)
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cuda_fp16.h>
-#include <cute/config.hpp>
 #include <cutlass/numeric_types.h>
+#include <cute/config.hpp>
 
 #include <cstdint>
 
