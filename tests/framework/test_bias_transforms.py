@@ -438,3 +438,56 @@ def test_a_training_step_in_a_cuda_graph(problem):
     leaf.grad.zero_()
     graph.replay()
     problem.check(leaf.grad, bias=problem.bias.roll(1, 3))
+
+
+class Evoformer(torch.nn.Module):
+    """A block of AlphaFold 2's: rows of an alignment attend with a bias of their pairs, which they change."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.heads = attention, 4
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for width in (64, 16))
+        self.of_rows = torch.nn.Linear(64, 4 * 64)  # q, k, v and a gate
+        self.bias = torch.nn.Linear(16, self.heads, bias=False)
+        self.out, self.of_pairs = torch.nn.Linear(64, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, rows, pairs):
+        q, k, v, gate = self.of_rows(self.norms[0](rows)).unflatten(-1, (4, self.heads, -1)).unbind(-3)
+        bias = self.bias(self.norms[1](pairs)).permute(2, 0, 1)[None]
+        found = self.attention(*(x.transpose(1, 2) for x in (q, k, v)), bias).transpose(1, 2)
+        rows = rows + self.out((found * gate.sigmoid()).flatten(-2))
+        of_each = self.of_pairs(rows)
+        return rows, pairs + torch.einsum("nic,njc->ijc", of_each, of_each) / len(rows)
+
+
+def test_an_evoformer_block_trains(device):
+    """With the losses of PyTorch's maths; the bias's own weights change, too."""
+
+    def eager(q, k, v, bias):
+        return (q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
+
+    def ours(q, k, v, bias):
+        return flash_cute.attention(q, k, v, bias=bias)
+
+    rows, pairs, target = (
+        torch.randn(*sizes, device=device) for sizes in ((6, 33, 64), (33, 33, 16), (6, 33, 64))
+    )
+    losses, models = [], [Evoformer(eager).to(device)]
+    models.append(Evoformer(ours).to(device))
+    models[1].load_state_dict(models[0].state_dict())
+    before = models[1].bias.weight.detach().clone()
+    for model in models:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(8):
+            x, y = rows, pairs
+            for _ in range(2):
+                x, y = model(x, y)
+            loss = (x - target).square().mean() + y.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    assert (models[1].bias.weight - before).abs().max() > 1e-2
