@@ -98,7 +98,7 @@ plan_backward = partial(plan, backward=True)
 def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: dict[str, torch.Tensor]) -> bool:
     """Does neither autocast nor a transform nor a gradient concern the call? False where one may.
 
-    What is differentiable but q, k and v is looked at later, but for sinks, which many calls have.
+    What is differentiable but q, k and v is looked at later, but for sinks and scales, which many calls have.
     """
     return not (
         private.autocast_is_enabled()
@@ -107,8 +107,12 @@ def _is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: dict[s
         or (lengths and ("bias" in lengths or "alibi_slopes" in lengths))
         or (
             (
-                (q.requires_grad or k.requires_grad or v.requires_grad)
-                or any(lengths.get(name, q).requires_grad for name in ("sinks", "k_scale", "v_scale"))
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or lengths.get("sinks", q).requires_grad
+                or lengths.get("k_scale", q).requires_grad
+                or lengths.get("v_scale", q).requires_grad
             )
             and torch.is_grad_enabled()
         )
