@@ -41,11 +41,15 @@ inline ChosenTile choose_split_tile(Family family, ForwardTiles const& tiles, Fo
 
 // Are keys cut into splits? They are where few queries read many keys, which takes as long as memory does,
 // and where tiles of queries leave half of the multiprocessors without one. (H200, d128, one head of 8192
-// causal: 64 tiles -22%; 128 tiles would take 41% longer.)
+// causal: 64 tiles -22%; 128 tiles would take 41% longer.) In a cache they may be of any lengths, which the
+// host knows of one sequence alone.
 inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                    WindowMask const& mask) {
   if (tiles.decode.warps == 0 || params.scores.dropout.drops() || params.scores.bias.given) return false;
-  if (params.cache.given || params.batch_invariant) return true;
+  CacheParams const& cache = params.cache;
+  bool const is_one =
+      params.shape.batch == 1 && !cache.table && !cache.is_fp8 && params.masking() == Masking::window;
+  if ((cache.given && !is_one) || params.batch_invariant) return true;
   ProblemShape const mean = of_equal_lengths(params, mask, 1).shape;
   constexpr int kSome = 256, kLong = 2048;  // keys
   if (are_few(mean) && mean.seqlen_k >= kSome && mean.seqlen_k / 4 >= mean.seqlen_q) return true;
