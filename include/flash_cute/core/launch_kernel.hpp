@@ -11,13 +11,15 @@
 namespace flash_cute {
 
 // With kStartsEarly the kernel itself waits for the previous one in the stream (see dependent_launch.hpp), so
-// its thread blocks may be launched while that one's memory operations settle.
-template <auto kernel, bool kStartsEarly = false, class... Args>
+// its thread blocks may be launched while that one's memory operations settle. most_smem_bytes: where calls
+// of a kernel differ, of any of them.
+template <auto kernel, bool kStartsEarly = false, int most_smem_bytes = 0, class... Args>
 void launch_kernel(DeviceInfo const& device, dim3 blocks, int threads, int smem_bytes, cudaStream_t stream,
                    Args const&... args) {
   static std::atomic<bool> may_have_smem[DeviceInfo::kMaxDevices];  // asking anew would cost every call 1 us
   if (!may_have_smem[device.index].load(std::memory_order_relaxed)) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               larger(smem_bytes, most_smem_bytes)),
           "asking for the kernel's shared memory");
     may_have_smem[device.index].store(true, std::memory_order_relaxed);
   }

@@ -18,7 +18,8 @@ enum class BarrierId : int {
   ds,
   loaded,
   half,
-  end = half + 2,
+  producers = half + 2,  // of the Hopper family's forward that load rows
+  end,
 };
 static_assert(int(BarrierId::end) <= 16);
 

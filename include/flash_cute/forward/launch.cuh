@@ -9,8 +9,8 @@
 
 namespace flash_cute {
 
-// Of a family: the traits of a kernel, how it is launched, and whether kernels start before those before them
-// have ended (by programmatic dependent launch).
+// Of a family: the traits of a kernel, its shared memory, how it is launched, and whether kernels start
+// before those before them have ended (by programmatic dependent launch).
 template <Family family>
 struct FamilyForward;
 
@@ -69,7 +69,7 @@ KernelAttributes ForwardLaunch<Instance>::attributes(ForwardPlan const& plan) {
   return visit_kernel<ForwardListOf<Instance>>(plan.kernel, [&]<ForwardKernel kernel>() {
     using Traits = typename Of::template Traits<Instance, kernel>;
     return read_attributes(Of::template kernel<Traits>(), Traits::kThreads,
-                           sizeof(typename Traits::SharedStorage));
+                           Of::template smem_bytes<Traits>(plan));
   });
 }
 

@@ -26,6 +26,7 @@ struct ForwardPlan {
   PackGqa rows;                     // of a tile
   int blocks = 0;                   // thread blocks of the grid
   bool prepared_by_kernel = false;  // where lengths vary, the device makes a list: by a kernel of its own?
+  bool reads_codes = false;         // of 8 bits
   int section_tiles = 0;            // whose sections have about so many tiles, see VarlenOrder
   TileOrder order = {};             // of a uniform batch
   SplitPlan split = {};
@@ -74,6 +75,7 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   bool const persistent = traits_of(family).persistent;
   auto const [tile, rows] = choose_split_tile(family, tiles, params, of_equal_lengths(params, mask, 1).shape);
   ForwardPlan result{split_kernel(family, params.masking()).with(tile), rows};
+  result.reads_codes = params.cache.is_fp8;
   SplitPlan& split = result.split;
   split.is_uniform = !params.lengths.given;
   int64_t const rows_of_head = int64_t(rows.heads.value) * params.shape.seqlen_q;

@@ -119,12 +119,12 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 0.965,
                 0.985,
                 {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
                 {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
-                .decode = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4, .stages_q = 2},
+                .decode = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4},
                 .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
       // 48 keys lose 6-9%; no more than 64 fit beside the stages of O.
       case 256:

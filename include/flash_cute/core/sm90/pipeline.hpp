@@ -24,6 +24,12 @@ struct PipelineState {
   }
 };
 
+// Several arrivals at once.
+CUTE_DEVICE void arrive(cutlass::arch::ClusterBarrier const& barrier, int count) {
+  uint32_t const address = cute::cast_smem_ptr_to_uint(&barrier);
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(count) : "memory");
+}
+
 // A ring of stages that TMA, or `producers` arrivals, fill and `consumers` arrivals free.
 template <int kStages>
 struct TmaRing {

@@ -17,11 +17,14 @@ struct FamilyForward<Family::sm80> {
     return forward_kernel_sm80<Traits>;
   }
   template <class Traits>
+  static constexpr int smem_bytes(ForwardPlan const&) {
+    return sizeof(typename Traits::SharedStorage);
+  }
+  template <class Traits>
   static void launch(ForwardParams const& params, typename Traits::Source const& source,
                      ForwardPlan const& plan, void*, cudaStream_t stream) {
     launch_kernel<forward_kernel_sm80<Traits>>(params.device, plan.blocks, Traits::kThreads,
-                                               sizeof(typename Traits::SharedStorage), stream, params,
-                                               source);
+                                               smem_bytes<Traits>(plan), stream, params, source);
   }
 };
 

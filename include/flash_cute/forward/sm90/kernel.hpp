@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
       shared.varlen_list.template make<Traits::kThreads>(params, source.limits, source.order,
                                                          scheduler.tile_counter);
     }
-    if (warpgroup > 0 && blockIdx.x >= source.tiles(shared.varlen_list)) return;
+    if (warpgroup >= Traits::kProducers && blockIdx.x >= source.tiles(shared.varlen_list)) return;
   }
   auto tiles = [&](unsigned lanes) {
     return tiles_of(source, scheduler, shared.varlen_list, shared.tile_queue, lanes);
   };
-  if (warpgroup == 0) {
+  if (warpgroup < Traits::kProducers) {
     if constexpr (Traits::kMovesRegisters) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
         Producer{shared, params, maps}.run(tiles(~0u), take);
       }
       if (shared.varlen_list.unwritten) {
-        constexpr int kWarps = kWarpgroupThreads / 32;
+        constexpr int kWarps = Producer::kWarps;
         zero_fill_unwritten<typename Traits::Element>(params, blockIdx.x * kWarps + threadIdx.x / 32,
                                                       gridDim.x * kWarps);
       }
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
     if constexpr (Traits::kMovesRegisters) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     }
-    ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - 1, int(threadIdx.x) % kWarpgroupThreads}
+    ForwardConsumerSm90<Traits>{shared, params, maps, warpgroup - Traits::kProducers,
+                                int(threadIdx.x) % kWarpgroupThreads}
         .run(tiles(~0u));
   }
 }

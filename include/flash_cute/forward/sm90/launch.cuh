@@ -25,6 +25,32 @@ ForwardMaps encode_maps(ForwardParams const& params, PackGqa const& rows, Varlen
   return maps;
 }
 
+// The maps of K and V where rows are loaded, unless pages are smaller than a box or TMA does not take
+// strides.
+template <class Traits>
+void add_box_maps(ForwardParams const& params, ForwardMaps& maps) {
+  using Element = typename Traits::Element;
+  constexpr int64_t kStrideEnd = (int64_t(1) << 40) / int64_t(sizeof(Element));
+  CacheParams const& cache = params.cache;
+  ProblemShape const& shape = params.shape;
+  int const rows = cache.table ? cache.page_size : shape.seqlen_k;
+  int const entries = cache.table ? cache.pages : params.lengths.cu_seqlens_k ? 1 : shape.batch;
+  auto is_map_of = [&](TensorView const& view) {
+    auto fits = [](int count, int64_t stride) { return count == 1 || (stride > 0 && stride < kStrideEnd); };
+    return fits(shape.heads_kv, view.head_stride) && fits(rows, view.row_stride) &&
+           fits(entries, view.batch_stride);
+  };
+  bool const splits_pages = cache.table && cache.page_size % Traits::kBoxRows != 0;
+  maps.has_boxes = !cache.is_fp8 && !splits_pages && is_map_of(params.k) && is_map_of(params.v);
+  if (!maps.has_boxes) return;
+  auto encode = [&](TensorView const& view, int columns) {
+    return uniform_map<Element, 4>(params.device.index, view, {columns, shape.heads_kv, rows, entries},
+                                   {Traits::kPanel, 1, Traits::kBoxRows});
+  };
+  maps.k = encode(params.k, shape.head_dim);
+  maps.v = encode(params.v, shape.head_dim_v);
+}
+
 template <class Traits>
 ForwardMaps maps_of(ForwardParams const& params, typename Traits::Source const& source) {
   using Element = typename Traits::Element;
@@ -41,6 +67,7 @@ ForwardMaps maps_of(ForwardParams const& params, typename Traits::Source const& 
         [&](TensorView const& view, MapShape const& shape, int entry_rows, TmaBox box) {
           return ragged_map<Element>(device, view, shape, entry_rows, box);
         });
+    if constexpr (Traits::kMayLoadBoxes) add_box_maps<Traits>(params, maps);
     if constexpr (Traits::PairTiles::kBiasStages > 0) {
       BiasParams const& bias = params.scores.bias;
       if (bias.is_tiled) {
@@ -62,13 +89,21 @@ struct FamilyForward<Family::sm90> {
     return forward_kernel_sm90<Traits>;
   }
   template <class Traits>
+  static constexpr int kBytesOfCodes = Traits::kCodeSlots * Traits::kCodeBytes;
+  // Without codes a thread block leaves room for those of combine_kernel, which then start beside it.
+  template <class Traits>
+  static constexpr int smem_bytes(ForwardPlan const& plan) {
+    return sizeof(typename Traits::SharedStorage) + plan.reads_codes * kBytesOfCodes<Traits>;
+  }
+  template <class Traits>
   static void launch(ForwardParams const& params, typename Traits::Source const& source,
                      ForwardPlan const& plan, void* workspace, cudaStream_t stream) {
     typename Traits::Scheduler scheduler;
     if constexpr (Traits::Scheduler::kDynamic) scheduler = {plan.tile_counter(workspace)};
-    launch_kernel<forward_kernel_sm90<Traits>, kStartsEarly>(
-        params.device, plan.blocks, Traits::kThreads, sizeof(typename Traits::SharedStorage), stream, params,
-        source, scheduler, maps_of<Traits>(params, source));
+    launch_kernel<forward_kernel_sm90<Traits>, kStartsEarly,
+                  sizeof(typename Traits::SharedStorage) + kBytesOfCodes<Traits>>(
+        params.device, plan.blocks, Traits::kThreads, smem_bytes<Traits>(plan), stream, params, source,
+        scheduler, maps_of<Traits>(params, source));
   }
 };
 

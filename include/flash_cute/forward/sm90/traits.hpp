@@ -20,6 +20,7 @@ using namespace cute;
 // The tensor maps of the operands.
 struct ForwardMaps {
   CUtensorMap q, k, v, out, bias;
+  bool has_boxes;  // where rows are loaded: has k and v, whose boxes have kBoxRows rows
 };
 
 // What a block of keys has beside K and V where pairs are hidden or scores are general: tiles of a bias, one
@@ -71,34 +72,43 @@ struct ForwardTraitsSm90 {
   static constexpr int kHeadDim = Instance::head_dim, kHeadDimV = Instance::head_dim_v;
   static constexpr int kRescaleThreshold = 8;  // see OnlineSoftmax
 
-  // One producer warpgroup, consumers that own 64 rows each, and where pairs may be hidden one that finds out
-  // about them, or two warps of the producer's: of four warpgroups a thread has 128 registers at first,
-  // which products of 256 columns do not compile for. setmaxnreg gives the consumers registers of the others.
+  // One producer warpgroup, two where rows are loaded for one consumer, consumers that own 64 rows each, and
+  // where pairs may be hidden one that finds out about them, or two warps of the producer's: of four
+  // warpgroups a thread has 128 registers at first, which products of 256 columns do not compile for.
+  // setmaxnreg gives the consumers registers of the others.
   static constexpr int kConsumers = kTile.warps / 4;
   static_assert(kBlockM == kWarpgroupRows * kConsumers && kConsumers <= kMaxWarpgroups);
   static constexpr bool kGeneral = kernel.scores == Scores::general,
                         kHasPairTiles = kernel.scores != Scores::product && kernel.keys == Keys::whole;
   static constexpr bool kHasPairWarpgroup = kHasPairTiles && kHeadDimV < 256;
   static constexpr int kPairWarps = kHasPairWarpgroup ? 4 : 2;
-  static constexpr int kWarpgroups = 1 + kConsumers + kHasPairWarpgroup,
+  static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by all producer warpgroups
+  static constexpr int kProducers = kLoadsRows && kConsumers == 1 && kTile.blocks_per_sm == 1 ? 2 : 1;
+  static constexpr int kWarpgroups = kProducers + kConsumers + kHasPairWarpgroup,
                        kThreads = kWarpgroups * kWarpgroupThreads;
-  static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by the whole producer warpgroup
+  // Where many queries read them, blocks that are seen whole may come by TMA: reading bounds few queries
+  // only.
+  static constexpr bool kMayLoadBoxes = kLoadsRows && kConsumers > 1;
+  static constexpr int kBoxRows = 64;
   static constexpr int kPairRegisters = kHasPairTiles ? 72 : 0;
   static constexpr int kProducerRegisters = kConsumers == 3                       ? 32
+                                            : kProducers == 2                     ? 128
                                             : kConsumers == 1                     ? 88
-                                            : kLoadsRows                          ? 88
+                                            : kLoadsRows                          ? 104
                                             : kHasPairTiles && !kHasPairWarpgroup ? kPairRegisters
                                                                                   : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3     ? 160
+                                            : kProducers == 2   ? 240
                                             : kConsumers == 1   ? 168
-                                            : kLoadsRows        ? 208
+                                            : kLoadsRows        ? 200
                                             : kHasPairWarpgroup ? 208
                                             : kHasPairTiles     ? 216
                                                                 : 240;
   static constexpr int kLaunchRegisters =
       65536 / kThreads / kTile.blocks_per_sm / 8 * 8;  // each thread's at first
   static constexpr bool kMovesRegisters = kLaunchRegisters < kConsumerRegisters;
-  static_assert(kProducerRegisters + kHasPairWarpgroup * kPairRegisters + kConsumers * kConsumerRegisters <=
+  static_assert(kProducers * kProducerRegisters + kHasPairWarpgroup * kPairRegisters +
+                        kConsumers * kConsumerRegisters <=
                     kWarpgroups * kLaunchRegisters,
                 "setmaxnreg would wait for registers that no warpgroup gives back");
 
@@ -137,7 +147,8 @@ struct ForwardTraitsSm90 {
   static constexpr int kElements = kStagesQ * kStageElementsQ + kStages * (kStageElementsK + kStageElementsV);
   static constexpr bool kTwoPanelsFit = int(sizeof(Element)) * (kElements + 2 * kBlockM * kPanel) <=
                                         kMostOperandBytes - kHasPairTiles * kBytesOfPairs -
-                                            kBiasStages * kBlockM * kBlockN * int(sizeof(Element));
+                                            kBiasStages * kBlockM * kBlockN * int(sizeof(Element)) -
+                                            kLoadsRows * kBlockN * kHeadDim;
   static constexpr int kStagesO = kRunsAhead || !kTwoPanelsFit ? 1 : 2;
   static constexpr int kPartsO = kHeadDimV / kColumnsO;
   using LayoutO = decltype(tile_to_shape(AtomQK{}, Shape<Int<kBlockM>, Int<kColumnsO>, Int<kStagesO>>{}));
@@ -146,6 +157,18 @@ struct ForwardTraitsSm90 {
                            GMMA::Major::MN>(),
       ConsumerLayout{}));
   using StoreAtom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+
+  // Where rows are loaded they may be of codes of 8 bits, which lie behind SharedStorage until they are
+  // widened: a block in a slot, or half of one where there is no room. See CodeRing for how many there may
+  // be.
+  static constexpr int kBlockBytes = (228 << 10) / kTile.blocks_per_sm - (1 << 10), kListBytes = 3 << 10;
+  static constexpr int kFreeBytes =
+      kBlockBytes - kListBytes - int(sizeof(Element)) * (kElements + kStagesO * kBlockM * kColumnsO);
+  static constexpr int kCodeParts = kFreeBytes < 2 * kBlockN * kHeadDim ? 2 : 1,
+                       kMostCodeSlots = 3 * kCodeParts;
+  static constexpr int kCodeBytes = kBlockN * kHeadDim / kCodeParts;
+  static constexpr int kCodeSlots = kLoadsRows ? smaller(kMostCodeSlots, kFreeBytes / kCodeBytes) : 0;
+  static_assert(!kLoadsRows || kCodeSlots >= 2);
 
   using PairTiles = std::conditional_t<kHasPairTiles,
                                        PairTilesSm90<Element, kConsumers, kBlockN, kBiasStages>, NoPairTiles>;
@@ -159,9 +182,10 @@ struct ForwardTraitsSm90 {
     TmaRing<kStages> ring_k, ring_v;
     std::conditional_t<kernel.keys == Keys::split, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
     TileQueue tile_queue;
+    std::conditional_t<kLoadsRows, SplitTile[2], char> code_tiles;  // whose codes are on their way
     [[no_unique_address]] PairTiles pairs;
   };
-  static_assert(sizeof(SharedStorage) <= 227 << 10);
+  static_assert(sizeof(SharedStorage) + kCodeSlots * kCodeBytes <= kBlockBytes);
 };
 
 }  // namespace flash_cute
