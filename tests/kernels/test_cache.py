@@ -40,6 +40,69 @@ def test_layouts_and_page_sizes(kernel, layout, page_size, packed):
     check_pages(kernel, LENGTHS["used and left padding"], packed, MASKS["causal"], page_size, layout)
 
 
+@pytest.mark.gpu
+@matrix(
+    page_size=[64, 128, 192, None],
+    layout=["heads first", "k and v in turns"],
+    mask=["causal", "window_left", "full"],
+    head_dim=BUCKETS,
+)
+def test_blocks_by_tma_have_the_bits_of_rows(kernel, page_size, layout, mask, head_dim):
+    """Many queries: blocks that are seen whole come by TMA where pages are multiples of 64 rows, or none."""
+    rows = [
+        (300, 1000, 900, 0),
+        (70, 400, 400, 37),
+        (600, 1111, 1100, 64),
+        (1, 64, 64, 0),
+        (500, 700, 128, 3),
+    ]
+    queries, capacities, used, leftpad = (list(column) for column in zip(*rows, strict=True))
+    device, width = kernel.device, max(capacities)
+    q = torch.randn(sum(queries), 4, head_dim, device=device).bfloat16()
+    lengths = {
+        "cu_seqlens_q": torch.tensor([0, *queries], device=device).cumsum(0).int(),
+        "seqused_k": torch.tensor(used, device=device, dtype=torch.int32),
+        "leftpad_k": torch.tensor(leftpad, device=device, dtype=torch.int32),
+    }
+    keys, values = torch.randn(2, len(used), width, 2, head_dim, device=device).bfloat16()
+    for rows_of_all in (keys, values):
+        for b, (skipped, end) in enumerate(zip(leftpad, used, strict=True)):
+            rows_of_all[b, :skipped] = rows_of_all[b, end:] = torch.nan
+    options = lengths | MASKS[mask].options
+
+    def result(size: int | None) -> tuple[torch.Tensor, ...]:
+        if size is None:
+            return kernel.forward(q, keys.transpose(1, 2), values.transpose(1, 2), **options)
+        pages = -(-width // size)
+        order = torch.randperm(len(used) * pages)
+        table = torch.empty_like(order).int()
+        table[order] = torch.arange(len(order), dtype=torch.int32)
+        cache = LAYOUTS[layout](len(order), 2, size, head_dim).bfloat16().to(device)
+        for part, source in zip(cache, (keys, values), strict=True):
+            padded = torch.nn.functional.pad(source, (0, 0, 0, 0, 0, pages * size - width), value=torch.nan)
+            part.copy_(padded.unflatten(1, (pages, size)).flatten(0, 1)[order.to(device)].transpose(1, 2))
+        return kernel.forward(q, *cache, block_table=table.view(-1, pages).to(device), **options)
+
+    by_rows = result(17)
+    assert not by_rows[0].isnan().any()
+    for got, expected in zip(result(page_size), by_rows, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_one_packed_sequence_with_a_cache(kernel):
+    """Its lengths are no secret to the host: keys may stay whole, with the kernels of any other call."""
+    q = torch.randn(300, 32, 64, device=kernel.device).bfloat16()
+    k, v = torch.randn(2, 1, 8, 700, 64, device=kernel.device).bfloat16()
+    k[:, :, 650:], v[:, :, 650:] = torch.nan, torch.nan
+    offsets = torch.tensor([0, 280], device=kernel.device, dtype=torch.int32)
+    used = torch.tensor([650], device=kernel.device, dtype=torch.int32)
+    out, lse = kernel.forward(q, k, v, cu_seqlens_q=offsets, seqused_k=used, causal=True)
+    alone = kernel.forward(q[None, :280].transpose(1, 2), k[:, :, :650], v[:, :, :650], causal=True)
+    torch.testing.assert_close(out[:280], alone[0][0].transpose(0, 1), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse[:, :280], alone[1][0], atol=1e-4, rtol=1e-4)
+    assert not out[280:].any()
+
+
 def test_pages_are_shared(kernel):
     """Sequences may begin with the same pages."""
     device = kernel.device
