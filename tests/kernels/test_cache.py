@@ -291,6 +291,49 @@ def test_batch_invariance(kernel, head_dim, dtype, window):
             assert torch.equal(lse[:, rows], expected[b][1])
 
 
+@pytest.mark.gpu
+@matrix(
+    head_dim=BUCKETS,
+    queries=[1, 600],
+    option=["causal", "full", "window", "sinks", "softcap", "alibi_slopes", "leftpad_k", "fp8"],
+)
+def test_batch_invariance_whole_and_cut(kernel, head_dim, queries, option):
+    """Alone a sequence is cut, among many it is whole or not: out and LSE have the same bits."""
+    if option == "fp8" and kernel.family != "sm90":
+        pytest.skip("caches of 8 bits are of the Hopper family")
+    device, count, keys, heads = kernel.device, 41, 5100, (4, 2)
+    lengths = torch.randint(1, keys + 1, (count,), dtype=torch.int32, device=device)
+    lengths[7] = 4999
+    q = torch.randn(count, queries, heads[0], head_dim, device=device).bfloat16()
+    k, v = torch.randn(2, count, heads[1], keys, head_dim, device=device).bfloat16()
+    options = {"batch_invariant": True, "causal": option != "full"}
+    if option == "fp8":
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    elif option == "window":
+        options["window"] = (2500, 0)
+    elif option == "softcap":
+        options["softcap"] = 5.0
+    elif option in ("sinks", "alibi_slopes"):
+        options[option] = torch.rand(heads[0], device=device)
+        if option == "sinks":
+            options[option] = options[option].bfloat16()
+
+    def result(chosen: slice) -> tuple[torch.Tensor, ...]:
+        own = {"seqused_k": lengths[chosen]}
+        if option == "leftpad_k":
+            own["leftpad_k"] = own["seqused_k"] // 3
+        batch = len(own["seqused_k"])
+        offsets = torch.arange(0, (batch + 1) * queries, queries, device=device, dtype=torch.int32)
+        return kernel.forward(
+            q[chosen].flatten(0, 1), k[chosen], v[chosen], cu_seqlens_q=offsets, **own, **options
+        )
+
+    (out, lse), (out_alone, lse_alone) = result(slice(None)), result(slice(7, 8))
+    rows = slice(7 * queries, 8 * queries)
+    assert torch.equal(out[rows], out_alone)
+    assert torch.equal(lse[:, rows], lse_alone)
+
+
 def test_batch_invariance_is_refused_on_the_cpu():
     q = torch.randn(1, 1, 4, 64).bfloat16()
     with pytest.raises(ValueError, match="batch_invariant must be False on the CPU"):
