@@ -5,7 +5,6 @@
 #include "flash_cute/attention/scores/lowest.hpp"
 #include "flash_cute/attention/tile_views.hpp"
 #include "flash_cute/core/accumulator.hpp"
-#include "flash_cute/forward/fold.hpp"
 #include "flash_cute/forward/tile_source.hpp"
 
 namespace flash_cute {
@@ -84,54 +83,39 @@ CUTE_DEVICE void divide_rows(ForwardParams const& params, Softmax& softmax, Mask
   });
 }
 
-// The same of O and sums that are relative to the LSE of the softmax, with sinks, as the kernels that combine
-// splits count them.
-template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output,
-          int kRows>
-CUTE_DEVICE void divide_total(ForwardParams const& params, Softmax& softmax, Mask const& mask,
-                              Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
-                              float const (&sums)[kRows], Output& acc_o) {
+// The same with sinks, after the sum, as the combining kernel counts them.
+template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
+CUTE_DEVICE void divide_rows_with_sinks(ForwardParams const& params, Softmax& softmax, Mask const& mask,
+                                        Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
+                                        Output& acc_o) {
+  normalize_split(softmax, acc_o);
   auto const coords = row_col_view(accumulator_coords);
   auto output = row_col_view(acc_o);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(coords); ++i) {
     int const row = get<0>(coords(i, 0));
-    float const sink = params.sinks.logits && rows.uses(row)
-                           ? params.sinks.logit<typename Traits::Element>(tile.head + rows.head(row))
-                           : -INFINITY;
-    FoldedRow const end(softmax.lse(i), sums[i], sink);
-    bool const is_empty = end.sum == 0.f;
+    float const lse = softmax.lse(i);
+    float const sink =
+        rows.uses(row) ? params.sinks.logit<typename Traits::Element>(tile.head + rows.head(row)) : -INFINITY;
+    float const highest = fmaxf(lse, sink), reference = highest == -INFINITY ? 0.f : highest;
+    float const weight = expf(lse - reference), sum = weight + expf(sink - reference);
+    bool const is_empty = sum == 0.f;
     bool const is_hidden =
         is_empty && is_fully_masked<Traits>(params, mask, tile.m_begin + rows.query(row), is_empty);
-    float const factor = is_hidden ? 0.f : 1.f / end.sum;
+    float const factor = is_hidden ? 0.f : 1.f / sum;
     CUTE_UNROLL
-    for (int col = 0; col < size<1>(output); ++col) output(i, col) = output(i, col) * end.weight * factor;
-    softmax.row_max[i] = end.lse;
+    for (int col = 0; col < size<1>(output); ++col) output(i, col) = output(i, col) * weight * factor;
+    softmax.row_max[i] = reference + logf(sum);
   }
 }
 
-// Of a tile that has one split.
-struct NoTotal {
-  static constexpr bool exists = false;
-};
-
 // Divides O by the sums of the rows that this thread owns. A query's bits are the same in splits and whole.
-// total: of the tile's splits before the last one.
-template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output,
-          class Total = NoTotal>
+template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
 CUTE_DEVICE void normalize_rows(ForwardParams const& params, Softmax& softmax, Mask const& mask,
                                 Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
-                                Output& acc_o, Total const& total = {}) {
-  if (Traits::kKernel.keys == Keys::split && (params.sinks.logits || total.exists)) {
-    constexpr int kRows = decltype(size<0>(row_col_view(acc_o)))::value;
-    float sums[kRows];
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) sums[i] = 1.f;
-    normalize_split(softmax, acc_o);
-    if constexpr (!std::is_same_v<Total, NoTotal>) {
-      if (total.exists) total.add_last(softmax, acc_o, sums);
-    }
-    divide_total<Traits>(params, softmax, mask, tile, rows, accumulator_coords, sums, acc_o);
+                                Output& acc_o) {
+  if (Traits::kKernel.keys == Keys::split && params.sinks.logits) {
+    divide_rows_with_sinks<Traits>(params, softmax, mask, tile, rows, accumulator_coords, acc_o);
   } else {
     divide_rows<Traits>(params, softmax, mask, tile.m_begin, rows, accumulator_coords, acc_o);
   }

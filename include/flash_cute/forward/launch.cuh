@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/mask/prepare_table.cuh"
-#include "flash_cute/forward/fold_splits.cuh"
+#include "flash_cute/forward/combine.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/scheduler/varlen_prepare.cuh"
 
@@ -56,11 +56,8 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
     Of::template launch<Traits>(params, source, plan, workspace, stream);
     if constexpr (kernel.keys == Keys::split) {
       if (plan.split.slots > 0) {
-        auto* const combine =
-            params.batch_invariant
-                ? launch_fold<typename Traits::Element, Traits::kHeadDimV, kStartsEarly, decltype(source)>
-                : launch_combine<typename Traits::Element, Traits::kHeadDimV, kStartsEarly, decltype(source)>;
-        combine(params, source, source.partial, plan.split.slots, stream);
+        launch_combine<typename Traits::Element, Traits::kHeadDimV, kStartsEarly>(
+            params, source, source.partial, plan.split.slots, stream);
       }
     }
   });

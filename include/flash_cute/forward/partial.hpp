@@ -15,7 +15,6 @@ struct PartialResults {
   SplitTile* tiles;  // or null
   float *out, *lse;
   int rows, head_dim_v;  // of a slot
-  float* totals;         // see SplitTotal; null where no tile has several splits
 
   FLASH_CUTE_HOST_DEVICE float* out_row(int slot, int row) const {
     return out + (int64_t(slot) * rows + row) * head_dim_v;
@@ -26,17 +25,11 @@ struct PartialResults {
     int64_t const of_rows = int64_t(rows) * (head_dim_v + 1) * int64_t(sizeof(float));
     return slots * (of_rows + (has_tiles ? int64_t(sizeof(SplitTile)) : 0));
   }
-  // Of a thread block, see SplitTotal.
-  static int64_t total_bytes(int block_m, int head_dim_v) {
-    constexpr int kBesideO = 16;
-    return int64_t(block_m) * (head_dim_v + kBesideO) * int64_t(sizeof(float));
-  }
-  // In memory of that many bytes, totals aside.
-  static PartialResults in(void* memory, int slots, int rows, int head_dim_v, bool has_tiles, float* totals) {
+  // In memory of that many bytes.
+  static PartialResults in(void* memory, int slots, int rows, int head_dim_v, bool has_tiles) {
     auto* const tiles = static_cast<SplitTile*>(memory);
     auto* const out = reinterpret_cast<float*>(tiles + (has_tiles ? slots : 0));
-    float* const lse = out + int64_t(slots) * rows * head_dim_v;
-    return {has_tiles ? tiles : nullptr, out, lse, rows, head_dim_v, totals};
+    return {has_tiles ? tiles : nullptr, out, out + int64_t(slots) * rows * head_dim_v, rows, head_dim_v};
   }
 };
 

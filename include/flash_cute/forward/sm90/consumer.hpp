@@ -8,7 +8,6 @@
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/sm90/epilogue.hpp"
-#include "flash_cute/forward/sm90/split_total.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
 #include "flash_cute/forward/tile_source.hpp"
 
@@ -85,15 +84,9 @@ struct ForwardConsumerSm90 {
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     bool const is_early = finalizes_early<Traits>(params);
-    auto finalize = [&](auto& ended, auto const& tile) {
-      ended.finalize();
-      if constexpr (kSplitKeys) ended.scale_output(params.cache.v_scale.of(tile.batch, tile.head_kv));
-    };
-    SplitTotal<decltype(softmax), decltype(size(acc_o))::value / 4, Traits::kProducers * kWarpgroupThreads,
-               Traits::kConsumers * kWarpgroupThreads>
-        total{totals_of(source)};
-    auto store_tile = [&](auto tile) __attribute__((always_inline)) {
-      if (!is_early) finalize(softmax, tile);
+    auto store_tile = [&](auto tile) {
+      if (!is_early) softmax.finalize();
+      if constexpr (kSplitKeys) softmax.scale_output(params.cache.v_scale.of(tile.batch, tile.head_kv));
       tile.m_begin = first_query(tile);
       auto const& mask = source.mask(tile);
       if constexpr (kSplitKeys) {
@@ -105,7 +98,7 @@ struct ForwardConsumerSm90 {
           return;
         }
       }
-      normalize_rows<Traits>(params, softmax, mask, tile, rows, cS, acc_o, total);
+      normalize_rows<Traits>(params, softmax, mask, tile, rows, cS, acc_o);
       if (rows.heads.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, source, tile, mask.seqlen_q, OneHead{}, softmax, cS);
       } else {
@@ -182,12 +175,10 @@ struct ForwardConsumerSm90 {
 
       reset(softmax);
       clear(acc_o);
-      total.exists = false;
       find_visible();
       probabilities(acc_first);
       round(acc_first);
-      for (int before = blocks.block; blocks.advance(); before = blocks.block) {
-        bool const ends_split = kSplitKeys && goes_on(source, before, blocks.block);
+      while (blocks.advance()) {
         Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
         wait_keys(shared.ring_k, at_k);
         products.wait();
@@ -196,20 +187,11 @@ struct ForwardConsumerSm90 {
         products.pass();
         find_visible();
         wait_products<1>(acc_s);
-        if (ends_split) {
-          finalize(softmax, tile);
-          total.set_aside(softmax);
-          reset(softmax);
-        }
         auto const correction = probabilities(acc_s);
         wait_products<0>(acc_o);
         release(shared.ring_v, at_v);
         round(acc_s);  // before the branch: beside the exponentials
-        if (ends_split) {
-          total.add(softmax, acc_o);
-        } else {
-          correction.apply(acc_o);
-        }
+        correction.apply(acc_o);
       }
 
       release(ring_q, at_q);
@@ -241,20 +223,6 @@ struct ForwardConsumerSm90 {
   }
 
  private:
-  // Of a tile whose keys are splits of a fixed length: does a new split begin between two blocks of keys?
-  template <class Source>
-  CUTE_DEVICE static bool goes_on(Source const& source, int before, int block) {
-    if constexpr (kSplitKeys) {
-      constexpr int kBlocks = kFixedKeys / Traits::kBlockN;
-      return source.order.lengths.fixed_blocks > 0 && before / kBlocks != block / kBlocks;
-    }
-    return false;
-  }
-  template <class Source>
-  CUTE_DEVICE static float* totals_of(Source const& source) {
-    if constexpr (kSplitKeys) return source.partial.totals;
-    return nullptr;
-  }
   CUTE_DEVICE bool drops() const { return kMayDrop && params.scores.dropout.drops(); }
   template <class Softmax>
   CUTE_DEVICE void reset(Softmax& softmax) const {
