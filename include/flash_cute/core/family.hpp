@@ -14,7 +14,6 @@ struct FamilyTraits {
   bool one_backward_kernel;  // dQ, dK and dV come from one kernel, whatever is asked for
   bool cuts_masked_rows;     // in the backward, sequences begin after their fully masked queries
   bool knows_scores;         // where the mask is a table, does it have kernels for less than general scores?
-  bool folds_splits;         // does a tile of the forward add up splits of a fixed length by itself?
   int most_multiprocessors;  // of any GPU that it runs on
 };
 
@@ -26,7 +25,6 @@ constexpr FamilyTraits traits_of(Family family) {
             .one_backward_kernel = true,
             .cuts_masked_rows = true,
             .knows_scores = true,
-            .folds_splits = true,
             .most_multiprocessors = 144};
   }
   return {.persistent = false,
@@ -35,7 +33,6 @@ constexpr FamilyTraits traits_of(Family family) {
           .one_backward_kernel = false,
           .cuts_masked_rows = false,
           .knows_scores = false,
-          .folds_splits = false,
           .most_multiprocessors = 192};
 }
 
