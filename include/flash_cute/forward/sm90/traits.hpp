@@ -91,16 +91,16 @@ struct ForwardTraitsSm90 {
   static constexpr bool kMayLoadBoxes = kLoadsRows && kConsumers > 1;
   static constexpr int kBoxRows = 64;
   static constexpr int kPairRegisters = kHasPairTiles ? 72 : 0;
-  static constexpr int kProducerRegisters = kConsumers == 3                       ? 32
-                                            : kProducers == 2                     ? 128
-                                            : kConsumers == 1                     ? 88
-                                            : kLoadsRows                          ? 104
+  static constexpr int kProducerRegisters = kConsumers == 3   ? 32
+                                            : kProducers == 2 ? 128
+                                            : kConsumers == 1 ? 88
+                                            : kLoadsRows      ? (kHeadDimV < 256 ? 104 : 88)
                                             : kHasPairTiles && !kHasPairWarpgroup ? kPairRegisters
                                                                                   : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3     ? 160
                                             : kProducers == 2   ? 240
                                             : kConsumers == 1   ? 168
-                                            : kLoadsRows        ? 200
+                                            : kLoadsRows        ? (kHeadDimV < 256 ? 200 : 208)
                                             : kHasPairWarpgroup ? 208
                                             : kHasPairTiles     ? 216
                                                                 : 240;
