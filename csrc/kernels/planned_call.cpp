@@ -248,7 +248,8 @@ int64_t forward_workspace(AttentionProblem const& problem) {
         HeadDims const split_bucket = split_entry(problem, family).bucket;
         ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
         if (plan::splits(family, split_tiles, params, mask)) {
-          most = larger(most, plan::plan_split(family, split_tiles, params, mask).workspace.bytes);
+          most =
+              larger(most, plan::plan_split(family, split_tiles, split_bucket, params, mask).workspace.bytes);
         }
         return most;
       });

@@ -1,4 +1,4 @@
-// The kernel after a forward whose tiles are cut into splits of their keys: it combines their results.
+// The kernels after a forward whose tiles are cut into splits of their keys: they combine their results.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,14 +29,12 @@ struct CombineRow {
   using Sums = Chunk[kCombineWarps][kChunks][kLanes];
   float const *out, *lse;      // of the first split
   int64_t out_step, lse_step;  // from one split to the next
-  int begin, end;              // the splits, of which lane i of 32 has those that are i modulo 32
+  int end;                     // of the splits, of which lane i of 32 has those that are i modulo 32
   int head_dim_v;
 
   CUTE_DEVICE static int lane() { return threadIdx.x % kLanes; }
   CUTE_DEVICE int column(int chunk) const { return (chunk * kLanes + lane()) * kWidth; }
-  CUTE_DEVICE float lse_of(int split) const {
-    return begin <= split && split < end ? lse[(split - begin) * lse_step] : -INFINITY;
-  }
+  CUTE_DEVICE float lse_of(int split) const { return split < end ? lse[split * lse_step] : -INFINITY; }
 
   CUTE_DEVICE float highest_lse(float own) const {
 #pragma unroll 1
@@ -49,8 +47,8 @@ struct CombineRow {
   // Adds the splits member, member + team, member + 2 team, ... weighted by exp(LSE - reference), where the
   // reference is the highest LSE, or the sink. Returns the sum of all weights.
   CUTE_DEVICE float add(float sink, int member, int team, float (&total)[kColumns], float& reference) const {
-    int split = begin + ((member - begin) & (team - 1));
-    float const* from = out + (split - begin) * out_step + column(0);
+    int split = member;
+    float const* from = out + split * out_step + column(0);
     int64_t const step = team * out_step;
     float sum = 0.f;
     for (int first = 0; first < end; first += kLanes) {
@@ -107,6 +105,35 @@ struct CombineRow {
   }
 };
 
+// A row of a tile whose splits have partial results.
+struct PartialRow {
+  int row, query, head;
+  bool exists;
+
+  CUTE_DEVICE PartialRow(PartialResults const& partial, PackGqa const& rows, SplitTile const& tile, int row_)
+      : row(row_) {
+    int const group_rows = partial.rows / rows.groups, group = row / group_rows;
+    int const of_group = row - group * group_rows;
+    query = tile.m_begin + group * rows.queries + rows.query(of_group);
+    head = tile.head + rows.head(of_group);
+    exists = row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q;
+  }
+
+  template <class Element>
+  CUTE_DEVICE float sink(ForwardParams const& params) const {
+    return params.sinks.logits && exists ? params.sinks.logit<Element>(head) : -INFINITY;
+  }
+  template <class Element>
+  CUTE_DEVICE Element* out(ForwardParams const& params, SplitTile const& tile) const {
+    return static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
+           head * params.out.head_stride + (tile.q_begin + query) * params.out.row_stride;
+  }
+  CUTE_DEVICE float& lse(ForwardParams const& params, SplitTile const& tile) const {
+    return params.lse[tile.batch * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q +
+                      tile.q_begin + query];
+  }
+};
+
 // The thread blocks of a slot, blockIdx.y of gridDim.y, combine the part's share of the tile's rows.
 // kStartsEarly: as launch_kernel has it.
 template <class Element, int kHeadDimV, bool kStartsEarly, class Source>
@@ -126,42 +153,27 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
   if (!is_known && !is_cut) return;
   if (!partial.tiles) tile = source.tile(slot);
   auto const mask = source.mask(tile);
-  PackGqa const& rows = source.rows();
-  // Splits of a fixed length are added up as their place among all splits of the sequence says.
-  int const fixed_blocks = source.order.lengths.fixed_blocks;
-  int const begin = fixed_blocks > 0 ? (tile.block_begin / fixed_blocks - tile.split) % 32 : 0;
-  int const team = fixed_blocks == 0 && tile.splits <= Combine::kAtOnce       ? 1
-                   : fixed_blocks == 0 && tile.splits <= 2 * Combine::kAtOnce ? 2
-                                                                              : kCombineWarps;
+  int const team = tile.splits <= Combine::kAtOnce       ? 1
+                   : tile.splits <= 2 * Combine::kAtOnce ? 2
+                                                         : kCombineWarps;
   int const teams = kCombineWarps / team, member = warp & (team - 1);
-  int const group_rows = partial.rows / rows.groups;
   int const share = tile.split * gridDim.y + blockIdx.y, shares = tile.splits * gridDim.y;
   int const first_slot = slot - tile.split * tile.tiles_per_split;
   int const warp_row = (team == 1 ? warp : team == 2 ? warp / 2 : 0);
-  struct Row {
-    int row, query, head;
-    bool exists;
-  };
-  auto row_of = [&](int first) -> Row {
-    int const row = first + warp_row, group = row / group_rows, of_group = row - group * group_rows;
-    int const query = tile.m_begin + group * rows.queries + rows.query(of_group);
-    return {row, query, tile.head + rows.head(of_group),
-            row < partial.rows && rows.uses(of_group) && query < tile.seqlen_q};
-  };
-  Row at = row_of(share * teams);
+  auto row_of = [&](int first) { return PartialRow(partial, source.rows(), tile, first + warp_row); };
+  PartialRow at = row_of(share * teams);
   if (kStartsEarly && is_known) wait_for_grid_before();
   if (!is_cut) return;
 
   for (int first = share * teams; first < partial.rows; first += shares * teams, at = row_of(first)) {
-    auto const [row, query, head, is_row] = at;
-    Combine const combine{.out = partial.out_row(first_slot, row),
-                          .lse = &partial.lse_of(first_slot, row),
+    bool const is_row = at.exists;
+    Combine const combine{.out = partial.out_row(first_slot, at.row),
+                          .lse = &partial.lse_of(first_slot, at.row),
                           .out_step = int64_t(tile.tiles_per_split) * partial.rows * partial.head_dim_v,
                           .lse_step = int64_t(tile.tiles_per_split) * partial.rows,
-                          .begin = begin,
-                          .end = begin + tile.splits,
+                          .end = tile.splits,
                           .head_dim_v = partial.head_dim_v};
-    float const sink = params.sinks.logits && is_row ? params.sinks.logit<Element>(head) : -INFINITY;
+    float const sink = at.template sink<Element>(params);
     float total[Combine::kColumns]{};
     float sum = 0.f, reference = 0.f;
     if (is_row) sum = combine.add(sink, member, team, total, reference);
@@ -180,14 +192,10 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
       __syncthreads();
     }
     if (!is_row || member > 0) continue;
-    Element* const target = static_cast<Element*>(params.out.data) + tile.batch * params.out.batch_stride +
-                            head * params.out.head_stride + (tile.q_begin + query) * params.out.row_stride;
     // Where all visible scores are -inf, the sum is 0, too, and O NaN, as it is without splits.
-    combine.store(target, sum == 0.f && mask.is_fully_masked(query) ? 0.f : 1.f / sum, total);
-    if (lane == 0) {
-      params.lse[tile.batch * params.lse_batch_stride + int64_t(head) * params.shape.seqlen_q + tile.q_begin +
-                 query] = reference + logf(sum);
-    }
+    combine.store(at.template out<Element>(params, tile),
+                  sum == 0.f && mask.is_fully_masked(at.query) ? 0.f : 1.f / sum, total);
+    if (lane == 0) at.lse(params, tile) = reference + logf(sum);
   }
 }
 

@@ -83,22 +83,24 @@ CUTE_DEVICE void divide_rows(ForwardParams const& params, Softmax& softmax, Mask
   });
 }
 
-// The same with sinks, after the sum, as the combining kernel counts them.
-template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
-CUTE_DEVICE void divide_rows_with_sinks(ForwardParams const& params, Softmax& softmax, Mask const& mask,
-                                        Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
-                                        Output& acc_o) {
-  normalize_split(softmax, acc_o);
+// The same of O that is relative to the LSE of the softmax, with sinks, as the kernels that combine splits
+// count them. sums: of the weights of splits.
+template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Sums,
+          class Output>
+CUTE_DEVICE void divide_total(ForwardParams const& params, Softmax& softmax, Mask const& mask,
+                              Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
+                              Sums const& sums, Output& acc_o) {
   auto const coords = row_col_view(accumulator_coords);
   auto output = row_col_view(acc_o);
   CUTE_UNROLL
   for (int i = 0; i < size<0>(coords); ++i) {
     int const row = get<0>(coords(i, 0));
     float const lse = softmax.lse(i);
+    bool const has_sink = (Sums::kAreOfSinks || params.sinks.logits) && rows.uses(row);
     float const sink =
-        rows.uses(row) ? params.sinks.logit<typename Traits::Element>(tile.head + rows.head(row)) : -INFINITY;
+        has_sink ? params.sinks.logit<typename Traits::Element>(tile.head + rows.head(row)) : -INFINITY;
     float const highest = fmaxf(lse, sink), reference = highest == -INFINITY ? 0.f : highest;
-    float const weight = expf(lse - reference), sum = weight + expf(sink - reference);
+    float const weight = expf(lse - reference), sum = sums.weighted(i, weight) + expf(sink - reference);
     bool const is_empty = sum == 0.f;
     bool const is_hidden =
         is_empty && is_fully_masked<Traits>(params, mask, tile.m_begin + rows.query(row), is_empty);
@@ -109,13 +111,20 @@ CUTE_DEVICE void divide_rows_with_sinks(ForwardParams const& params, Softmax& so
   }
 }
 
+// The sums where a tile has one split, and sinks.
+struct OneSplit {
+  static constexpr bool kAreOfSinks = true;
+  CUTE_DEVICE static float weighted(int, float weight) { return weight; }
+};
+
 // Divides O by the sums of the rows that this thread owns. A query's bits are the same in splits and whole.
 template <class Traits, class Softmax, class Mask, class Tile, class Pack, class Coords, class Output>
 CUTE_DEVICE void normalize_rows(ForwardParams const& params, Softmax& softmax, Mask const& mask,
                                 Tile const& tile, Pack const& rows, Coords const& accumulator_coords,
                                 Output& acc_o) {
   if (Traits::kKernel.keys == Keys::split && params.sinks.logits) {
-    divide_rows_with_sinks<Traits>(params, softmax, mask, tile, rows, accumulator_coords, acc_o);
+    normalize_split(softmax, acc_o);
+    divide_total<Traits>(params, softmax, mask, tile, rows, accumulator_coords, OneSplit{}, acc_o);
   } else {
     divide_rows<Traits>(params, softmax, mask, tile.m_begin, rows, accumulator_coords, acc_o);
   }

@@ -27,6 +27,11 @@ struct ForwardKernel {
   constexpr bool takes_bias_tiles(Family family, HeadDims head_dims) const {
     return family == Family::sm90 && scores == Scores::general && keys == Keys::whole && head_dims.qk <= 128;
   }
+  // Can a tile have several splits of a fixed length, which it adds up by itself? Where queries are few,
+  // reading bounds it: there it would only get fewer thread blocks.
+  constexpr bool folds_splits(Family family) const {
+    return family == Family::sm90 && keys == Keys::split && tile.block_m > kWarpgroupRows;
+  }
 
   constexpr ForwardKernel with(ForwardTile const& other) const {
     ForwardKernel kernel = *this;

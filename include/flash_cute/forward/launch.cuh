@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flash_cute/attention/mask/prepare_table.cuh"
-#include "flash_cute/forward/combine.cuh"
+#include "flash_cute/forward/fold_splits.cuh"
 #include "flash_cute/forward/launch.hpp"
 #include "flash_cute/scheduler/varlen_prepare.cuh"
 
@@ -23,7 +23,8 @@ SourceOf<kernel> source_of(ForwardPlan const& plan, ForwardParams const& params,
       return {{plan.split_order(params, mask, memory), mask, PagedCoords::of(params)},
               plan.partial(params, memory),
               params.shape,
-              params.lengths};
+              params.lengths,
+              plan.totals(memory)};
     } else if constexpr (kernel.seqlens == Seqlens::varlen) {
       return {
           VarlenOrder::make(params, plan.rows, plan.section_tiles, plan.list(memory), mask.is_longest_last()),
@@ -56,8 +57,12 @@ void ForwardLaunch<Instance>::run(ForwardParams const& params, WindowMask const&
     Of::template launch<Traits>(params, source, plan, workspace, stream);
     if constexpr (kernel.keys == Keys::split) {
       if (plan.split.slots > 0) {
-        launch_combine<typename Traits::Element, Traits::kHeadDimV, kStartsEarly>(
-            params, source, source.partial, plan.split.slots, stream);
+        using Element = typename Traits::Element;
+        using Source = SourceOf<kernel>;
+        auto* const combine = params.batch_invariant
+                                  ? launch_fold<Element, Traits::kHeadDimV, kStartsEarly, Source>
+                                  : launch_combine<Element, Traits::kHeadDimV, kStartsEarly, Source>;
+        combine(params, source, source.partial, plan.split.slots, stream);
       }
     }
   });

@@ -25,6 +25,11 @@ struct PartialResults {
     int64_t const of_rows = int64_t(rows) * (head_dim_v + 1) * int64_t(sizeof(float));
     return slots * (of_rows + (has_tiles ? int64_t(sizeof(SplitTile)) : 0));
   }
+  // Of a thread block, see SplitTotal.
+  static int64_t total_bytes(int block_m, int head_dim_v) {
+    constexpr int kBesideO = 8;
+    return int64_t(block_m) * (head_dim_v + kBesideO) * int64_t(sizeof(float));
+  }
   // In memory of that many bytes.
   static PartialResults in(void* memory, int slots, int rows, int head_dim_v, bool has_tiles) {
     auto* const tiles = static_cast<SplitTile*>(memory);

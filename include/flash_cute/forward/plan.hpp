@@ -17,9 +17,10 @@ enum class ForwardRegion {
   list,          // of sequences, with its header, or the header alone
   tile_counter,  // where there is no header
   partial,       // results of splits
+  totals,        // of splits that a tile has had, of each thread block
   mask_table,
 };
-using ForwardLayout = WorkspaceLayout<ForwardRegion, 4>;
+using ForwardLayout = WorkspaceLayout<ForwardRegion, 5>;
 
 struct ForwardPlan {
   ForwardKernel kernel;
@@ -48,6 +49,8 @@ struct ForwardPlan {
     return PartialResults::in(workspace.find<void>(memory, ForwardRegion::partial), split.slots, split.rows,
                               params.shape.head_dim_v, split.stores_tiles);
   }
+  // Null where no tile has several splits.
+  float* totals(void* memory) const { return workspace.find<float>(memory, ForwardRegion::totals); }
   MaskTable mask_table(ForwardParams const& params, void* memory) const {
     return MaskTable::make(params, workspace.find<void>(memory, ForwardRegion::mask_table),
                            rows.tile_queries(), kernel.tile.block_n, /*transposes=*/false);
@@ -70,8 +73,9 @@ inline void add_mask_table(ForwardPlan& plan, ForwardParams const& params) {
                            kRegionAlignment);
 }
 
-inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardParams const& params,
-                              WindowMask const& mask) {
+// bucket: the head dims of the kernels.
+inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, HeadDims bucket,
+                              ForwardParams const& params, WindowMask const& mask) {
   bool const persistent = traits_of(family).persistent;
   auto const [tile, rows] = choose_split_tile(family, tiles, params, of_equal_lengths(params, mask, 1).shape);
   ForwardPlan result{split_kernel(family, params.masking()).with(tile), rows};
@@ -80,7 +84,7 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   split.is_uniform = !params.lengths.given;
   int64_t const rows_of_head = int64_t(rows.heads.value) * params.shape.seqlen_q;
   split.rows = rows.groups * int(smaller<int64_t>(rows.used(), rows_of_head));
-  split.lengths = split_lengths(tile, params, split.rows);
+  split.lengths = split_lengths(family, result.kernel, params, split.rows);
 
   int64_t const packs_of_all =
       params.shape.heads_kv * rows.packs(params.shape.heads_q / params.shape.heads_kv);
@@ -89,9 +93,10 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
   SplitOrder const order = result.split_order(params, mask, nullptr);
   int const items = order.capacity * int(packs_of_all);
   bool const is_unsplit = split.is_uniform && order.uniform.splits == 1;
-  split.slots = is_unsplit                                   ? 0
-                : split.is_uniform || params.batch_invariant ? items
-                                                             : 2 * split.lengths.wanted_items();
+  split.slots = is_unsplit               ? 0
+                : split.is_uniform       ? items
+                : params.batch_invariant ? int(SplitOrder::slot_capacity(params, rows, split.lengths))
+                                         : 2 * split.lengths.wanted_items();
   result.blocks = persistent ? smaller(items, split.lengths.blocks) : items;
   result.prepared_by_kernel =
       !split.is_uniform && (!persistent || params.shape.batch > SplitOrder::kFewSequences);
@@ -103,6 +108,12 @@ inline ForwardPlan plan_split(Family family, ForwardTiles const& tiles, ForwardP
       ForwardRegion::partial,
       PartialResults::bytes(split.slots, split.rows, params.shape.head_dim_v, split.stores_tiles),
       kRegionAlignment);
+  bool const may_fold = split.lengths.folds && split.lengths.most_fixed(params.shape.seqlen_k) > 1;
+  if (may_fold && (is_unsplit || !split.is_uniform)) {
+    result.workspace.add<char>(ForwardRegion::totals,
+                               result.blocks * PartialResults::total_bytes(tile.block_m, bucket.v),
+                               kRegionAlignment);
+  }
   add_mask_table(result, params);
   return result;
 }
@@ -155,7 +166,7 @@ inline ForwardPlan plan_forward(Family family, HeadDims bucket, HeadDims split_b
                                 ForwardParams const& params, WindowMask const& mask) {
   ForwardTiles const split_tiles = forward_tiles(family, split_bucket, params.element_bytes);
   if (plan::splits(family, split_tiles, params, mask)) {
-    return plan::plan_split(family, split_tiles, params, mask);
+    return plan::plan_split(family, split_tiles, split_bucket, params, mask);
   }
   return plan::plan_whole(family, forward_tiles(family, bucket, params.element_bytes), params, mask);
 }

@@ -57,14 +57,17 @@ inline bool splits(Family family, ForwardTiles const& tiles, ForwardParams const
   return mean.seqlen_k >= kLong && 2 * count_tiles(mean, rows) <= params.device.multiprocessors;
 }
 
-inline SplitLengths split_lengths(ForwardTile const& tile, ForwardParams const& params, int rows) {
-  constexpr int kLeastKeys = 256, kFixedKeys = 1024;
+inline SplitLengths split_lengths(Family family, ForwardKernel const& kernel, ForwardParams const& params,
+                                  int rows) {
+  constexpr int kLeastKeys = 256;
+  ForwardTile const& tile = kernel.tile;
   return {.block_n = tile.block_n,
           .blocks = params.device.multiprocessors * tile.blocks_per_sm,
           .rounds = params.lengths.given ? 2 : 16,
           .least_blocks = kLeastKeys / tile.block_n,
           .fixed_blocks = params.batch_invariant ? kFixedKeys / tile.block_n : 0,
-          .rows = rows};
+          .rows = rows,
+          .folds = params.batch_invariant && kernel.folds_splits(family)};
 }
 
 }  // namespace plan

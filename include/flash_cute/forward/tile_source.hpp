@@ -93,6 +93,7 @@ struct SplitSource : ListedSource<SplitOrder, PagedCoords, SplitTile> {
   PartialResults partial;
   ProblemShape shape;
   LengthParams lengths;
+  float* totals;  // see SplitTotal
 
   FLASH_CUTE_HOST_DEVICE ShiftedMask mask(Tile const& tile) const {
     return ShiftedMask(limits.of_lengths(tile.seqlen_q, tile.seqlen_k), tile.k_first);

@@ -27,11 +27,12 @@ CUTE_DEVICE SplitWork add_work(SplitWork own, SplitWork (&of_warps)[kThreads / 3
 
 // As SplitOrder::blocks_per_split, by the lanes of a warp side by side: one after the other they take a
 // microsecond.
+template <bool kMayFold>
 CUTE_DEVICE int blocks_per_split(SplitOrder const& order, SplitWork const& work) {
   SplitLengths const& lengths = order.lengths;
   if (lengths.fixed_blocks > 0 || !work.is_even() || work.tiles == 0 ||
       work.tiles >= lengths.wanted_items() || work.blocks >= 1 << 30) {
-    return order.blocks_per_split(work);
+    return order.blocks_per_split<kMayFold>(work);
   }
   int const round = threadIdx.x % 32, share = ceil_div(int(work.blocks), lengths.blocks);
   int const split = lengths.split_of(work.longest, share, round);
@@ -43,7 +44,8 @@ CUTE_DEVICE int blocks_per_split(SplitOrder const& order, SplitWork const& work)
 
 // In shared memory. Of a sequence it has what its order decides; the lengths are read again for each tile.
 // All blocks make the same list: sequences of a class stay in the order of the batch.
-template <int kThreads>
+// kMayFold: as of SplitOrder.
+template <int kThreads, bool kMayFold>
 struct SplitList {
   using Listed = ListedSequence<SplitOrder>;
   static constexpr int kFewSequences = SplitOrder::kFewSequences, kWarps = kThreads / 32;
@@ -88,8 +90,8 @@ struct SplitList {
     SplitWork const own_work = own.m_blocks > 0 ? order.work(own.sequence) : SplitWork{};
     SplitWork const work = add_work<kThreads>(own_work, of_warps);
     int const any_unwritten = __syncthreads_or(own.unwritten);
-    int const split_length = flash_cute::blocks_per_split(order, work);
-    int const splits = own.m_blocks > 0 ? order.splits(own.sequence, split_length) : 1;
+    int const split_length = flash_cute::blocks_per_split<kMayFold>(order, work);
+    int const splits = own.m_blocks > 0 ? order.splits<kMayFold>(own.sequence, split_length) : 1;
     int const own_blocks = int(smaller<int64_t>(int64_t(own.m_blocks) * splits, order.capacity));
 
     int const longest = larger(1, smaller(split_length, work.longest));
@@ -161,9 +163,9 @@ struct SplitList {
   CUTE_DEVICE void make_of_one(Source const& source) {
     SplitOrder const& order = source.order;
     Listed const own = Listed::of(source, source.limits, order, 0);
-    int const split_length =
-        flash_cute::blocks_per_split(order, own.m_blocks > 0 ? order.work(own.sequence) : SplitWork{});
-    SplitRecord const record = order.record(0, own.sequence, 0, split_length);
+    int const split_length = flash_cute::blocks_per_split<kMayFold>(
+        order, own.m_blocks > 0 ? order.work(own.sequence) : SplitWork{});
+    SplitRecord const record = order.record<kMayFold>(0, own.sequence, 0, split_length);
     if (threadIdx.x > 0) return;
     m_blocks = int(smaller<int64_t>(int64_t(own.m_blocks) * record.splits, order.capacity));
     unwritten = own.unwritten;
@@ -177,7 +179,8 @@ struct SplitList {
   CUTE_DEVICE SplitTile tile_of(Source const& source, int rank, int index) const {
     int const b = batch[rank];
     SplitSequence const s = SplitOrder::sequence_of(source, source.limits, b);
-    return source.order.tile(source.order.record(b, s, first_blocks[rank], blocks_per_split), index);
+    return source.order.tile(
+        source.order.template record<kMayFold>(b, s, first_blocks[rank], blocks_per_split), index);
   }
 };
 

@@ -20,6 +20,10 @@ struct alignas(16) SplitRecord : SequenceRecord {
   int blocks_per_split, splits;
 };
 
+// Where results must not depend on other sequences, splits have so many keys, and O and sums are those of
+// splits, added up (forward/fold.hpp), also where one tile has all of them.
+constexpr int kFixedKeys = 1024;
+
 // How long splits are.
 struct SplitLengths {
   int block_n;
@@ -28,8 +32,32 @@ struct SplitLengths {
   int least_blocks;  // of a part
   int fixed_blocks;  // of each split, where results must not depend on other sequences; else 0
   int rows;          // of a partial result
+  bool folds;        // can a tile have several splits of a fixed length, see ForwardKernel::folds_splits?
 
   FLASH_CUTE_HOST_DEVICE int wanted_items() const { return blocks * rounds; }  // tiles of all splits, about
+
+  // Of a fixed length. A partial result takes as long as `rows` sixteenths of a block of keys (see time), so
+  // few sequences are cut where it is large: those that have more than about 1 / rounds of a share and twice
+  // what the partial results of a share would add.
+  FLASH_CUTE_HOST_DEVICE int most_whole(int share) const {
+    int64_t const eighths = int64_t(share) * (8 * fixed_blocks + rows);
+    int64_t const most = (eighths + 8 * fixed_blocks * rounds - 1) / (8 * fixed_blocks * rounds);
+    return int(smaller<int64_t>(larger<int64_t>(fixed_blocks, most), 1 << 30));
+  }
+  // Of tiles that are equally long.
+  FLASH_CUTE_HOST_DEVICE int most_whole_of_even(int64_t tiles, int longest) const {
+    bool const are_cut = tiles < bound_of_cut() && 33 * int64_t(time(int(tiles), longest, fixed_blocks)) <
+                                                       32 * int64_t(time(int(tiles), longest, longest));
+    return are_cut ? fixed_blocks : larger(fixed_blocks, longest);
+  }
+  // So fewer tiles than this are cut.
+  FLASH_CUTE_HOST_DEVICE int bound_of_cut() const {
+    return ceil_div(wanted_items() * 8 * fixed_blocks, 8 * fixed_blocks + rows);
+  }
+  // Splits of a sequence of at most so many keys.
+  FLASH_CUTE_HOST_DEVICE int most_fixed(int keys) const {
+    return larger(1, ceil_div(ceil_div(keys, block_n), fixed_blocks));
+  }
 
   // Tiles that are equally long, in splits of `split` blocks of keys: how long they take, in sixteenths of
   // what a block of keys does. Thread blocks take the longest splits first, so those at the ends of sequences
@@ -87,7 +115,8 @@ struct SplitWork {
 // them by one read. Splits have at least ceil(blocks of keys of all tiles / wanted_items) blocks, and a
 // sequence that has no more is not cut, so there are fewer than 2 x wanted_items tiles of cut sequences,
 // whatever the lengths. These come first: the number of such a tile is the slot of its partial result.
-// Splits of a fixed length start at multiples of it.
+// Splits of a fixed length start at multiples of it. Where tiles can have several, which sequences are cut
+// changes no bit.
 struct SplitOrder : VarlenOrder {
   using Record = SplitRecord;
   static constexpr int kFewSequences = 256;  // see SplitList
@@ -118,7 +147,16 @@ struct SplitOrder : VarlenOrder {
     int64_t const m_blocks = m_block_capacity(params, rows);
     int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
     if (lengths.fixed_blocks == 0) return m_blocks + ceil_div(lengths.wanted_items(), packs_of_all);
-    return m_blocks * (1 + ceil_div(params.shape.seqlen_k, lengths.block_n * lengths.fixed_blocks));
+    int64_t const most = lengths.most_fixed(params.shape.seqlen_k), all = m_blocks * most;
+    return lengths.folds ? smaller(all, m_blocks + lengths.bound_of_cut() / packs_of_all * most) : all;
+  }
+  // Tiles of cut sequences, of splits of a fixed length, of a batch whose lengths the device alone knows.
+  static int64_t slot_capacity(ForwardParams const& params, PackGqa const& rows,
+                               SplitLengths const& lengths) {
+    int const packs_of_all = rows.packs(params.shape.heads_q / params.shape.heads_kv) * params.shape.heads_kv;
+    int64_t const most = lengths.most_fixed(params.shape.seqlen_k);
+    int64_t const all = m_block_capacity(params, rows) * packs_of_all * most;
+    return most == 1 ? 0 : lengths.folds ? smaller(all, lengths.bound_of_cut() * most) : all;
   }
 
   FLASH_CUTE_HOST_DEVICE bool is_prepared() const { return prepared_by_kernel; }
@@ -154,15 +192,21 @@ struct SplitOrder : VarlenOrder {
     int64_t const tiles = int64_t(VarlenOrder::m_blocks(s)) * int(packs_of_all.value) * count;
     return {tiles * length, tiles, tiles > 0 ? length : 0};
   }
+  // Of a split, and of a sequence that is not cut, at most; where tiles have several splits, the latter
+  // alone. kMayFold: may they?
+  template <bool kMayFold = true>
   FLASH_CUTE_HOST_DEVICE int blocks_per_split(SplitWork const& of_all) const {
-    if (lengths.fixed_blocks > 0) return lengths.fixed_blocks;
+    bool const folds = kMayFold && lengths.folds;
+    if (lengths.fixed_blocks > 0 && !folds) return lengths.fixed_blocks;
     int64_t const even = (of_all.blocks + lengths.blocks - 1) / lengths.blocks;
     int const share = int(smaller<int64_t>(even, 1 << 30));
     if (of_all.is_even() && of_all.tiles > 0) {  // and if they are many, they are whole
       int const longest = of_all.longest;
+      if (folds) return lengths.most_whole_of_even(of_all.tiles, longest);
       return of_all.tiles < lengths.wanted_items() ? lengths.best_split(int(of_all.tiles), longest, share)
                                                    : longest;
     }
+    if (folds) return lengths.most_whole(share);
     return larger(lengths.least_blocks, ceil_div(share, lengths.rounds));
   }
   // Where the first split starts.
@@ -170,10 +214,17 @@ struct SplitOrder : VarlenOrder {
     int const begin = visited(s).begin, fixed = lengths.fixed_blocks;
     return fixed > 0 ? begin / fixed * fixed : begin;
   }
+  template <bool kMayFold = true>
   FLASH_CUTE_HOST_DEVICE int splits(SplitSequence const& s, int blocks_per_split) const {
-    return ceil_div(visited(s).end - first_block(s), blocks_per_split);
+    BlockRange const blocks = visited(s);
+    if (kMayFold && lengths.folds) {
+      if (blocks.end - blocks.begin <= blocks_per_split) return 1;
+      blocks_per_split = lengths.fixed_blocks;
+    }
+    return ceil_div(blocks.end - first_block(s), blocks_per_split);
   }
 
+  template <bool kMayFold = true>
   FLASH_CUTE_HOST_DEVICE SplitRecord record(int b, SplitSequence const& s, int first_block,
                                             int blocks_per_split) const {
     SplitRecord record{VarlenOrder::record(b, s, first_block),
@@ -181,7 +232,11 @@ struct SplitOrder : VarlenOrder {
                        this->first_block(s),
                        visited(s).end,
                        blocks_per_split,
-                       splits(s, blocks_per_split)};
+                       splits<kMayFold>(s, blocks_per_split)};
+    if (kMayFold && lengths.folds) {
+      record.blocks_per_split =
+          record.splits > 1 ? lengths.fixed_blocks : record.block_end - record.block_begin;
+    }
     record.k_begin = s.k_begin - s.k_first;
     return record;
   }

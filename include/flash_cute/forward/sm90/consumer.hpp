@@ -8,6 +8,7 @@
 #include "flash_cute/core/sm90/warpgroup.hpp"
 #include "flash_cute/forward/epilogue.hpp"
 #include "flash_cute/forward/sm90/epilogue.hpp"
+#include "flash_cute/forward/sm90/split_total.hpp"
 #include "flash_cute/forward/sm90/traits.hpp"
 #include "flash_cute/forward/tile_source.hpp"
 
@@ -36,7 +37,8 @@ struct ForwardConsumerSm90 {
   // Blocks of keys go from the last to the first. S(n - 1) = Q K^T and O += P(n) V are in flight together,
   // and the softmax of S(n - 1) starts when its scores have arrived. Where the next tile's Q has arrived
   // already, its first scores follow this tile's last product, and are computed while O leaves. The warp
-  // scheduler barrier keeps one warpgroup in its products while another one is in its softmax.
+  // scheduler barrier keeps one warpgroup in its products while another one is in its softmax. A tile that
+  // adds up splits ends each of them as it ends itself, so that the loop over blocks is that of other tiles.
   template <class Tiles>
   CUTE_DEVICE void run(Tiles tiles) {
     Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});    // (M, D, STAGE)
@@ -84,9 +86,13 @@ struct ForwardConsumerSm90 {
     };
     auto first_query = [&](auto const& tile) { return tile.m_begin + warpgroup * rows.queries; };
     bool const is_early = finalizes_early<Traits>(params);
-    auto store_tile = [&](auto tile) {
-      if (!is_early) softmax.finalize();
+    auto finalize = [&](auto const& tile) {
+      softmax.finalize();
       if constexpr (kSplitKeys) softmax.scale_output(params.cache.v_scale.of(tile.batch, tile.head_kv));
+    };
+    [[maybe_unused]] auto total = total_of<decltype(softmax), decltype(size(acc_o))::value>(source);
+    auto store_tile = [&](auto tile) {
+      if (!is_early && !Traits::kFoldsSplits) finalize(tile);
       tile.m_begin = first_query(tile);
       auto const& mask = source.mask(tile);
       if constexpr (kSplitKeys) {
@@ -98,13 +104,31 @@ struct ForwardConsumerSm90 {
           return;
         }
       }
-      normalize_rows<Traits>(params, softmax, mask, tile, rows, cS, acc_o);
+      if constexpr (Traits::kFoldsSplits) {
+        divide_rows<Traits>(params, softmax, mask, tile.m_begin, rows, cS, acc_o);
+      } else {
+        normalize_rows<Traits>(params, softmax, mask, tile, rows, cS, acc_o);
+      }
       if (rows.heads.value == 1) {  // addresses of packed rows, O's too, cost 3% at seqlen 512
         store_lse(params, source, tile, mask.seqlen_q, OneHead{}, softmax, cS);
       } else {
         store_lse(params, source, tile, mask.seqlen_q, rows, softmax, cS);
       }
       epilogue.store(acc_o, source, tile);
+    };
+    // What store_tile does in other kernels, and the last of several splits. With it store_tile would become
+    // a function of its own at head dim 256, and products would run one after the other.
+    auto end_splits = [&](auto tile) __attribute__((always_inline)) {
+      if constexpr (Traits::kFoldsSplits) {
+        finalize(tile);
+        if (tile.slot != SplitTile::kUnsplit || (!total.exists && !params.sinks.logits)) return;
+        tile.m_begin = first_query(tile);
+        normalize_split(softmax, acc_o);
+        auto const sums = total.add_last(softmax, acc_o);
+        divide_total<Traits>(params, softmax, source.mask(tile), tile, rows, cS, sums, acc_o);
+        CUTE_UNROLL
+        for (float& sum : softmax.row_sum) sum = 1.f;  // what is left to be multiplied
+      }
     };
 
     auto tile = tiles.first();
@@ -173,25 +197,47 @@ struct ForwardConsumerSm90 {
         }
       };
 
-      reset(softmax);
-      clear(acc_o);
-      find_visible();
-      probabilities(acc_first);
-      round(acc_first);
-      while (blocks.advance()) {
-        Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
-        wait_keys(shared.ring_k, at_k);
-        products.wait();
-        issue_scores(acc_s);
-        issue_output();
-        products.pass();
+      if constexpr (Traits::kFoldsSplits) total.exists = false;
+      while (true) {  // over splits, of a tile that adds them up; else once
+        reset(softmax);
+        clear(acc_o);
         find_visible();
-        wait_products<1>(acc_s);
-        auto const correction = probabilities(acc_s);
-        wait_products<0>(acc_o);
-        release(shared.ring_v, at_v);
-        round(acc_s);  // before the branch: beside the exponentials
-        correction.apply(acc_o);
+        probabilities(acc_first);
+        round(acc_first);
+        int const first_block = first_block_of_split(source, blocks.block);
+        while (blocks.advance() && (!Traits::kFoldsSplits || blocks.block >= first_block)) {
+          Tensor acc_s = partition_fragment_C(mma_qk, TileS{});
+          wait_keys(shared.ring_k, at_k);
+          products.wait();
+          issue_scores(acc_s);
+          issue_output();
+          products.pass();
+          find_visible();
+          wait_products<1>(acc_s);
+          auto const correction = probabilities(acc_s);
+          wait_products<0>(acc_o);
+          release(shared.ring_v, at_v);
+          round(acc_s);  // before the branch: beside the exponentials
+          correction.apply(acc_o);
+        }
+        if (!Traits::kFoldsSplits || blocks.done()) break;
+        if constexpr (Traits::kFoldsSplits) {
+          products.wait();
+          issue_output();
+          if constexpr (kRunsAhead) issue_first_scores();
+          products.pass();
+          wait_products<kRunsAhead>(acc_o);
+          release(shared.ring_v, at_v);
+          finalize(tile);
+          total.add(softmax, acc_o);
+          if constexpr (!kRunsAhead) {
+            wait_keys(shared.ring_k, at_k);
+            products.wait();
+            issue_scores(acc_first);
+            products.pass();
+          }
+          wait_products<0>(acc_first);
+        }
       }
 
       release(ring_q, at_q);
@@ -200,6 +246,7 @@ struct ForwardConsumerSm90 {
       if (tiles.done(remaining)) {  // no product follows
         issue_output();
         wait_products<0>(acc_o);
+        end_splits(tile);
         store_tile(tile);
         epilogue.finish();
         return;
@@ -210,6 +257,7 @@ struct ForwardConsumerSm90 {
       products.pass();
       wait_products<kRunsAhead>(acc_o);
       release(shared.ring_v, at_v);
+      end_splits(tile);
       store_tile(tile);
       tile = tiles.get(upcoming);
       if constexpr (!kRunsAhead) {
@@ -223,6 +271,24 @@ struct ForwardConsumerSm90 {
   }
 
  private:
+  template <class Softmax, int kOutputs, class Source>
+  CUTE_DEVICE static auto total_of(Source const& source) {
+    if constexpr (Traits::kFoldsSplits) {
+      return SplitTotal<Softmax, kOutputs / 4, Traits::kProducers * kWarpgroupThreads,
+                        Traits::kConsumers * kWarpgroupThreads>{source.totals};
+    } else {
+      return nullptr;
+    }
+  }
+  // Of a tile that adds up splits: the first block of keys of the split that a block lies in.
+  template <class Source>
+  CUTE_DEVICE static int first_block_of_split(Source const& source, int block) {
+    if constexpr (Traits::kFoldsSplits) {
+      constexpr int kBlocks = kFixedKeys / Traits::kBlockN;
+      if (source.order.lengths.folds) return block / kBlocks * kBlocks;
+    }
+    return 0;
+  }
   CUTE_DEVICE bool drops() const { return kMayDrop && params.scores.dropout.drops(); }
   template <class Softmax>
   CUTE_DEVICE void reset(Softmax& softmax) const {

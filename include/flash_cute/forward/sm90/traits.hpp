@@ -83,6 +83,7 @@ struct ForwardTraitsSm90 {
   static constexpr bool kHasPairWarpgroup = kHasPairTiles && kHeadDimV < 256;
   static constexpr int kPairWarps = kHasPairWarpgroup ? 4 : 2;
   static constexpr bool kLoadsRows = kernel.loads == Loads::rows;  // by all producer warpgroups
+  static constexpr bool kFoldsSplits = kernel.folds_splits(Family::sm90);
   static constexpr int kProducers = kLoadsRows && kConsumers == 1 && kTile.blocks_per_sm == 1 ? 2 : 1;
   static constexpr int kWarpgroups = kProducers + kConsumers + kHasPairWarpgroup,
                        kThreads = kWarpgroups * kWarpgroupThreads;
@@ -180,7 +181,8 @@ struct ForwardTraitsSm90 {
     alignas(1024) Element o[cosize_v<LayoutO>];
     TmaRing<kStagesQ> ring_q[kConsumers];  // each warpgroup releases its own rows
     TmaRing<kStages> ring_k, ring_v;
-    std::conditional_t<kernel.keys == Keys::split, SplitList<kThreads>, VarlenList<VarlenOrder>> varlen_list;
+    std::conditional_t<kernel.keys == Keys::split, SplitList<kThreads, kFoldsSplits>, VarlenList<VarlenOrder>>
+        varlen_list;
     TileQueue tile_queue;
     std::conditional_t<kLoadsRows, SplitTile[2], char> code_tiles;  // whose codes are on their way
     [[no_unique_address]] PairTiles pairs;
