@@ -358,3 +358,59 @@ def test_parts_on_sm80_have_a_block_each(host, shape, head_dim, narrower):
     assert chosen.workspace_bytes == 4 * chosen.slots * rows * (head_dim_v + 1)
     lengths = plan(host, "sm80", head_dim, sizes, lengths=[None, None, None, [1] * batch])
     assert not lengths.splits or lengths.prepared_by_kernel
+
+
+SLOT = 128 * (128 + 1) * 4  # bytes of 128 rows at head dim 128, O and the LSE in float32
+
+
+def packed(queries, sequences, keys=None):
+    """Offsets of sequences that are equally long, and lengths of their keys in a cache."""
+    offsets = [b * queries // sequences for b in range(sequences + 1)]
+    return [offsets, None, None, [keys] * sequences] if keys else [offsets, offsets]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "most_bytes"),
+    [
+        ((1, 32, 8, 512, 8192, 128), None, 10 << 20),
+        ((1, 32, 8, 16384, 16384, 128), packed(16384, 1), 105 << 20),
+        ((4, 32, 8, 16384, 16384, 128), packed(16384, 4), 105 << 20),
+        ((8, 32, 8, 16384, 131072, 128), packed(16384, 8, 131072), 800 << 20),
+    ],
+)
+def test_workspace_of_batch_invariant_chunks(host, sizes, lengths, most_bytes):
+    """Tiles of many queries add up their splits, each thread block in a total; few tiles have slots."""
+    chosen = plan(host, "sm90", 128, sizes, CAUSAL, lengths, batch_invariant=True)
+    assert chosen.folds
+    assert chosen.tile.block_m == 128
+    assert chosen.totals_bytes == chosen.blocks * 128 * (128 + 8) * 4
+    assert chosen.workspace_bytes < most_bytes
+    assert chosen.slots * SLOT <= chosen.workspace_bytes
+    free = plan(host, "sm90", 128, sizes, CAUSAL, lengths)
+    assert not free.folds
+    assert free.totals_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 8192), (16, 8192), (16, 1000), (512, 1000)])
+def test_other_batch_invariant_calls_have_a_slot_for_each_split(host, family, queries, keys):
+    """Those of few queries, and all on Ampere. Where there is one split there is no slot, and no total."""
+    sizes, used = (4, 32, 8, queries, keys, 128), [None, None, None, [keys] * 4]
+    folds = family == "sm90" and queries == 512
+    for lengths in (None, used):
+        chosen = plan(host, family, 128, sizes, FULL, lengths, batch_invariant=True)
+        assert chosen.splits
+        assert chosen.folds == folds
+        assert chosen.totals_bytes == 0
+        packs = -(-32 // chosen.packed_heads)
+        tiles = 4 * packs * -(-queries // chosen.tile_queries)
+        assert chosen.slots == (tiles * -(-keys // 1024) if keys > 1024 else 0)
+
+
+def test_batch_invariant_slots_of_few_queries_follow_from_capacity(host):
+    """Whatever the lengths on the device are: tiles of all queries times splits of all keys of the cache."""
+    sizes, keys = (256, 32, 8, 1, 131072, 128), [None, None, None, [1] * 256]
+    chosen = plan(host, "sm90", 128, sizes, FULL, keys, batch_invariant=True)
+    assert chosen.slots == 256 * 8 * 128
+    slot = 4 * (128 + 1) * 4 + 64  # 4 heads of one query; with the slot's tile
+    assert chosen.workspace_bytes == chosen.partial_offset + chosen.slots * slot

@@ -18,6 +18,7 @@ struct Changes {
   RangeParams ranges;
   PairMaskParams pair_mask;
   ScoreParams scores;
+  bool batch_invariant = false;  // of the forward
 
   // Without memory: what a plan asks of them. ranges: of a query. mask: how many entries, heads and rows
   // differ. keep: of 4096 pairs.
@@ -40,6 +41,8 @@ struct Changes {
         scores.bias.given = value.cast<bool>();
       } else if (name == "keep") {
         scores.dropout.keep = value.cast<int>();
+      } else if (name == "batch_invariant") {
+        batch_invariant = value.cast<bool>();
       } else {
         throw std::invalid_argument("no change is named " + name);
       }

@@ -54,6 +54,9 @@ inline void bind_forward_plan(py::module_& module) {
           "partial_offset",
           [](Plan plan) { return plan.workspace.regions[int(ForwardRegion::partial)].begin; })
       .def_property_readonly("slots", [](Plan plan) { return plan.split.slots; })
+      .def_property_readonly("folds", [](Plan plan) { return plan.split.lengths.folds; })
+      .def_property_readonly(
+          "totals_bytes", [](Plan plan) { return plan.workspace.regions[int(ForwardRegion::totals)].bytes; })
       .def_property_readonly("workspace_bytes", [](Plan plan) { return plan.workspace.bytes; })
       .def_property_readonly("regions",  // of the workspace: first byte and bytes
                              [](Plan plan) {
@@ -67,7 +70,9 @@ inline void bind_forward_plan(py::module_& module) {
   module.def("plan_forward", [](Family family, HeadDims bucket, VarlenBatch const& batch, int multiprocessors,
                                 int64_t l2_bytes, py::dict const& changes) {
     ForwardParams params = batch.params;
-    Changes(changes).apply(params);
+    Changes const given(changes);
+    given.apply(params);
+    params.batch_invariant = given.batch_invariant;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
     int split_bucket = larger(bucket.qk, bucket.v);  // of the smallest that holds this one
     while (split_bucket <= 256 && forward_tiles(family, both(split_bucket)).decode.warps == 0)

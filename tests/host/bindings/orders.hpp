@@ -76,15 +76,17 @@ struct VarlenTiles {
 };
 
 // Every tile of every split, cut sequences first, as a list has them: (entry, head, m_begin, first key,
-// keys, blocks of keys of the split, slot, split, splits); and the order's capacity. lengths: as of
-// SplitLengths. is_uniform: do all sequences have the lengths of the shape, so that nothing is listed?
+// keys, blocks of keys of the split, slot, split, splits); the order's capacity, and the slots that splits of
+// a fixed length may take at most, else -1. lengths: as of SplitLengths. is_uniform: do all sequences have
+// the lengths of the shape, so that nothing is listed?
 inline auto split_tiles(VarlenBatch const& batch, int block_m, int groups, int packed,
-                        std::array<int, 6> const& lengths, bool is_uniform) {
-  auto const [block_n, blocks, rounds, least_blocks, fixed_blocks, rows] = lengths;
+                        std::array<int, 7> const& lengths, bool is_uniform) {
   ForwardParams const& params = batch.params;
-  SplitOrder const order = SplitOrder::make(params, batch.mask, PackGqa(block_m / groups, groups, packed),
-                                            {block_n, blocks, rounds, least_blocks, fixed_blocks, rows},
-                                            nullptr, false, is_uniform);
+  auto const [block_n, blocks, rounds, least_blocks, fixed_blocks, rows_of_slot, folds] = lengths;
+  SplitLengths const made{block_n, blocks, rounds, least_blocks, fixed_blocks, rows_of_slot, folds > 0};
+  PackGqa const rows(block_m / groups, groups, packed);
+  SplitOrder const order = SplitOrder::make(params, batch.mask, rows, made, nullptr, false, is_uniform);
+  int const most_slots = fixed_blocks > 0 ? int(SplitOrder::slot_capacity(params, rows, made)) : -1;
   std::vector<std::tuple<int, int, int, int, int, std::pair<int, int>, int, int, int>> tiles;
   auto add = [&](SplitTile const& tile) {
     tiles.emplace_back(tile.batch, tile.head, tile.m_begin, tile.k_first, tile.seqlen_k,
@@ -92,7 +94,7 @@ inline auto split_tiles(VarlenBatch const& batch, int block_m, int groups, int p
   };
   if (is_uniform) {
     for (int index = 0; index < order.tiles(); ++index) add(order(index));
-    return std::pair(tiles, order.capacity);
+    return std::tuple(tiles, order.capacity, most_slots);
   }
   std::vector<std::pair<int, SplitSequence>> sequences;
   SplitWork work{};
@@ -113,7 +115,7 @@ inline auto split_tiles(VarlenBatch const& batch, int block_m, int groups, int p
       add(order.tile(record, index));
     first_block += m_blocks;
   }
-  return std::pair(tiles, order.capacity);
+  return std::tuple(tiles, order.capacity, most_slots);
 }
 
 inline void bind_orders(py::module_& module) {
