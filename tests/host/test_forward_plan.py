@@ -414,3 +414,30 @@ def test_batch_invariant_slots_of_few_queries_follow_from_capacity(host):
     assert chosen.slots == 256 * 8 * 128
     slot = 4 * (128 + 1) * 4 + 64  # 4 heads of one query; with the slot's tile
     assert chosen.workspace_bytes == chosen.partial_offset + chosen.slots * slot
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("heads", "queries", "packed"),
+    [
+        ((32, 8), 1, 4),
+        ((32, 8), 4, 4),
+        ((16, 16), 16, 1),
+        ((16, 1), 1, 16),
+        ((32, 1), 1, 16),
+        ((17, 1), 1, 9),
+    ],
+    ids=str,
+)
+def test_few_rows_of_codes_have_a_tile_of_their_own(host, head_dim, heads, queries, packed):
+    """Up to 16 rows, of heads in equal parts, unless bits must be those of other tiles."""
+    sizes = (8, *heads, queries, 8192, head_dim)
+    chosen = plan(host, "sm90", head_dim, sizes, CAUSAL, is_fp8=True)
+    assert (chosen.tile.block_m, chosen.packed_heads) == (16, packed)
+    assert chosen.tile.block_n % (16 * chosen.tile.warps) == 0
+    assert chosen.splits
+    for changes in ({"batch_invariant": True}, {"is_fp8": False}):
+        other = plan(host, "sm90", head_dim, sizes, CAUSAL, **{"is_fp8": True, **changes})
+        assert other.tile.block_m == 64
+    more = (8, *heads, 17, 8192, head_dim)
+    assert plan(host, "sm90", head_dim, more, CAUSAL, is_fp8=True).tile.block_m > 16

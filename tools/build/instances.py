@@ -182,7 +182,9 @@ TOLERATED = [
         ("row_softmax_backward", "fp32", 80, 24),
         ("forward_kernel_sm90", "split", 96, 32),  # of head dim 256: once a split of a tile that adds them up
         ("combine_kernel", "sm80_256", 56, 24),
-        ("fold_kernel", "sm80_256", 8, 8),
+        *(("fold_kernel", f"sm80_{head_dim}", 56, 24) for head_dim in (64, 128, 256)),  # on Ampere alone
+        ("code_kernel_sm90", "split", 80, 24),  # of head dim 192
+        ("code_kernel_sm90", "general", 400, 112),
         ("forward_kernel_sm80", "general", 1900, 800),
         ("forward_kernel_sm90", "general", 2400, 512),
         ("backward_kernel_sm80", "general", 800, 160),

@@ -20,7 +20,8 @@ struct ChosenTile {
 namespace plan {
 
 inline PackGqa rows_of(Family family, ForwardTile const& tile, int packed) {
-  int const of_group = traits_of(family).group_rows > 0 ? traits_of(family).group_rows : tile.block_m;
+  int const most = traits_of(family).group_rows,
+            of_group = most > 0 ? smaller(most, tile.block_m) : tile.block_m;
   return PackGqa(of_group, tile.block_m / of_group, packed);
 }
 

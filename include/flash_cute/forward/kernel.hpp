@@ -81,6 +81,7 @@ constexpr auto forward_kernels(Family family, HeadDims head_dims, ElementType el
   }
   list.add(split_kernel(family, masking).with(tiles.decode));
   list.add(split_kernel(family, masking).with(tiles.prefill_split));
+  list.add(split_kernel(family, masking).with(tiles.codes));
   return list;
 }
 

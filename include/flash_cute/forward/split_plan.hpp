@@ -18,23 +18,24 @@ struct SplitPlan {
 
 namespace plan {
 
-// Of the heads that share keys, those that a tile of few queries has.
-inline int heads_of_few(ProblemShape const& shape) {
+// Of the heads that share keys, those that a tile of few queries has, which has so many rows.
+inline int heads_of_few(ProblemShape const& shape, int rows = kWarpgroupRows) {
   int const group = shape.heads_q / shape.heads_kv;
-  return ceil_div(group, ceil_div(group, kWarpgroupRows));
+  return ceil_div(group, ceil_div(group, rows));
 }
-inline bool are_few(ProblemShape const& shape) {
-  return shape.seqlen_q <= kWarpgroupRows / heads_of_few(shape);
+inline bool are_few(ProblemShape const& shape, int rows = kWarpgroupRows) {
+  return shape.seqlen_q <= rows / heads_of_few(shape, rows);
 }
 
 // The tile for a call whose keys are cut into splits: all heads that share keys are packed where the queries
-// of the mean sequence leave room.
+// of the mean sequence leave room. The tile of codes has other bits than those of more rows.
 inline ChosenTile choose_split_tile(Family family, ForwardTiles const& tiles, ForwardParams const& params,
                                     ProblemShape const& shape) {
-  bool const few = are_few(shape);
-  ForwardTile const& tile = few ? tiles.decode : tiles.prefill_split;
+  bool const has_code_tile = params.cache.is_fp8 && !params.batch_invariant && tiles.codes.warps > 0;
+  bool const few = are_few(shape), fewest = has_code_tile && are_few(shape, tiles.codes.block_m);
+  ForwardTile const& tile = fewest ? tiles.codes : few ? tiles.decode : tiles.prefill_split;
   int const packed = params.has_one_head_a_tile() ? 1
-                     : few                        ? heads_of_few(shape)
+                     : few                        ? heads_of_few(shape, smaller(kWarpgroupRows, tile.block_m))
                                                   : packed_heads(family, shape, tile);
   return {tile, rows_of(family, tile, packed)};
 }

@@ -27,6 +27,8 @@ struct ForwardTiles {
   // bits are the same in either. Those of sm80 were not tuned (docs/decoding.md).
   ForwardTile decode = {}, prefill_split = {};
   ForwardTile general = {};  // where scores are not the product's, if not main
+  // Of up to 16 rows over a cache of codes of 8 bits: warps share out the keys of a block, not its rows.
+  ForwardTile codes = {};
 
   // Where the mask is a table. At head dim 128 blocks of 64 keys, beside 192 rows, lose 15% where sequences
   // are short.
@@ -96,41 +98,46 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
     switch (head_dim) {
       // 128 x 128 loses up to 19% on the same pairs, but wins 22% at 512 causal and 23% at 1024 causal.
       case 64:
-        return {{.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.87,
-                0.935,
-                {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
+        return {.main = {.block_m = 192, .block_n = 128, .stages = 2, .warps = 12, .stages_q = 2},
+                .small = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .enough = 0.87,
+                .enough_unequal = 0.935,
+                .decode = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
+                .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .general = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .codes = {.block_m = 16, .block_n = 256, .stages = 4, .warps = 8}};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:
-        return {{.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.91,
-                0.955,
-                {.block_m = 64, .block_n = 128, .stages = 3, .warps = 4, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2}};
+        return {.main = {.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
+                .small = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .enough = 0.91,
+                .enough_unequal = 0.955,
+                .decode = {.block_m = 64, .block_n = 128, .stages = 3, .warps = 4, .stages_q = 2},
+                .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .codes = {.block_m = 16, .block_n = 256, .stages = 3, .warps = 8}};
       // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96)
       // and 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
       case 128:
-        return {{.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                0.965,
-                0.985,
-                {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
-                {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8}};
+        return {.main = {.block_m = 192, .block_n = 64, .stages = 2, .warps = 12, .stages_q = 2},
+                .small = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
+                .enough = 0.965,
+                .enough_unequal = 0.985,
+                .decode = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
+                .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
+                .general = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
+                .codes = {.block_m = 16, .block_n = 256, .stages = 3, .warps = 8}};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
                 .decode = {.block_m = 64, .block_n = 64, .stages = 3, .warps = 4},
-                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
+                .codes = {.block_m = 16, .block_n = 128, .stages = 3, .warps = 8}};
       // 48 keys lose 6-9%; no more than 64 fit beside the stages of O.
       case 256:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
                 .decode = {.block_m = 64, .block_n = 64, .stages = 2, .warps = 4},
-                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8}};
+                .prefill_split = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},
+                .codes = {.block_m = 16, .block_n = 96, .stages = 3, .warps = 6}};
     }
   }
   return {};

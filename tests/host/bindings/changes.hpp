@@ -18,7 +18,7 @@ struct Changes {
   RangeParams ranges;
   PairMaskParams pair_mask;
   ScoreParams scores;
-  bool batch_invariant = false;  // of the forward
+  bool batch_invariant = false, is_fp8 = false;  // of the forward, a cache's codes
 
   // Without memory: what a plan asks of them. ranges: of a query. mask: how many entries, heads and rows
   // differ. keep: of 4096 pairs.
@@ -43,6 +43,8 @@ struct Changes {
         scores.dropout.keep = value.cast<int>();
       } else if (name == "batch_invariant") {
         batch_invariant = value.cast<bool>();
+      } else if (name == "is_fp8") {
+        is_fp8 = value.cast<bool>();
       } else {
         throw std::invalid_argument("no change is named " + name);
       }

@@ -73,6 +73,8 @@ inline void bind_forward_plan(py::module_& module) {
     Changes const given(changes);
     given.apply(params);
     params.batch_invariant = given.batch_invariant;
+    params.cache.given |= given.is_fp8;
+    params.cache.is_fp8 = given.is_fp8;
     params.device = {.index = 0, .multiprocessors = multiprocessors, .smem_bytes = 0, .l2_bytes = l2_bytes};
     int split_bucket = larger(bucket.qk, bucket.v);  // of the smallest that holds this one
     while (split_bucket <= 256 && forward_tiles(family, both(split_bucket)).decode.warps == 0)

@@ -3,6 +3,7 @@
 
 #include "flash_cute/attention/keys/tensor_maps.hpp"
 #include "flash_cute/forward/launch.cuh"
+#include "flash_cute/forward/sm90/code_kernel.hpp"
 #include "flash_cute/forward/sm90/kernel.hpp"
 
 namespace flash_cute {
@@ -78,32 +79,61 @@ ForwardMaps maps_of(ForwardParams const& params, typename Traits::Source const& 
   }
 }
 
+// The traits of a kernel: of one whose tile has fewer rows than a WGMMA, those of codes.
+template <class Instance, ForwardKernel kernel>
+struct KernelTraitsSm90 {
+  using Type = ForwardTraitsSm90<Instance, kernel>;
+};
+template <class Instance, ForwardKernel kernel>
+  requires(kernel.tile.block_m < kWarpgroupRows)
+struct KernelTraitsSm90<Instance, kernel> {
+  using Type = CodeTraitsSm90<Instance, kernel>;
+};
+
 template <>
 struct FamilyForward<Family::sm90> {
   static constexpr bool kStartsEarly = true;
   template <class Instance, ForwardKernel kernel>
-  using Traits = ForwardTraitsSm90<Instance, kernel>;
+  using Traits = typename KernelTraitsSm90<Instance, kernel>::Type;
+  template <class Traits>
+  static constexpr bool kIsOfCodes = Traits::kBlockM < kWarpgroupRows;
 
   template <class Traits>
   static auto* kernel() {
-    return forward_kernel_sm90<Traits>;
+    if constexpr (kIsOfCodes<Traits>) {
+      return code_kernel_sm90<Traits>;
+    } else {
+      return forward_kernel_sm90<Traits>;
+    }
+  }
+  // Of codes that are widened beside the stages. Without codes a thread block leaves room for those of
+  // combine_kernel, which then start beside it.
+  template <class Traits>
+  static constexpr int bytes_of_codes() {
+    if constexpr (kIsOfCodes<Traits>)
+      return 0;
+    else
+      return Traits::kCodeSlots * Traits::kCodeBytes;
   }
   template <class Traits>
-  static constexpr int kBytesOfCodes = Traits::kCodeSlots * Traits::kCodeBytes;
-  // Without codes a thread block leaves room for those of combine_kernel, which then start beside it.
-  template <class Traits>
   static constexpr int smem_bytes(ForwardPlan const& plan) {
-    return sizeof(typename Traits::SharedStorage) + plan.reads_codes * kBytesOfCodes<Traits>;
+    return sizeof(typename Traits::SharedStorage) + plan.reads_codes * bytes_of_codes<Traits>();
   }
   template <class Traits>
   static void launch(ForwardParams const& params, typename Traits::Source const& source,
                      ForwardPlan const& plan, void* workspace, cudaStream_t stream) {
+    auto launch = [&]<auto kernel>(auto const&... args) {
+      launch_kernel<kernel, kStartsEarly, sizeof(typename Traits::SharedStorage) + bytes_of_codes<Traits>()>(
+          params.device, plan.blocks, Traits::kThreads, smem_bytes<Traits>(plan), stream, params, source,
+          args...);
+    };
     typename Traits::Scheduler scheduler;
     if constexpr (Traits::Scheduler::kDynamic) scheduler = {plan.tile_counter(workspace)};
-    launch_kernel<forward_kernel_sm90<Traits>, kStartsEarly,
-                  sizeof(typename Traits::SharedStorage) + kBytesOfCodes<Traits>>(
-        params.device, plan.blocks, Traits::kThreads, smem_bytes<Traits>(plan), stream, params, source,
-        scheduler, maps_of<Traits>(params, source));
+    if constexpr (kIsOfCodes<Traits>) {
+      launch.template operator()<code_kernel_sm90<Traits>>(scheduler);
+    } else {
+      launch.template operator()<forward_kernel_sm90<Traits>>(scheduler, maps_of<Traits>(params, source));
+    }
   }
 };
 
