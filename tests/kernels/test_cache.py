@@ -118,6 +118,36 @@ def test_pages_are_shared(kernel):
         torch.testing.assert_close(lse[b : b + 1], alone[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("option", ["softcap", "alibi_slopes", "mask", "ranges"])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_padding_that_fills_a_cache(kernel, stored, option, queries):
+    """No key is left of a sequence, and a table of blocks has none after the last one."""
+    if kernel.family == "sm80" and stored != torch.bfloat16:
+        pytest.skip("caches of 8 bits are of the Hopper family")
+    device, capacity = kernel.device, 8192
+    q = torch.randn(2, 2, queries, 64, device=device).bfloat16()
+    k, v = (torch.randn(1, 1, capacity, 64, device=device).to(stored) for _ in "kv")
+    page = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    used = torch.full((2,), capacity, dtype=torch.int32, device=device)
+    leftpad = torch.tensor([capacity, 0], dtype=torch.int32, device=device)
+    options = {
+        "softcap": {"softcap": 5.0},
+        "alibi_slopes": {"alibi_slopes": torch.rand(2, device=device) / 100},
+        "mask": {"mask": torch.ones(1, 1, 1, capacity, dtype=torch.bool, device=device)},
+        "ranges": {
+            "ranges": torch.tensor([0, capacity], dtype=torch.int32, device=device).expand(
+                1, 1, queries, 1, 2
+            )
+        },
+    }[option]
+    out, lse = kernel.forward(q, k, v, block_table=page, seqused_k=used, leftpad_k=leftpad, **options)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    assert out[1].isfinite().all()
+    assert lse[1].isfinite().all()
+
+
 def cache(device, page_size=16) -> dict[str, torch.Tensor]:
     """q (2, 4, 1, 64), and pages of 2 heads for two sequences of three pages."""
     q = torch.randn(2, 4, 1, 64, device=device).bfloat16()

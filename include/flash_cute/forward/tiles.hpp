@@ -105,7 +105,7 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 .decode = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .blocks_per_sm = 2},
                 .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
                 .general = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                .codes = {.block_m = 16, .block_n = 256, .stages = 4, .warps = 8}};
+                .codes = {.block_m = 16, .block_n = 256, .stages = 3, .warps = 8}};
       // 128 x 128 loses 7-9% from 2k on, but wins 12-18% at 512. 192 x 112 spills.
       case 96:
         return {.main = {.block_m = 192, .block_n = 96, .stages = 2, .warps = 12, .stages_q = 2},
@@ -114,7 +114,7 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 .enough_unequal = 0.955,
                 .decode = {.block_m = 64, .block_n = 128, .stages = 3, .warps = 4, .stages_q = 2},
                 .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8, .stages_q = 2},
-                .codes = {.block_m = 16, .block_n = 256, .stages = 3, .warps = 8}};
+                .codes = {.block_m = 16, .block_n = 256, .stages = 2, .warps = 8}};
       // 128 x 128 loses 3-4% unmasked from 2k on (0.97 of the work), but wins 1-22% causal (up to 0.96)
       // and 9% at 512. 192 x 80 wins 1% at 16k and loses 1-3% at 2k and 4k to 192 x 64.
       case 128:
@@ -125,7 +125,7 @@ constexpr ForwardTiles forward_tiles(Family family, HeadDims head_dims, int elem
                 .decode = {.block_m = 64, .block_n = 128, .stages = 2, .warps = 4, .stages_q = 2},
                 .prefill_split = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
                 .general = {.block_m = 128, .block_n = 128, .stages = 2, .warps = 8},
-                .codes = {.block_m = 16, .block_n = 256, .stages = 3, .warps = 8}};
+                .codes = {.block_m = 16, .block_n = 256, .stages = 2, .warps = 8}};
       // 96 keys lose 11% at 512 causal and win 2% at 512 and 2k; 80 lose 1-5%.
       case 192:
         return {.main = {.block_m = 128, .block_n = 64, .stages = 2, .warps = 8},

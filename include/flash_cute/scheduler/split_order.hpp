@@ -180,10 +180,11 @@ struct SplitOrder : VarlenOrder {
     return {s, s.k_begin - begin};
   }
 
-  // Blocks of keys that some query of the sequence sees, one at least.
+  // Blocks of keys that some query of the sequence sees, or one that is there and hidden.
   FLASH_CUTE_HOST_DEVICE BlockRange visited(SplitSequence const& s) const {
-    int const begin = s.k_first / lengths.block_n, end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
-    return {begin, larger(begin + 1, ceil_div(end, lengths.block_n))};
+    int const end = s.k_first + larger(0, s.mask.end_key(s.used - 1));
+    BlockRange const blocks{s.k_first / lengths.block_n, ceil_div(end, lengths.block_n)};
+    return blocks.empty() ? BlockRange{0, 1} : blocks;
   }
   // Of `count` such sequences.
   FLASH_CUTE_HOST_DEVICE SplitWork work(SplitSequence const& s, int count = 1) const {
