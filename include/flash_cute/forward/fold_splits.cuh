@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
 template <class Element, int kHeadDimV, bool kStartsEarly, class Source>
 void launch_fold(ForwardParams const& params, Source const& source, PartialResults const& partial, int slots,
                  cudaStream_t stream) {
-  constexpr int kRowsOfBlock = 16;
+  constexpr int kRowsOfBlock = 4;
   int const blocks_of_slot = ceil_div(partial.rows, kRowsOfBlock);
   // Where lengths are on the device, few of the slots may be taken.
   constexpr int kBlocksAtOnce = 16;
