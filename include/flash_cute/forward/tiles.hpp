@@ -36,7 +36,6 @@ struct ForwardTiles {
     if (scores == Scores::product) return small.block_n > main.block_n ? small : main;
     return general.warps > 0 ? general : main;
   }
-  // Where scores are not the product's.
 };
 
 // Of float32, for products of either precision.

@@ -1,6 +1,6 @@
 // The Hopper family's forward of up to 16 rows over a cache of codes of 8 bits. Codes become numbers of 16
-// bits on their way from shared memory to mma.sync, so that only they pass through it, and each warp has keys
-// and a softmax of its own: nobody waits for another warp before the end of a tile.
+// bits in registers, between shared memory and mma.sync. Each warp has keys and a softmax of its own, and
+// waits for no other before the end of a tile.
 #pragma once
 
 #include "flash_cute/attention/mask/apply.hpp"

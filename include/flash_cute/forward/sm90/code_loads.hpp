@@ -1,5 +1,5 @@
-// How a warp brings its keys of a cache of codes to shared memory: a few blocks ahead of its products, into
-// the next tile, and without a word to other warps.
+// How a warp brings its keys of a cache of codes to shared memory: a few blocks ahead of its products, also
+// those of the next tile, and without a barrier between warps.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

@@ -110,10 +110,11 @@ struct FamilyForward<Family::sm90> {
   // combine_kernel, which then start beside it.
   template <class Traits>
   static constexpr int bytes_of_codes() {
-    if constexpr (kIsOfCodes<Traits>)
+    if constexpr (kIsOfCodes<Traits>) {
       return 0;
-    else
+    } else {
       return Traits::kCodeSlots * Traits::kCodeBytes;
+    }
   }
   template <class Traits>
   static constexpr int smem_bytes(ForwardPlan const& plan) {
