@@ -16,18 +16,25 @@
 namespace flash_cute {
 
 // A warp that computes.
+//
+// Products are of float16, whatever q is: codes are exact in it, and one instruction makes two of them where
+// bfloat16 takes four. Rows of q of bfloat16 are brought to its range by a power of two, and probabilities,
+// which are below 256, by 128: down to 2^-24 they keep the 8 bits that bfloat16 has, down to 2^-21 eleven.
+//
+// Which number of a row is which k of a product is left to the kernel, as it is the same for both operands,
+// and so is which column of V is which n. So lane t of a quad has neighbouring codes of a key of K, and lane
+// g of those in a column of V: loads are up to 16 bytes wide.
 template <class Traits>
-struct CodeWarpSm90 : CodeProducts<Traits> {
-  using Base = CodeProducts<Traits>;
+struct CodeWarpSm90 {
   using Element = typename Traits::Element;
   using LayoutK = typename Traits::LayoutK;
   using LayoutV = typename Traits::LayoutV;
   using Product = SM80_16x8x16_F32F16F16F32_TN;
   using Mma = decltype(make_tiled_mma(Product{}));
   using TileS = Shape<Int<Traits::kBlockM>, Int<Traits::kKeys>>;
-  using Base::kOwnK, Base::kOwnV, Base::kSteps, Base::kStepsAtOnce;
-  static constexpr int kWarps = Traits::kWarps, kKeys = Traits::kKeys, kStages = Traits::kStages,
-                       kHeadDimV = Traits::kHeadDimV;
+  static constexpr int kWarps = Traits::kWarps, kKeys = Traits::kKeys, kHeadDimV = Traits::kHeadDimV,
+                       kOwnK = Traits::kOwnK, kOwnV = Traits::kOwnV, kSteps = Traits::kSteps,
+                       kStepsAtOnce = Traits::kStepsAtOnce;
   static constexpr float kOfProbabilities = 128;
 
   typename Traits::SharedStorage& shared;
@@ -99,10 +106,8 @@ struct CodeWarpSm90 : CodeProducts<Traits> {
   template <int kWords>
   CUTE_DEVICE static void load_words(uint32_t address, uint32_t (&words)[kWords]) {
     if constexpr (kWords == 4) {
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(address)
-                   : "memory");
+      uint4 const chunk = load_chunk(address);
+      words[0] = chunk.x, words[1] = chunk.y, words[2] = chunk.z, words[3] = chunk.w;
     } else if constexpr (kWords == 2) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                    : "=r"(words[0]), "=r"(words[1])
@@ -174,6 +179,7 @@ struct CodeWarpSm90 : CodeProducts<Traits> {
   }
 
   static constexpr int kComputing = 32 * kWarps;  // threads
+  // NamedBarrier would let stores of results move across.
   CUTE_DEVICE static void sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(int(BarrierId::warpgroup)), "r"(kComputing) : "memory");
   }
@@ -298,9 +304,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kTile.blocks_per_sm)
   if (blockIdx.x < source.tiles(shared.list)) {
     SplitTile const first = source.first_tile(shared.list, blockIdx.x);
     if (warp == Traits::kWarps) {
-      CodeTilesSm90<Traits>{{}, shared, params, source, scheduler.tile_counter, lane}.run(first);
+      CodeTilesSm90<Traits>{shared, params, source, scheduler.tile_counter, lane}.run(first);
     } else if (warp < Traits::kWarps) {
-      CodeWarpSm90<Traits>{{}, shared, params, source, warp, lane}.run(first);
+      CodeWarpSm90<Traits>{shared, params, source, warp, lane}.run(first);
     }
   }
   if (shared.list.unwritten) {

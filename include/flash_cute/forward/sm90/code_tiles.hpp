@@ -10,27 +10,12 @@
 
 namespace flash_cute {
 
-// Products are of float16, whatever q is: codes are exact in it, and one instruction makes two of them where
-// bfloat16 takes four. Rows of q of bfloat16 are brought to its range by a power of two, and probabilities,
-// which are below 256, by 128: down to 2^-24 they keep the 8 bits that bfloat16 has, down to 2^-21 eleven.
-//
-// Which number of a row is which k of a product is left to the kernel, as it is the same for both operands,
-// and so is which column of V is which n. So lane t of a quad has neighbouring codes of a key of K, and lane
-// g of those in a column of V: loads are up to 16 bytes wide.
-template <class Traits>
-struct CodeProducts {
-  static constexpr int kOwnK = smaller(16, Traits::LayoutK::kPanel / 4);  // codes of a lane, of a panel's row
-  static constexpr int kOwnV = Traits::LayoutV::kPanel / 8;
-  static constexpr int kSteps = Traits::kSteps, kStepsAtOnce = kOwnK / 4;
-};
-
 // The warp that takes tiles.
 template <class Traits>
-struct CodeTilesSm90 : CodeProducts<Traits> {
-  using Base = CodeProducts<Traits>;
+struct CodeTilesSm90 {
   using Element = typename Traits::Element;
-  using Base::kOwnK, Base::kSteps, Base::kStepsAtOnce;
-  static constexpr int kWords = kOwnK / 2;  // that a lane loads at once
+  static constexpr int kOwnK = Traits::kOwnK, kSteps = Traits::kSteps, kStepsAtOnce = Traits::kStepsAtOnce,
+                       kWords = kOwnK / 2;  // that a lane loads at once
   using Words = uint32_t[kSteps / kStepsAtOnce][kWords];
   typename Traits::SharedStorage& shared;
   ForwardParams const& params;

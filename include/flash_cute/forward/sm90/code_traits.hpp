@@ -60,9 +60,11 @@ struct CodeTraitsSm90 {
   using LayoutK = CodeLayout<kHeadDim, kKeys>;
   using LayoutV = CodeLayout<kHeadDimV, kKeys>;
 
-  static constexpr int kSteps = kHeadDim / 16;                  // of S = Q K^T
-  static constexpr int kRowsAtOnce = kHeadDimV <= 128 ? 4 : 2;  // of O, that warps add up
-  static constexpr int kResults = kHeadDimV <= 64 ? 2 : 1;      // of them
+  // Codes that a lane has at once, of a row of a panel.
+  static constexpr int kOwnK = smaller(16, LayoutK::kPanel / 4), kOwnV = LayoutV::kPanel / 8;
+  static constexpr int kSteps = kHeadDim / 16, kStepsAtOnce = kOwnK / 4;  // of S = Q K^T
+  static constexpr int kRowsAtOnce = kHeadDimV <= 128 ? 4 : 2;            // of O, that warps add up
+  static constexpr int kResults = kHeadDimV <= 64 ? 2 : 1;                // of them
 
   struct SharedStorage {
     alignas(128) unsigned char k[kWarps][kStages][LayoutK::kBytes];

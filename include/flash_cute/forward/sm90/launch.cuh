@@ -79,28 +79,19 @@ ForwardMaps maps_of(ForwardParams const& params, typename Traits::Source const& 
   }
 }
 
-// The traits of a kernel: of one whose tile has fewer rows than a WGMMA, those of codes.
-template <class Instance, ForwardKernel kernel>
-struct KernelTraitsSm90 {
-  using Type = ForwardTraitsSm90<Instance, kernel>;
-};
-template <class Instance, ForwardKernel kernel>
-  requires(kernel.tile.block_m < kWarpgroupRows)
-struct KernelTraitsSm90<Instance, kernel> {
-  using Type = CodeTraitsSm90<Instance, kernel>;
-};
+// Is it the tile of a kernel of codes, which have fewer rows than a WGMMA?
+constexpr bool is_of_codes(ForwardTile const& tile) { return tile.block_m < kWarpgroupRows; }
 
 template <>
 struct FamilyForward<Family::sm90> {
   static constexpr bool kStartsEarly = true;
   template <class Instance, ForwardKernel kernel>
-  using Traits = typename KernelTraitsSm90<Instance, kernel>::Type;
-  template <class Traits>
-  static constexpr bool kIsOfCodes = Traits::kBlockM < kWarpgroupRows;
+  using Traits = std::conditional_t<is_of_codes(kernel.tile), CodeTraitsSm90<Instance, kernel>,
+                                    ForwardTraitsSm90<Instance, kernel>>;
 
   template <class Traits>
   static auto* kernel() {
-    if constexpr (kIsOfCodes<Traits>) {
+    if constexpr (is_of_codes(Traits::kTile)) {
       return code_kernel_sm90<Traits>;
     } else {
       return forward_kernel_sm90<Traits>;
@@ -110,7 +101,7 @@ struct FamilyForward<Family::sm90> {
   // combine_kernel, which then start beside it.
   template <class Traits>
   static constexpr int bytes_of_codes() {
-    if constexpr (kIsOfCodes<Traits>) {
+    if constexpr (is_of_codes(Traits::kTile)) {
       return 0;
     } else {
       return Traits::kCodeSlots * Traits::kCodeBytes;
@@ -130,7 +121,7 @@ struct FamilyForward<Family::sm90> {
     };
     typename Traits::Scheduler scheduler;
     if constexpr (Traits::Scheduler::kDynamic) scheduler = {plan.tile_counter(workspace)};
-    if constexpr (kIsOfCodes<Traits>) {
+    if constexpr (is_of_codes(Traits::kTile)) {
       launch.template operator()<code_kernel_sm90<Traits>>(scheduler);
     } else {
       launch.template operator()<forward_kernel_sm90<Traits>>(scheduler, maps_of<Traits>(params, source));

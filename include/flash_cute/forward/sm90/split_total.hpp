@@ -94,7 +94,7 @@ struct SplitTotal {
     return of_block[i * kThreads + thread];
   }
 
-  // Two neighbouring columns of each row, in turns.
+  // Two neighbouring columns of the first row, two of the second, and so on.
   CUTE_DEVICE static constexpr int row_of(int i) { return i / 2 % kRows; }
 
   // The rows with one more split, which has ended.
